@@ -1,0 +1,47 @@
+"""Hold a text with holes: continuing a prompt is filling the holes that stand at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+HOLE = -1
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A text with holes, and the order in which they are decided."""
+
+    tokens: np.ndarray  # [length] token ids, HOLE where undecided
+    order: np.ndarray  # [holes] positions, in deciding order
+    done: int = 0  # how many of them are decided
+
+    @property
+    def open(self) -> np.ndarray:
+        """Positions still undecided, in deciding order."""
+        return self.order[self.done :]
+
+    @property
+    def decided(self) -> np.ndarray:
+        """The tokens before the first open position: what a causal network reads."""
+        return self.tokens[: self.order[self.done]] if self.done < len(self.order) else self.tokens
+
+    @property
+    def written(self) -> np.ndarray:
+        """The tokens that fill the decided holes, in deciding order."""
+        return self.tokens[self.order[: self.done]]
+
+    def fill(self, new: np.ndarray) -> Canvas:
+        """Decide the next `len(new)` holes."""
+        tokens = self.tokens.copy()
+        tokens[self.open[: len(new)]] = new
+        return replace(self, tokens=tokens, done=self.done + len(new))
+
+
+def continuation(prompt: Sequence[int] | np.ndarray, length: int) -> Canvas:
+    """A prompt followed by `length` holes."""
+    prompt = np.asarray(prompt, dtype=np.int64)
+    tokens = np.concatenate([prompt, np.full(length, HOLE, dtype=np.int64)])
+    return Canvas(tokens, np.arange(len(prompt), len(tokens)))

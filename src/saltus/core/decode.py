@@ -1,0 +1,138 @@
+"""Write a text: propose, ask, decide, until no hole is left. The one loop of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from saltus.core.canvas import Canvas
+from saltus.core.control import Controller
+from saltus.core.forward import Forward, Laws, Reply, Step, Writer
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule, match
+from saltus.core.sampling import Sampling
+from saltus.core.tree import Branch, grow
+
+Offer = Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]
+"""Branches, or a generator that asks a drafter's own network for them."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Offer branches that continue the canvas. `last` is the step before, None at first; `room` bounds the depth."""
+
+    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Offer: ...
+
+
+@runtime_checkable
+class Network(Protocol):
+    """What evaluates Forwards. A memory is what it keeps of one text between calls."""
+
+    def memory(self) -> Any: ...
+
+    def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]: ...
+
+
+Stop = Callable[[Canvas, np.ndarray], int | None]
+"""Told the canvas and the tokens just decided: how many of them to keep if the text ends there, else None."""
+
+
+def speculate(
+    canvas: Canvas,
+    noise: Noise,
+    sampling: Sampling,
+    drafters: Sequence[Drafter],
+    on_step: Callable[[Step], None],
+    rule: Rule = match,
+    controller: Controller | None = None,
+    stop: Stop | None = None,
+) -> Writer:
+    """Write one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft)."""
+    controller = controller or Controller(adaptive=False)
+    last: Step | None = None
+    while len(canvas.open):
+        room = min(len(canvas.open) - 1, controller.budget)  # the law after the last node decides one hole more
+        branches: list[Branch] = []
+        drafting = 0.0
+        for drafter in drafters if room and controller.drafts() else ():
+            offer = drafter(canvas, last, room)
+            if isinstance(offer, Generator):
+                offer, seconds = yield from _timed(offer)
+                drafting += seconds
+            branches += offer
+        tree = grow(branches, controller.budget, room, controller.calibrated)
+        tree = tree.cut(controller.size(tree))
+        asked = Forward(canvas, tree.tokens, tree.parents, drafted=tree.laws if any(tree.laws) else None)
+        reply = yield asked
+        laws = Laws(asked, reply, sampling, noise)
+        tokens, node = rule(asked, laws)
+        end = stop(canvas, tokens) if stop else None
+        last = Step(canvas, asked, reply, laws, tokens[:end], node)
+        controller.observe(tree, last, drafting)
+        canvas = canvas.fill(last.tokens)
+        on_step(last)
+        if end is not None:
+            return
+
+
+def _timed(offer: Generator[Forward, Reply, Sequence[Branch]]) -> Generator[Forward, Reply, tuple[Any, float]]:
+    """Pass a drafter's questions on, and add up what they cost."""
+    seconds = 0.0
+    try:
+        asked = next(offer)
+        while True:
+            reply = yield asked
+            seconds += reply.seconds
+            asked = offer.send(reply)
+    except StopIteration as end:
+        return end.value, seconds
+
+
+@dataclass
+class Seat:
+    """One live text: its writer, what it asks, and its memory on each network."""
+
+    writer: Writer
+    memories: dict[str, Any] = field(default_factory=dict)
+    ask: Forward | None = None
+
+    def advance(self, reply: Reply | None) -> bool:
+        """Hand the reply over and learn what is asked next; False when the text is finished."""
+        try:
+            self.ask = next(self.writer) if reply is None else self.writer.send(reply)
+        except StopIteration:
+            self.ask = None
+        return self.ask is not None
+
+
+def rounds(seats: list[Seat], networks: Mapping[str, Network]) -> Iterator[None]:
+    """Serve all seats, one call a network and round, until every text is finished; yields after each round.
+
+    Seats may be added between rounds; finished ones leave. No method knows how many texts there are.
+    """
+    while True:
+        seats[:] = [seat for seat in seats if seat.ask is not None or seat.advance(None)]
+        if not seats:
+            return
+        for name, network in networks.items():
+            asking = [seat for seat in seats if seat.ask is not None and seat.ask.to == name]
+            if not asking:
+                continue
+            for seat in asking:
+                if name not in seat.memories:
+                    seat.memories[name] = network.memory()
+            asks = [seat.ask for seat in asking if seat.ask is not None]
+            replies = network.forward(asks, [seat.memories[name] for seat in asking])
+            for seat, reply in zip(asking, replies, strict=True):
+                seat.advance(reply)
+        seats[:] = [seat for seat in seats if seat.ask is not None]
+        yield
+
+
+def run(writer: Writer, networks: Mapping[str, Network]) -> None:
+    """Write one text to its end."""
+    for _ in rounds([Seat(writer)], networks):
+        pass

@@ -1,0 +1,135 @@
+"""Say what is asked of a network and what it answers: a tree of nodes hanging from the decided text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.core.canvas import Canvas
+from saltus.core.noise import Noise
+from saltus.core.sampling import Law, Sampling, choices, law, pick
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One network call. Node i reads the decided text, its ancestors and itself.
+
+    `parents[i] < i` is the node before node i, -1 the last decided token. `to` names the network that is asked:
+    the target, or a drafter of the method's own. `drafted[i]` is the law that token i was drawn from, where the
+    method knows it (None: the token was chosen, not drawn).
+    """
+
+    canvas: Canvas
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    features: bool = False  # the last hidden states are wanted too
+    to: str = "target"
+    drafted: tuple[Law | None, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents)
+        assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), "parents come before children"
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node: 0 for what follows the decided text."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return tuple(depths)
+
+    @cached_property
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    def children(self, node: int) -> list[int]:
+        """Nodes that continue `node` (-1: the decided text), in the order they were offered."""
+        return self._children.get(node, [])
+
+    def follow(self, tokens, start: int = -1) -> list[int]:
+        """The nodes met when `tokens` are read from `start` on; shorter where the tree ends."""
+        path = []
+        for token in tokens:
+            start = next((child for child in self.children(start) if self.tokens[child] == token), -2)
+            if start == -2:
+                break
+            path.append(start)
+        return path
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the decided text down to `node`."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the network answered."""
+
+    logits: Float[Tensor, "rows vocab"]  # row 0 follows the decided text, row i + 1 follows node i
+    features: Float[Tensor, "rows hidden"] | None = None
+    seconds: float = 0.0  # wall time of the call that carried it
+    read: int = 0  # decided tokens that the call had to read (the prompt, at first)
+
+
+@dataclass
+class Laws:
+    """The laws after the decided text (-1) and after each node, made by the one sampling pipeline when asked for."""
+
+    asked: Forward
+    reply: Reply
+    sampling: Sampling
+    noise: Noise
+    _laws: dict[int, Law] = field(default_factory=dict)
+    _picks: dict[int, int] = field(default_factory=dict)
+
+    def __getitem__(self, node: int) -> Law:
+        if node not in self._laws:
+            canvas = self.asked.canvas
+            context = None
+            if self.sampling.repetition_penalty != 1.0:
+                context = np.concatenate([canvas.decided, np.array(self.asked.path(node), dtype=np.int64)])
+            index = canvas.done + self.depth(node)
+            self._laws[node] = law(self.reply.logits[node + 1], self.sampling, context, index)
+        return self._laws[node]
+
+    def depth(self, node: int) -> int:
+        """How many drafted tokens stand before the hole that this law is for."""
+        return self.asked.depths[node] + 1 if node >= 0 else 0
+
+    def pick(self, node: int) -> int:
+        """The text's own token after `node`: Pick(u, law) with the uniform of that position (PTP, Eq. 2)."""
+        if node not in self._picks:
+            if self.sampling.bare:
+                self._picks = dict(enumerate(choices(self.reply.logits).tolist(), start=-1))
+            else:
+                open_ = self.asked.canvas.open
+                u = self.noise.at("text", open_[self.depth(node) : self.depth(node) + 1])[0]
+                self._picks[node] = pick(u, self[node])
+        return self._picks[node]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The one record that everyone reads: streaming, metrics, drafters."""
+
+    canvas: Canvas  # before the step
+    asked: Forward
+    reply: Reply
+    laws: Laws
+    tokens: np.ndarray  # decided by the step
+    node: int  # where the walk ended: -1, or the last accepted node
+
+
+Writer = Generator[Forward, Reply, None]

@@ -1,0 +1,338 @@
+"""Turn logits into the law of the next token, pick from it with a uniform, and invert the pick.
+
+The baseline, drafts, verification and training share this one pipeline. Its order and numerics are those of
+Transformers' `generate`: float32; repetition penalty, banned, forced; temperature, top-k, top-p, min-p. It works on
+single rows in NumPy: nothing here depends on how rows are batched or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+BLOCK = 128  # tokens whose running sums are computed together, on demand
+TINY = 2.0**-960  # cumulative weights below it are zero, so that u · total keeps its 53 bits and pick can be inverted
+INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become a law. The defaults are greedy decoding; the names and meanings are Transformers'."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    banned: tuple[int, ...] = ()
+    forced: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        def check(holds: bool, name: str, cure: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)}, but {cure}")
+
+        check(0 <= self.temperature < math.inf, "temperature", "must be 0 (greedy) or a positive number")
+        check(not 0 < self.temperature < 1e-6, "temperature", "is too small to divide by; use 0 for greedy decoding")
+        check(self.top_k >= 0, "top_k", "must be 0 (off) or a number of tokens")
+        check(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; use 1 to switch it off")
+        check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
+        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
+        check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
+        check(min(map(min, self.forced), default=0) >= 0, "forced", "indices and token ids start at 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def bare(self) -> bool:
+        """Greedy on the model's own logits: `choices` says what `law` would."""
+        return self.greedy and self.repetition_penalty == 1 and not self.banned and not self.forced
+
+    @cached_property
+    def _banned(self) -> np.ndarray:
+        return np.array(sorted(set(self.banned)), dtype=np.int64)
+
+    @cached_property
+    def _forced(self) -> dict[int, int]:
+        return dict(self.forced)
+
+
+@dataclass(frozen=True, eq=False)
+class Law:
+    """The law of one token, as unnormalised weights in token order.
+
+    `tokens` are the ascending ids that have weights, or None where all of the vocabulary has.
+    """
+
+    tokens: np.ndarray | None
+    weights: np.ndarray
+
+    @cached_property
+    def borders(self) -> np.ndarray:
+        """Running sums in float64 at the borders of blocks: [0, first block, …, total]."""
+        sums = np.add.reduceat(self.weights, np.arange(0, len(self.weights), BLOCK), dtype=np.float64)
+        borders = np.zeros(len(sums) + 1)
+        np.cumsum(sums, out=borders[1:])
+        return borders
+
+    @property
+    def total(self) -> float:
+        return float(self.borders[-1])
+
+    @cached_property
+    def cumulative(self) -> np.ndarray:
+        """Inclusive running sums, unnormalised: token i is picked for x = u · total in [c[i − 1], c[i])."""
+        blocks = len(self.borders) - 1
+        weights = np.zeros((blocks, BLOCK))
+        weights.reshape(-1)[: len(self.weights)] = self.weights
+        running = _running(weights, self.borders[:-1, None], self.borders[1:, None])
+        return running.reshape(-1)[: len(self.weights)]
+
+    def block(self, number: int) -> np.ndarray:
+        """The part of `cumulative` in one block."""
+        weights = self.weights[number * BLOCK : (number + 1) * BLOCK]
+        return _running(weights, self.borders[number], self.borders[number + 1])
+
+
+def _running(weights: np.ndarray, low, high) -> np.ndarray:
+    """Running sums from low to high: the last token that has weight ends at `high` exactly, whatever was rounded."""
+    sums = np.cumsum(weights, axis=-1, dtype=np.float64)
+    return np.where(sums == sums[..., -1:], high, np.minimum(sums + low, high))
+
+
+def one_hot(token: int) -> Law:
+    """The law that is certain of a token: what greedy decoding and forced tokens are."""
+    return Law(np.array([token], dtype=np.int64), np.ones(1))
+
+
+def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None = None, index: int = 0) -> Law:
+    """The law of new token number `index` after `context` (prompt, text and path; negative ids are holes).
+
+    Rows on a GPU are copied one by one; bring a batch of them to the CPU first. Errors: NaN or infinite logits.
+    """
+    if index in sampling._forced:
+        return one_hot(sampling._forced[index])
+    scores = _penalised(_row(logits), sampling, context)
+    best = int(scores.argmax())
+    if not math.isfinite(scores[best]):
+        raise ValueError(_complaint(float(scores[best]), f"at new token {index}"))
+    if sampling.greedy:
+        return one_hot(best)
+    if sampling.temperature != 1:
+        scores = scores / np.float32(sampling.temperature)
+    vocab, top, tokens = len(scores), scores[best], None
+    if sampling.top_k:
+        tokens = _top_k(scores, sampling.top_k)
+        scores = scores[tokens]
+    if sampling.top_p < 1:
+        kept = _top_p(scores, sampling.top_p, top, vocab)
+        tokens, scores = (kept if tokens is None else tokens[kept]), scores[kept]
+    if sampling.min_p > 0:
+        kept = _min_p(scores, sampling.min_p, top, vocab, tokens)
+        tokens, scores = (kept if tokens is None else tokens[kept]), scores[kept]
+    weights = np.exp((scores - top).astype(np.float64))
+    if tokens is not None and not weights.all():
+        tokens, weights = tokens[weights > 0], weights[weights > 0]
+    return Law(tokens, weights)
+
+
+def choices(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
+    """The first maximum of each row, as greedy decoding on float32 chooses; `law` says the same, more slowly."""
+    logits = logits.detach()
+    if logits.device.type != "cpu":
+        best = logits.float().argmax(-1, keepdim=True)
+        top = logits.gather(-1, best).float().cpu().numpy()
+        best = best.cpu().numpy()
+    else:
+        if logits.dtype in INFINITY and (best := _integer_choices(logits, INFINITY[logits.dtype])) is not None:
+            return best
+        scores = logits.float().numpy()
+        best = scores.argmax(-1, keepdims=True)
+        top = np.take_along_axis(scores, best, -1)
+    broken = np.flatnonzero(~np.isfinite(top))
+    if broken.size:
+        raise ValueError(_complaint(float(top[broken[0], 0]), f"in row {broken[0]}"))
+    return best[:, 0]
+
+
+def _integer_choices(logits: Tensor, infinity: int) -> np.ndarray | None:
+    """16-bit floats compared as integers, which vectorises: right where all maxima are positive and nothing is NaN."""
+    bits = logits.view(torch.int16).numpy()
+    best = bits.argmax(-1)
+    top = np.take_along_axis(bits, best[:, None], -1)
+    magnitudes = bits.view(np.uint16).max(-1)  # those with the sign bit come above the others: negative NaN is greatest
+    sound = (top > 0).all() and (top < infinity).all() and (magnitudes <= infinity + 0x8000).all()
+    return best if sound else None
+
+
+def pick(u: float, law: Law) -> int:
+    """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero."""
+    if not 0 <= u < 1:
+        raise ValueError(f"pick was given u = {u}, but a uniform lies in [0, 1)")
+    x = u * law.total
+    x = x if x >= TINY else 0.0
+    block = int(np.searchsorted(law.borders[1:], x, side="right"))
+    place = block * BLOCK + int(np.searchsorted(law.block(block), x, side="right"))
+    return place if law.tokens is None else int(law.tokens[place])
+
+
+def interval(token: int, law: Law) -> tuple[float, float]:
+    """The inverse of pick: the u in [low, high) are exactly those that pick the token (none where low = high)."""
+    place = token if law.tokens is None else int(np.searchsorted(law.tokens, token))
+    if place >= len(law.weights):
+        return 1.0, 1.0
+    block, offset = divmod(place, BLOCK)
+    running = law.block(block)
+    low = _reach(float(running[offset - 1] if offset else law.borders[block]), law.total)
+    if law.tokens is not None and law.tokens[place] != token:
+        return low, low
+    return low, _reach(float(running[offset]), law.total)
+
+
+def _reach(x: float, total: float) -> float:
+    """The least u with u · total ≥ x in float64 arithmetic, at most 1. Two or three steps from the quotient."""
+    if x <= 0:
+        return 0.0
+    if x >= total:
+        return 1.0
+    x = max(x, TINY)
+    u = x / total
+    while math.nextafter(u, 0) * total >= x:
+        u = math.nextafter(u, 0)
+    while u * total < x:
+        u = math.nextafter(u, 1)
+    return u
+
+
+def probability(token: int, law: Law) -> float:
+    """Of one token."""
+    return float(_weights_at(np.array([token]), law)[0]) / law.total
+
+
+def probabilities(law: Law, vocab: int) -> np.ndarray:
+    """Of all tokens, float64."""
+    dense = np.zeros(vocab)
+    dense[slice(len(law.weights)) if law.tokens is None else law.tokens] = law.weights / law.total
+    return dense
+
+
+def residual(target: Law, draft: Law) -> Law:
+    """Law of the replacement after a rejection: (P − Q)₊, normalised (Leviathan et al. 2023, Alg. 1).
+
+    Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
+    """
+    tokens = np.arange(len(target.weights)) if target.tokens is None else target.tokens
+    excess = target.weights / target.total - _weights_at(tokens, draft) / draft.total
+    more = excess > 0
+    return Law(tokens[more], excess[more] / excess[more].sum()) if more.any() else target
+
+
+def _weights_at(tokens: np.ndarray, law: Law) -> np.ndarray:
+    """Of ascending tokens, unnormalised; 0 where the law has none, be it that its vocabulary is padded less."""
+    last = len(law.weights) - 1
+    if law.tokens is None and tokens[-1] <= last:
+        return law.weights[tokens]
+    places = np.minimum(tokens if law.tokens is None else np.searchsorted(law.tokens, tokens), last)
+    found = places if law.tokens is None else law.tokens[places]
+    return np.where(found == tokens, law.weights[places], 0)
+
+
+def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
+    """Of a token under the model's own law: log-softmax of the raw logits in float32, at temperature 1."""
+    scores = _row(logits)
+    gaps = scores - scores.max()
+    return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
+
+
+def _complaint(top: float, where: str) -> str:
+    """What is wrong with a row whose best score is not finite."""
+    if top == -math.inf:
+        return f"no token is left to choose {where}: all are banned or have logits of −inf; ban fewer tokens"
+    value = "NaN" if math.isnan(top) else "infinite"
+    return f"the model gave {value} logits {where}; load it in float32 or bfloat16"
+
+
+def _row(logits: Tensor) -> np.ndarray:
+    """Float32 on the CPU; it may share the memory of the logits. By bits from bfloat16: torch would wake threads."""
+    logits = logits.detach().cpu()
+    if logits.dtype == torch.bfloat16:
+        return (logits.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
+    return np.ascontiguousarray(logits.numpy(), dtype=np.float32)
+
+
+def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None) -> np.ndarray:
+    """RepetitionPenaltyLogitsProcessor (Keskar et al. 2019), then SuppressTokensLogitsProcessor."""
+    if sampling.repetition_penalty != 1:
+        if context is None:
+            raise ValueError("repetition_penalty needs the text so far; pass it to law as context")
+        seen, penalty = context[context >= 0], np.float32(sampling.repetition_penalty)
+        values = scores[seen]
+        scores = scores.copy()
+        scores[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if sampling.banned:
+        scores = scores.copy()
+        scores[sampling._banned[sampling._banned < len(scores)]] = -np.inf
+    return scores
+
+
+def _top_k(scores: np.ndarray, k: int) -> np.ndarray:
+    """TopKLogitsWarper: all that are not below the k-th best, ties included. The k-th best of some maxima bounds it."""
+    k = min(k, len(scores))
+    maxima = scores[: len(scores) // 64 * 64].reshape(64, -1).max(0)
+    kept = np.arange(len(scores))
+    if k <= len(maxima):
+        kept = np.flatnonzero(scores >= np.partition(maxima, -k)[-k])
+    candidates = scores[kept]
+    return kept[candidates >= np.partition(candidates, -k)[-k]]
+
+
+def _top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.ndarray:
+    """TopPLogitsWarper: drop the least likely while their mass is at most 1 − top_p. Of equal scores, lower ids first.
+
+    Tokens below (1 − top_p) / vocab are all dropped, unsorted. Where a border is nearer than float32's rounding of
+    the mass, the sum is done as Transformers does it, so that the same number of tokens is kept.
+    """
+    limit = np.float32(1 - top_p)
+    gaps = scores - top
+    weights = np.exp(gaps)
+    total = weights.sum(dtype=np.float64)
+    ordered = np.sort(scores[gaps >= math.log(limit * total / vocab) - 0.01])
+    likely = np.exp(ordered - top)
+    tail = max(total - likely.sum(dtype=np.float64), 0.0)
+    running = tail + np.cumsum(likely, dtype=np.float64)
+    dropped = int(np.searchsorted(running, limit * total, side="right"))
+    steps = ((len(scores) - len(ordered)) * tail + running.sum()) / 4  # what a lane of a float32 sum passes through
+    slack = limit * (2.0**-24 * steps + 2.0**-18 * total) + 2.0**-44 * total
+    if np.abs(running[max(dropped - 1, 0) : dropped + 1] - limit * total).min() <= slack:
+        ordered = np.full(vocab, -np.inf, dtype=np.float32)
+        ordered[vocab - len(scores) :] = np.sort(scores)
+        masses = torch.softmax(torch.from_numpy(ordered), -1).cumsum(-1).numpy()
+        dropped = int(np.searchsorted(masses, limit, side="right"))
+    dropped = min(dropped, len(ordered) - 1)
+    return _greatest(scores, ordered[dropped], len(ordered) - dropped)
+
+
+def _greatest(scores: np.ndarray, border: np.float32, count: int) -> np.ndarray:
+    """The places of the `count` greatest scores, the least of which is `border`; of its equals, the last."""
+    kept = np.flatnonzero(scores >= border)
+    equals = np.flatnonzero(scores[kept] == border)
+    return np.delete(kept, equals[: len(kept) - count])
+
+
+def _min_p(scores: np.ndarray, min_p: float, top: np.float32, vocab: int, tokens: np.ndarray | None) -> np.ndarray:
+    """MinPLogitsWarper: drop what is less likely than min_p times the best; near the border, by its own arithmetic."""
+    above = scores - top - np.float32(math.log(min_p))
+    if min_p > 1e-30 and np.abs(above).min() > 2.0**-18:
+        return np.flatnonzero(above > 0)
+    row = np.full(vocab, -np.inf, dtype=np.float32)
+    row[slice(None) if tokens is None else tokens] = scores
+    masses = torch.softmax(torch.from_numpy(row), -1).numpy()
+    return np.flatnonzero((masses if tokens is None else masses[tokens]) >= np.float32(min_p) * masses.max())

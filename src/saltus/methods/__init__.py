@@ -1,0 +1,60 @@
+"""One file is one method: a frozen config whose `drafter` offers branches. The file's name is the method's name."""
+
+from __future__ import annotations
+
+import difflib
+import pkgutil
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+from saltus.core.decode import Drafter
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule
+from saltus.core.sampling import Sampling
+
+
+@runtime_checkable
+class Method(Protocol):
+    """What a method's config can do."""
+
+    @property
+    def models(self) -> Mapping[str, str]:
+        """Models of its own: the name that its Forwards are sent `to` → where the model comes from."""
+        ...
+
+    def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter | None:
+        """A drafter for one text, with its own state; None drafts nothing."""
+        ...
+
+
+@lru_cache(maxsize=1)
+def available() -> dict[str, type[Any]]:
+    """Every method by name: the files of this package, then the entry points of the group `saltus.methods`."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        camel = "".join(part.title() for part in module.name.split("_"))
+        found[module.name] = getattr(import_module(f"{__name__}.{module.name}"), camel)
+    for entry in entry_points(group="saltus.methods"):
+        found.setdefault(entry.name, entry.load())
+    return dict(sorted(found.items()))
+
+
+def make(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
+    """The methods that a name like `jacobi+lookup` asks for; their drafts share one tree.
+
+    `options` gives fields by method: {"lookup": {"longest": 5}}.
+    """
+    made = []
+    for name in spec.split("+"):
+        if name not in available():
+            near = difflib.get_close_matches(name, available(), n=2, cutoff=0.4)
+            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(available())}"
+            raise ValueError(f"unknown method {name!r}; {offer}")
+        try:
+            made.append(available()[name](**(options or {}).get(name, {})))
+        except TypeError as error:
+            raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
+    return made

@@ -1,0 +1,1 @@
+"""Answer Forwards with real networks, and remember what they have read."""

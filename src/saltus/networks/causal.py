@@ -1,0 +1,140 @@
+"""Evaluate trees on any causal language model of Transformers: many texts, one call, nothing read twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from saltus.core.forward import Forward, Reply
+from saltus.networks import attention
+from saltus.networks.attention import Call, Part
+from saltus.networks.memory import Memory
+
+ROWS = 256  # rows of one call at most: up to there the linear layers round a row alike, whatever stands beside it
+
+
+@dataclass
+class _Read:
+    """What one text adds to a call: rows that read decided tokens, then, in its last one, the tree."""
+
+    text: int
+    tokens: list[int]
+    part: Part
+    wanted: int  # how many of its last rows are asked for logits
+
+
+@dataclass
+class CausalNetwork:
+    """A causal model behind Forward and Reply. `free` gives up equal rounding for the library's own attention."""
+
+    model: Any
+    free: bool = False
+    layers: int = field(init=False)
+    fewest: int = field(init=False)  # rows of a call at least
+
+    def __post_init__(self) -> None:
+        self.model.set_attn_implementation(attention.NAME)
+        self.model.eval()
+        self.layers = self.model.config.get_text_config().num_hidden_layers
+        exact = not self.free
+        self.fewest = 4 if exact and self.model.dtype != torch.bfloat16 else 1
+
+    def memory(self) -> Memory:
+        return Memory()
+
+    @torch.inference_mode()
+    def forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
+        """Evaluate every Forward, each on its own memory, in as few calls as ROWS allows."""
+        started = time.perf_counter()
+        logits: list[Any] = [None] * len(asks)
+        features: list[Any] = [None] * len(asks)
+        read = [len(ask.canvas.decided) for ask in asks]
+        queue: list[list[_Read]] = []
+        for text, (ask, memory) in enumerate(zip(asks, memories, strict=True)):
+            past = memory.recall(ask.canvas.decided)
+            read[text] -= past
+            queue.append(list(_reads(text, ask, memory, past)))
+        while any(queue):
+            reads, room = [], ROWS
+            for waiting in queue:
+                if waiting and waiting[0].part.rows <= room:
+                    reads.append(waiting.pop(0))
+                    room -= reads[-1].part.rows
+            rows, hidden = self._call(reads)
+            for one in reads:
+                if one.wanted:
+                    logits[one.text], rows = rows[: one.wanted], rows[one.wanted :]
+                    features[one.text], hidden = hidden[: one.wanted], hidden[one.wanted :]
+        for ask, memory in zip(asks, memories, strict=True):
+            memory.tokens = ask.canvas.decided.copy()
+            memory.tree = ask if ask.tokens else None
+        seconds = time.perf_counter() - started
+        return [Reply(logits[i], features[i] if ask.features else None, seconds, read[i]) for i, ask in enumerate(asks)]
+
+    def _call(self, reads: Sequence[_Read]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call of the model: logits and features of the wanted rows, text by text."""
+        tokens = [token for read in reads for token in read.tokens]
+        positions = np.concatenate([read.part.positions for read in reads])
+        wanted, end = [], 0
+        for read in reads:
+            end += len(read.tokens)
+            wanted += range(end - read.wanted, end)
+        padding = max(self.fewest - len(tokens), 0)
+        keep = wanted + [0] * max(self.fewest - len(wanted), 0)
+        device = self.model.device
+        with attention.during(Call([read.part for read in reads], self.layers, self.free)), self._listen() as heard:
+            out = self.model(
+                input_ids=torch.tensor([tokens + [0] * padding], device=device),
+                position_ids=torch.from_numpy(np.pad(positions, (0, padding))[None]).to(device),
+                logits_to_keep=torch.tensor(keep, device=device),
+                use_cache=False,
+            )
+        return out.logits[0, : len(wanted)], heard[-1][0, : len(wanted)]
+
+    def _listen(self) -> _Ear:
+        return _Ear(self.model.get_output_embeddings())
+
+
+class _Ear:
+    """Hear what enters a module while the context is open."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.heard = module, []
+
+    def __enter__(self) -> list[torch.Tensor]:
+        self.hook = self.module.register_forward_pre_hook(lambda _, inputs: self.heard.append(inputs[0]))
+        return self.heard
+
+    def __exit__(self, *_) -> None:
+        self.hook.remove()
+
+
+def _reads(text: int, ask: Forward, memory: Memory, past: int):
+    """Cut what a text must read into calls: decided tokens ROWS at a time, the tree with the last of them."""
+    decided, nodes = ask.canvas.decided, len(ask.tokens)
+    assert nodes < ROWS
+    while (unread := len(decided) - past) + nodes > ROWS:
+        count = min(ROWS, unread - 1)
+        yield _Read(text, decided[past : past + count].tolist(), _part(memory, past, count, ask, tree=False), 0)
+        past += count
+    tokens = decided[past:].tolist() + list(ask.tokens)
+    yield _Read(text, tokens, _part(memory, past, unread, ask, tree=True), nodes + 1)
+
+
+def _part(memory: Memory, past: int, unread: int, ask: Forward, tree: bool) -> Part:
+    nodes = len(ask.tokens) if tree else 0
+    visible = np.zeros((unread + nodes, unread + nodes), dtype=np.uint8)
+    visible[:unread, :unread] = np.tri(unread, dtype=np.uint8)
+    for node in range(nodes):
+        row = unread + node
+        visible[row] = visible[ask.parents[node] + unread]  # parent −1 is the last decided token, one row before
+        visible[row, row] = 1
+    positions = np.arange(past, past + unread + nodes)
+    if nodes:
+        positions[unread:] = past + unread + np.array(ask.depths)
+    return Part(memory, past, positions, visible)

@@ -1,0 +1,53 @@
+"""Keep README and docs true: their commands exist, their methods are the methods, their Python runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from saltus.core.canvas import continuation
+from saltus.core.noise import Noise
+from saltus.core.rules import match
+from saltus.core.sampling import Sampling
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+METHODS = sorted(path.stem for path in (ROOT / "src/saltus/methods").glob("[!_]*.py"))
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_first_two_commands_are_the_first_two_targets():
+    targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert re.findall(r"\$ make (\w+)", README)[:2] == targets[:2] == ["demo", "test"]
+
+
+def test_the_table_lists_every_method():
+    assert sorted(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)) == METHODS
+
+
+def test_every_method_has_its_paragraph_in_the_docs():
+    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## `(\w+)`$", text, flags=re.MULTILINE)) == METHODS
+
+
+def test_linked_pages_exist():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_example_method_of_the_docs_offers_branches():
+    example = {"__name__": __name__}
+    exec(blocks("python", (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))[0], example)
+    offer = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
+    (branch,) = offer(continuation([5, 6, 7], length=4), None, 3)
+    assert list(branch.tokens) == [6, 7]
+
+
+@pytest.mark.model
+def test_the_python_of_the_readme_runs(capsys):
+    exec(blocks("python", README)[0], {})
+    assert capsys.readouterr().out.strip()

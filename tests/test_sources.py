@@ -1,0 +1,304 @@
+"""Where models come from: short names, folders, and a hub that answers, refuses, breaks off or says nothing."""
+
+import hashlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from saltus.networks.cache import cache_folder
+from saltus.networks.progress import Stage, bars
+from saltus.networks.sources import SHORT_NAMES, SourceError, fingerprint, resolve
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def complaint(name: str | Path, **options: bool) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        resolve(str(name), **options)
+    assert isinstance(caught.value, SourceError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Names
+
+
+def test_an_unknown_name_offers_the_nearest():
+    said = complaint("smolm2-135")
+    assert "did you mean smollm2-135m" in said
+    assert "did you mean" not in complaint("zzzzzzzz")
+    assert all(short in said for short in SHORT_NAMES)
+
+
+@pytest.mark.parametrize("name", ["", " ", "./nowhere", "no/such/folder", "/", "a\\b", "x" * 5000])
+def test_a_name_that_cannot_be_a_model_is_one_line(name):
+    complaint(name)
+
+
+def test_a_short_name_is_the_model_even_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-4b").mkdir()
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "Qwen/Qwen3-4B is not in the cache" in complaint("Qwen3-4B", offline=True)
+    assert "config.json is missing" in complaint("./qwen3-4b", offline=True)
+
+
+def test_the_environment_switches_the_network_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    assert "network is switched off" in complaint("nobody/nothing")
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch):
+    monkeypatch.delenv("SALTUS_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path.home() / ".cache" / "saltus"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/saltus")
+    monkeypatch.setenv("SALTUS_CACHE", "/y")
+    assert cache_folder() == Path("/y")
+
+
+# Folders
+
+
+def test_a_folder_that_holds_a_model_is_taken_as_it_is(model, monkeypatch):
+    assert resolve(str(model)) == model
+    monkeypatch.chdir(model.parent)
+    assert resolve("model") == model
+
+
+def test_a_folder_without_a_model_says_what_is_missing(model, tmp_path):
+    assert "config.json is missing" in complaint(tmp_path)
+    assert "is a file; give the folder" in complaint(model / "config.json")
+    (model / "model.safetensors").rename(tmp_path / "aside")
+    assert "no weights" in complaint(model)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "aside").rename(model / "model-00001-of-00002.safetensors")
+    assert "lacks model-00002-of-00002.safetensors" in complaint(model)
+    (tmp_path / "adapter_config.json").touch()
+    assert "adapter, not a model" in complaint(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 10_000])
+def test_weights_that_were_cut_short_are_told(model, kept):
+    os.truncate(model / "model.safetensors", kept)
+    said = complaint(model)
+    assert "cut short" in said or "not a safetensors file" in said
+
+
+def test_a_fingerprint_knows_the_network_and_nothing_else(model, tmp_path):
+    first = fingerprint(model)
+    network = AutoModelForCausalLM.from_pretrained(model)
+    network.save_pretrained(tmp_path / "sharded", max_shard_size="10KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    config = json.loads((tmp_path / "sharded" / "config.json").read_text())
+    (tmp_path / "sharded" / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    (tmp_path / "sharded" / "tokenizer.json").touch()
+    assert fingerprint(tmp_path / "sharded") == first
+
+    others = {first}
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "halved")
+    others.add(fingerprint(tmp_path / "halved"))
+    with torch.no_grad():
+        network.float().model.norm.weight[0] += 1
+    network.save_pretrained(tmp_path / "trained")
+    others.add(fingerprint(tmp_path / "trained"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    others.add(fingerprint(model))
+    assert len(others) == 4
+
+
+# The hub
+
+
+class Hub:
+    """A hub on this machine with one model of three needed files; it can refuse, and break off."""
+
+    def __init__(self, model: Path) -> None:
+        self.files = {name: (model / name).read_bytes() for name in ("config.json", "model.safetensors")}
+        self.files |= {"tokenizer.json": b"{}", "onnx/model.onnx": b"not needed", "README.md": b"not needed"}
+        self.asked: list[str] = []
+        self.refusal: tuple[int, str] | None = None
+        self.broken = ""  # a file that cannot be had
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None: ...
+
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                hub.asked.append(self.path)
+                head = {"X-Repo-Commit": "a" * 40, "Content-Type": "application/json"}
+                listed = [{"rfilename": name, "size": len(body)} for name, body in hub.files.items()]
+                if hub.refusal:
+                    status, code = hub.refusal
+                    self.reply(status, b"", {"X-Error-Code": code})
+                elif "/resolve/" in self.path:
+                    name = self.path.split("/resolve/")[1].partition("/")[2]
+                    body = hub.files[name]
+                    self.reply(
+                        404 if name == hub.broken else 200, body, head | {"ETag": hashlib.sha1(body).hexdigest()}
+                    )
+                elif "/tree/" in self.path:
+                    tree = [
+                        {"type": "file", "path": each["rfilename"], "size": each["size"], "oid": "0" * 40}
+                        for each in listed
+                    ]
+                    self.reply(200, json.dumps(tree).encode(), head)
+                else:
+                    self.reply(200, json.dumps({"id": "o/m", "sha": "a" * 40, "siblings": listed}).encode(), head)
+
+            def reply(self, status: int, body: bytes, head: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in {**head, "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+PROGRAM = """
+import json, sys
+from saltus.networks import hub
+from saltus.networks.sources import resolve
+hub.PATIENCE = float(sys.argv[2])
+stages = []
+try:
+    found = str(resolve(sys.argv[1], progress=stages.append))
+except ValueError as error:
+    found = f"ValueError: {error}"
+print(json.dumps([found, [[stage.text, stage.done, stage.total] for stage in stages]]))
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Resolve a name in a process of its own, since the hub's client reads its endpoint when it is imported."""
+
+    def ask(name: str, port: int, patience: float = 20.0) -> tuple[str, list[list]]:
+        places = {
+            "SALTUS_CACHE": tmp_path / "cache",
+            "HF_HOME": tmp_path / "hf",
+            "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        }
+        spared = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, name, str(patience)],
+            env=spared | {name: str(value) for name, value in places.items()},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found, stages = json.loads(ran.stdout)
+        assert "\n" not in found
+        return found, stages
+
+    return ask
+
+
+@pytest.fixture
+def hub(model):
+    hub = Hub(model)
+    yield hub
+    hub.server.shutdown()
+
+
+def test_a_hub_id_is_downloaded_once_with_what_is_needed_of_it(hub, ask):
+    found, stages = ask("o/m", hub.server.server_port)
+    assert sorted(file.name for file in Path(found).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    total = sum(len(hub.files[name]) for name in ("config.json", "model.safetensors", "tokenizer.json"))
+    assert stages[-1] == ["downloading o/m", total, total]
+    hub.asked.clear()
+    assert ask("o/m", hub.server.server_port)[0] == found
+    assert hub.asked == []
+    (Path(found) / "tokenizer.json").unlink()
+    assert ask("o/m", hub.server.server_port)[0] == found
+    assert (Path(found) / "tokenizer.json").exists()
+
+
+def test_a_download_that_broke_off_is_not_taken_for_a_model(hub, ask):
+    hub.broken = "tokenizer.json"
+    assert "broke off" in ask("o/m", hub.server.server_port)[0]
+    hub.broken = ""
+    found = ask("o/m", hub.server.server_port)[0]
+    assert (Path(found) / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cure"),
+    [
+        (404, "RepoNotFound", "check the spelling"),
+        (404, "RevisionNotFound", "look up its branches"),
+        (403, "GatedRepo", "accept its licence|those who accept"),
+        (500, "", "check the network"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_with_the_cure(hub, ask, status, code, cure):
+    hub.refusal = (status, code)
+    said, _ = ask("o/m@v1", hub.server.server_port)
+    assert said.startswith("ValueError: ")
+    assert any(each in said for each in cure.split("|"))
+
+
+def test_a_repository_without_weights_is_told(hub, ask):
+    del hub.files["model.safetensors"]
+    assert "holds no weights" in ask("o/m", hub.server.server_port)[0]
+
+
+def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up_soon(ask):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        said, _ = ask("o/m", mute.getsockname()[1], 0.5)
+    assert "does not answer" in said
+    assert "0.5 seconds" in said
+
+
+def test_what_another_tool_downloaded_serves_where_the_hub_is_silent(hub, ask, tmp_path):
+    found, _ = ask("o/m", hub.server.server_port)
+    (tmp_path / "cache" / "hub" / "o--m.json").unlink()
+    assert ask("o/m", 1)[0] == found
+    (Path(found) / "tokenizer.json").unlink()
+    assert "does not answer" in ask("o/m", 1)[0]
+
+
+# Progress
+
+
+def test_a_log_sees_a_line_a_stage_and_a_terminal_sees_bytes():
+    log = io.StringIO()
+    with bars(Console(file=log)) as show:
+        for done in (0, 500, 1000):
+            show(Stage("downloading", done, 1000))
+        show(Stage("converting"))
+    assert log.getvalue() == "downloading\nconverting\n"
+    screen = io.StringIO()
+    with bars(Console(file=screen, force_terminal=True, width=100)) as show:
+        show(Stage("downloading", 500_000, 1_000_000))
+    assert "0.5/1.0 MB" in screen.getvalue()

@@ -1,0 +1,493 @@
+"""The default model out of the package index: interrupted, spoilt, fought over, and whole in the end."""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import URLError
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from saltus.networks import gguf_llama, sources, wheel
+from saltus.networks.fetching import SourceError, download, made_whole
+from saltus.networks.progress import Stage, silent
+from saltus.networks.wheel import Wheel, make_from_wheel
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+BYTES = [chr(b if 33 <= b < 127 else 256 + b) for b in range(256)]  # near enough to GPT-2's table for these texts
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def tiny_network() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=263, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+    )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def write_gguf(network: LlamaForCausalLM, file: Path) -> None:
+    out = gguf.GGUFWriter(file, "llama")
+    out.add_context_length(128)
+    out.add_embedding_length(32)
+    out.add_block_count(2)
+    out.add_feed_forward_length(64)
+    out.add_head_count(4)
+    out.add_head_count_kv(2)
+    out.add_rope_dimension_count(8)
+    out.add_rope_freq_base(5000.0)
+    out.add_layer_norm_rms_eps(1e-6)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("smollm")
+    out.add_token_list([*SPECIAL, *BYTES, "Ċ", "ĊĊ", "Ġ", "ĠĠ"])
+    out.add_token_types([3] * 3 + [1] * 260)
+    out.add_token_merges(["Ċ Ċ", "Ġ Ġ"])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(2)
+    out.add_unk_token_id(0)
+    out.add_pad_token_id(2)
+    out.add_chat_template(TEMPLATE)
+    theirs = {ours: name for name, ours in gguf_llama.NAMES.items()}
+    for name, weight in network.state_dict().items():
+        block, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.weight", name).groups()
+        if kind == "lm_head":
+            continue
+        values = weight.float().numpy()
+        if theirs[kind] in ("attn_q", "attn_k"):  # as llama.cpp's converter does it
+            heads = 4 if theirs[kind] == "attn_q" else 2
+            values = values.reshape(heads, 2, values.shape[0] // heads // 2, 32).swapaxes(1, 2).reshape(values.shape)
+        out.add_tensor((f"blk.{block}." if block else "") + theirs[kind] + ".weight", np.ascontiguousarray(values))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+class Index:
+    """A package index on this machine that counts what it is asked and can cut a reply short."""
+
+    def __init__(self, body: bytes, file: str) -> None:
+        self.body, self.file = body, file
+        self.asked: list[tuple[str, str | None]] = []
+        self.cuts = 0  # how many replies still end in the middle
+        index = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None: ...
+
+            def do_GET(self) -> None:
+                index.asked.append((self.path, self.headers.get("Range")))
+                if self.path.endswith(f"/{index.file}"):
+                    self.send_wheel()
+                elif self.path == "/simple/tiny-gguf/":
+                    self.reply(200, f"<a href='/files/{index.file}'>{index.file}</a>".encode())
+                else:
+                    self.reply(404, b"")
+
+            def send_wheel(self) -> None:
+                asked = self.headers.get("Range")
+                start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+                rest = index.body[start:]
+                self.send_response(206 if asked else 200)
+                self.send_header("Content-Length", str(len(rest)))
+                if asked:
+                    self.send_header("Content-Range", f"bytes {start}-{len(index.body) - 1}/{len(index.body)}")
+                self.end_headers()
+                if index.cuts:
+                    index.cuts -= 1
+                    rest = rest[: len(rest) // 2]
+                self.wfile.write(rest)
+
+            def reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "text/html")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def ranges(self) -> list[str | None]:
+        return [asked for path, asked in self.asked if path.endswith(f"/{self.file}")]
+
+
+@pytest.fixture(scope="module")
+def network() -> LlamaForCausalLM:
+    return tiny_network()
+
+
+@pytest.fixture(scope="module")
+def archive(network: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("archive")
+    write_gguf(network, folder / "tiny.gguf")
+    about = "Metadata-Version: 2.1\nName: tiny-gguf\nVersion: 1.0\n"
+    file = folder / "tiny_gguf-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        out.write(folder / "tiny.gguf", "tiny_gguf/tiny.gguf")
+        out.writestr("tiny_gguf-1.0.dist-info/METADATA", about)
+        out.writestr("tiny_gguf-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        out.writestr("tiny_gguf-1.0.dist-info/RECORD", "")
+    return file
+
+
+@pytest.fixture
+def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The tiny wheel on an index of its own, an empty cache, and a hub that refuses at once."""
+    from huggingface_hub import constants
+
+    body = archive.read_bytes()
+    described = Wheel(
+        "tiny",
+        "tiny-gguf==1.0",
+        archive.name,
+        len(body),
+        hashlib.sha256(body).hexdigest(),
+        "tiny_gguf/tiny.gguf",
+        1 << 20,
+    )
+    index = Index(body, archive.name)
+    for variable in [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    cache = tmp_path / "cache"
+    settings = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": f"{index.url}/simple",
+        "PIP_CACHE_DIR": str(tmp_path / "pip"),
+        "SALTUS_CACHE": str(cache),
+    }
+    for variable, value in settings.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(sources, "SMOLLM2_135M", described)
+    model = cache / "models" / sources.DEFAULT
+    yield SimpleNamespace(
+        index=index, wheel=described, cache=cache, model=model, part=cache / "downloads" / archive.name
+    )
+    index.server.shutdown()
+
+
+def make(tiny: SimpleNamespace) -> None:
+    make_from_wheel(tiny.wheel, tiny.model, silent)
+
+
+def left(tiny: SimpleNamespace) -> list[str]:
+    """What lies in the cache beside the model and the lock."""
+    spared = (tiny.model, tiny.cache / "locks")
+    files = [f for f in tiny.cache.rglob("*") if f.is_file()]
+    return [f.name for f in files if not any(f.is_relative_to(place) for place in spared)]
+
+
+# What arrives
+
+
+def test_a_gguf_file_becomes_the_network_it_was_made_from(tiny, network):
+    make(tiny)
+    made = AutoModelForCausalLM.from_pretrained(tiny.model, dtype="auto")
+    assert made.dtype == torch.bfloat16
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    theirs, ours = network.state_dict(), made.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    text = torch.arange(20)[None]
+    assert torch.equal(network(text).logits, made(text).logits)
+    assert made.generation_config.eos_token_id == 2
+
+
+def test_its_tokenizer_cuts_digits_off_one_by_one_and_knows_special_tokens(tiny):
+    make(tiny)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    assert tokenizer.tokenize("\n\n1") == ["ĊĊ", "1"]
+    assert tokenizer.tokenize("=  12") == ["=", "ĠĠ", "1", "2"]
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<|im_start|>a<|im_end|>"
+    )
+    assert tokenizer("<|im_start|>")["input_ids"] == [1]
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
+    assert not tokenizer.clean_up_tokenization_spaces
+
+
+def test_the_first_use_of_the_default_model_takes_the_wheel_where_the_hub_is_silent(tiny):
+    stages: list[Stage] = []
+    assert sources.resolve(sources.DEFAULT, offline=False, progress=stages.append) == tiny.model
+    assert left(tiny) == []
+    arrived = [stage for stage in stages if stage.text == "downloading tiny"]
+    assert (arrived[-1].done, arrived[-1].total) == (tiny.wheel.size, tiny.wheel.size)
+    assert '"wheel": "tiny-gguf==1.0"' in (tiny.model / "source.json").read_text()
+
+
+def test_a_model_in_the_cache_never_touches_the_network(tiny, monkeypatch):
+    make(tiny)
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the network, or a process that may use it, was touched")
+
+    monkeypatch.setattr("socket.socket", forbidden)
+    monkeypatch.setattr("socket.getaddrinfo", forbidden)
+    monkeypatch.setattr("subprocess.Popen", forbidden)
+    for offline in (None, False, True):
+        assert sources.resolve(sources.DEFAULT, offline=offline) == tiny.model
+    shutil.rmtree(tiny.model)
+    with pytest.raises(SourceError, match="network is switched off; pull it once"):
+        sources.resolve(sources.DEFAULT, offline=True)
+    with pytest.raises(AssertionError):
+        sources.resolve(sources.DEFAULT, offline=False)
+
+
+def test_neither_hub_nor_index_is_one_line_that_names_both(tiny, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    with pytest.raises(SourceError, match=r"pip cannot fetch .*pip config list.*the hub does not answer") as caught:
+        sources.resolve(sources.DEFAULT, offline=False)
+    assert "\n" not in str(caught.value)
+
+
+# Interruptions
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(tiny):
+    def interrupt(stage: Stage) -> None:
+        if stage.total:
+            raise KeyboardInterrupt
+
+    tiny.part.parent.mkdir(parents=True)
+    tiny.part.write_bytes(tiny.index.body[:1000])
+    with pytest.raises(KeyboardInterrupt):
+        make_from_wheel(tiny.wheel, tiny.model, interrupt)
+    assert not tiny.model.exists()
+    kept = tiny.part.stat().st_size
+    assert kept >= 1000
+    tiny.part.write_bytes(tiny.index.body[:2000])  # as if the cut had come there
+    make(tiny)
+    assert tiny.index.ranges() == ["bytes=1000-", "bytes=2000-"]
+    assert left(tiny) == []
+
+
+def test_a_connection_that_breaks_is_taken_up_again_in_the_same_run(tiny, tmp_path):
+    tiny.index.cuts = 5  # more than three, but each brings bytes
+    file = tmp_path / "wheel"
+    download(f"{tiny.index.url}/files/{tiny.index.file}", file, tiny.wheel.size, "tiny", silent, pause=0.0)
+    assert file.read_bytes() == tiny.index.body
+    assert len(tiny.index.ranges()) == 6
+
+
+def test_a_server_that_has_less_than_promised_ends_in_an_error(tiny, tmp_path):
+    with pytest.raises(URLError, match=r"ended after|416"):
+        download(
+            f"{tiny.index.url}/files/{tiny.index.file}",
+            tmp_path / "wheel",
+            tiny.wheel.size + 1,
+            "tiny",
+            silent,
+            pause=0.0,
+        )
+    assert len(tiny.index.ranges()) == 4  # one that brought bytes, three in a row that did not
+
+
+def test_a_server_that_ignores_ranges_starts_the_file_again(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "wheel"
+    file.write_bytes(b"x" * 100)
+    source = tmp_path / "source"
+    source.write_bytes(tiny.index.body)
+    download(source.as_uri(), file, tiny.wheel.size, "tiny", silent, pause=0.0)
+    assert file.read_bytes() == tiny.index.body
+
+
+@pytest.mark.parametrize("spoilt", [b"x" * 2000, None])
+def test_a_spoilt_remnant_is_fetched_again_from_the_start(tiny, spoilt):
+    tiny.part.parent.mkdir(parents=True)
+    tiny.part.write_bytes(spoilt or b"x" * tiny.wheel.size)
+    make(tiny)
+    assert tiny.index.ranges()[-1] is None
+    assert left(tiny) == []
+
+
+def test_a_wrong_checksum_is_one_line_and_leaves_nothing(tiny):
+    tiny.index.body = tiny.index.body[:-1] + b"x"
+    with pytest.raises(SourceError, match=r"SHA-256 .* was removed: .*try again from another network") as caught:
+        make(tiny)
+    assert "\n" not in str(caught.value)
+    assert left(tiny) == []
+    assert not tiny.model.exists()
+
+
+def test_pip_itself_fetches_what_a_plain_request_may_not(tiny, monkeypatch):
+    """An index that wants credentials or certificates of pip's, or a pip that cannot report."""
+
+    def refuse(*_: object) -> None:
+        raise URLError("403")
+
+    monkeypatch.setattr(wheel, "download", refuse)
+    make(tiny)
+    assert tiny.model.exists()
+    assert tiny.index.ranges() == [None]
+
+
+def test_an_environment_without_pip_uses_the_one_python_brings(tiny, monkeypatch):
+    monkeypatch.setattr(wheel, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+    assert wheel._pip_command()[1].endswith(os.path.join(".whl", "pip"))
+    make(tiny)
+    assert tiny.model.exists()
+
+
+# The disk
+
+
+def test_too_small_a_disk_is_told_before_anything_is_fetched(tiny, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(SourceError, match=r"needs 1\.0 MB .* has 1\.0 kB free; free some, .*SALTUS_CACHE"):
+        sources.resolve(sources.DEFAULT, offline=False)
+    assert tiny.index.asked == []
+
+
+def test_a_disk_that_runs_full_gets_its_space_back(tiny, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_llama, "convert", full)
+    with pytest.raises(SourceError, match=r"ran full .*free some space") as caught:
+        sources.resolve(sources.DEFAULT, offline=False)
+    assert "\n" not in str(caught.value)
+    assert left(tiny) == []
+    assert not tiny.model.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SourceError, match=r"cannot be kept in .*file .*SALTUS_CACHE"):
+        sources.resolve(sources.DEFAULT, offline=False)
+
+
+# Processes
+
+
+def test_a_run_killed_in_the_middle_of_the_conversion_leaves_nothing_that_is_taken_for_a_model(tiny):
+    program = f"""
+import os, pathlib, signal
+from saltus.networks import gguf_llama
+from saltus.networks.fetching import only_one
+from saltus.networks.progress import silent
+from saltus.networks.wheel import Wheel, make_from_wheel
+def half(gguf, folder):
+    (folder / "config.json").write_text("{{}}")
+    (folder / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+gguf_llama.convert = half
+with only_one("{sources.DEFAULT}", silent):
+    make_from_wheel({tiny.wheel!r}, pathlib.Path({str(tiny.model)!r}), silent)
+"""
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
+    assert not tiny.model.exists()
+    assert "config.json" in left(tiny)
+    assert sources.resolve(sources.DEFAULT, offline=False) == tiny.model
+    assert len(tiny.index.ranges()) == 1  # the wheel had arrived whole
+    assert left(tiny) == []
+
+
+def test_of_several_that_pull_at_once_one_works_and_the_others_wait(tiny, monkeypatch):
+    real, conversions = gguf_llama.convert, []
+
+    def counted(*arguments: Path) -> None:
+        conversions.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(gguf_llama, "convert", counted)
+    found: list[Path] = []
+    stages: list[Stage] = []
+    pulls = [
+        threading.Thread(
+            target=lambda: found.append(sources.resolve(sources.DEFAULT, offline=False, progress=stages.append))
+        )
+        for _ in range(4)
+    ]
+    for each in pulls:
+        each.start()
+    for each in pulls:
+        each.join()
+    assert found == [tiny.model] * 4
+    assert len(conversions) == 1
+    assert sum(stage.text.startswith("waiting for another process") for stage in stages) == 3
+
+
+def test_a_damaged_model_in_the_cache_is_made_again(tiny):
+    make(tiny)
+    weights = tiny.model / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size // 2)
+    assert sources.resolve(sources.DEFAULT, offline=False) == tiny.model
+    assert weights.stat().st_size == size
+    assert left(tiny) == []
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    folder = tmp_path / "model"
+    halfway = made_whole(folder)
+    making = halfway.__enter__()
+    (making / "half").touch()
+    assert not folder.exists()
+    assert not halfway.__exit__(RuntimeError, RuntimeError(), None)
+    assert list(tmp_path.iterdir()) == []
+    for name in ("first", "second"):
+        with made_whole(folder) as making:
+            (making / name).touch()
+    assert [file.name for file in tmp_path.rglob("*")] == ["model", "second"]
+
+
+# The true one
+
+
+@pytest.fixture(scope="module")
+def default_model() -> Path:
+    return sources.resolve(sources.DEFAULT)
+
+
+@pytest.mark.model
+def test_the_default_model_loads_tied_in_bfloat16_and_ends_with_its_turn(default_model):
+    network = AutoModelForCausalLM.from_pretrained(default_model, dtype="auto")
+    assert network.dtype == torch.bfloat16
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+    assert network.generation_config.eos_token_id == 2
+    tokenizer = AutoTokenizer.from_pretrained(default_model)
+    asked = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = network.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+
+
+@pytest.mark.model
+def test_the_default_models_tokenizer_gives_every_text_back(default_model):
+    tokenizer = AutoTokenizer.from_pretrained(default_model)
+    everything = (  # but the six control characters that its vocabulary lacks
+        bytes(set(range(256)) - {4, 6, 19, 20, 22, 29}).decode("latin-1")
+        + "日本語 🧑‍🚀  \n\n\t def f(x):\r\n    return x**2  + 10\u3000don't , . '"
+    )
+    for text in (everything, " a", "a ", "\n", "", "x =  12", "e\u0301", "<|im_start|>user\nhi<|im_end|>\n"):
+        tokens = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == text
+    assert tokenizer.tokenize("\n\n1. 2026") == ["ĊĊ", "1", ".", "Ġ", "2", "0", "2", "6"]
+    assert tokenizer("<|im_start|><|im_end|>")["input_ids"] == [1, tokenizer.eos_token_id] == [1, 2]
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im"
+    )
+    assert chat.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
