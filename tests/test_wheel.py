@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from saltus.networks import gguf_llama, sources, wheel
+from saltus.networks import fetching, gguf_llama, sources, wheel
 from saltus.networks.fetching import SourceError, download, made_whole
 from saltus.networks.progress import Stage, silent
 from saltus.networks.wheel import Wheel, make_from_wheel
@@ -286,6 +286,19 @@ def test_a_connection_that_breaks_is_taken_up_again_in_the_same_run(tiny, tmp_pa
     download(f"{tiny.index.url}/files/{tiny.index.file}", file, tiny.wheel.size, "tiny", silent, pause=0.0)
     assert file.read_bytes() == tiny.index.body
     assert len(tiny.index.ranges()) == 6
+
+
+def test_patience_ends_after_three_attempts_without_a_new_byte(tmp_path, monkeypatch):
+    sizes = [1, 2, 3, 4, 5, 5, 5, 5]  # of the file, after each attempt
+
+    def reset(url: str, file: Path, *_: object) -> None:
+        file.write_bytes(b"x" * sizes.pop(0))
+        raise ConnectionResetError("reset")
+
+    monkeypatch.setattr(fetching, "_append", reset)
+    with pytest.raises(ConnectionResetError, match="reset"):
+        download("http://nowhere", tmp_path / "wheel", 9, "tiny", silent, pause=0.0)
+    assert sizes == []
 
 
 def test_a_server_that_has_less_than_promised_ends_in_an_error(tiny, tmp_path):

@@ -126,7 +126,7 @@ def download(url: str, file: Path, size: int, what: str, progress: Progress, *, 
             if _size(file) <= before:
                 raise URLError(f"it ended after {before:,} of {size:,} bytes")
         except NETWORK_ERRORS as error:
-            failures = 1 if _size(file) > before else failures + 1
+            failures = 0 if _size(file) > before else failures + 1
             refused = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
             if refused or failures == 3:
                 raise

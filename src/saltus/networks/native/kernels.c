@@ -1,0 +1,54 @@
+// Compute a row so that its rounding depends on nothing but the row: not on the call's width, the row's place in it,
+// or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
+// writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
+#include "lanes.h"
+
+#define ROWS 8   // rows of one register tile of attention
+#define TILE 24  // rows that share one pass over the keys
+
+typedef struct {
+  // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
+  const void *query, *key, *value;
+  int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
+  int64_t capacity;
+  void *out;               // [rows, heads, value_dim], dense
+  const uint8_t *visible;  // [rows, rows]: may row i see new row j?
+  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows), 0 otherwise
+  int64_t rows, past, heads, kv_heads, dim, value_dim;
+  float scale, softcap;    // softcap 0: none
+} Attention;
+
+#define WEIGHTS 4
+typedef struct {
+  const void *x;  // [rows, in], dense
+  int64_t rows, in, count;
+  const void *weight[WEIGHTS], *bias[WEIGHTS];  // [out, in]; [out] or NULL
+  void *out[WEIGHTS];                           // [rows, out], dense
+  int64_t outs[WEIGHTS];
+} Linear;
+
+#define T float
+#define OF(name) name##_f32
+#include "attention.inc"
+#include "linear.inc"
+#undef T
+#undef OF
+
+#define T uint16_t
+#define OF(name) name##_bf16
+#include "attention.inc"
+#ifdef __AVX512BF16__
+#include "linear_bf16.inc"
+#else
+#include "linear.inc"
+#endif
+#undef T
+#undef OF
+
+#ifdef __FLT16_MAX__
+#define T _Float16
+#define OF(name) name##_f16
+#include "attention.inc"
+#include "linear.inc"
+#endif
