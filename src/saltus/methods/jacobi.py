@@ -1,0 +1,215 @@
+"""Propose the next iterate of a fixed point: guess a block, and let each call correct all of its tokens at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from saltus.core.canvas import Canvas
+from saltus.core.decode import Drafter
+from saltus.core.forward import Forward, Step
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule, reject
+from saltus.core.sampling import Sampling
+from saltus.core.tree import Branch
+
+
+@dataclass(frozen=True)
+class Jacobi:
+    """Jacobi decoding of blocks, with rejection recycling and multi-block decoding (Jacobi Forcing, §3.2, Alg. 1).
+
+    The blocks are one chain of the tree: later ones continue the first, are corrected in the same call, and are
+    verified like it when the text reaches them. Argmax and sampling alike: the answers are the text's own picks.
+    """
+
+    block: int = 16  # tokens of a block
+    blocks: int = 2  # blocks that may be live at once
+    spawn: float = 0.85  # share of the last block that is decided or settled when the next one starts
+    running: bool = False  # top the first block up as its tokens are decided, so that it keeps its length
+    candidates: int = 4  # recycled n-grams offered beside the chain
+    ngram: int = 4  # tokens of a recycled n-gram, the one it is found by included
+    pool: int = 1024  # n-grams kept
+
+    models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, least in {"block": 1, "blocks": 1, "candidates": 0, "ngram": 2, "pool": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"jacobi: {name} is {getattr(self, name)}, but must be {least} or more")
+        if not 0 <= self.spawn <= 1:
+            raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
+
+    def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        iterate = Iterate(self.ngram)
+        window = Window(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
+        pool = Pool(self.pool)
+
+        def answer(last: Step, node: int) -> int:
+            """The next guess after a node. `reject` keeps the text's uniforms for itself, so there it is the mode."""
+            if rule is not reject:
+                return last.laws.pick(node)
+            law = last.laws[node]
+            best = int(law.weights.argmax())
+            return best if law.tokens is None else int(law.tokens[best])
+
+        def offer(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+            if last is not None:
+                iterate.start_at(last.canvas.done)
+                nodes = path(last, iterate.tokens)
+                iterate.correct([last.asked.tokens[i] for i in nodes], [answer(last, i) for i in [-1, *nodes]])
+                iterate.start_at(canvas.done)
+                for guess in iterate.guesses:
+                    pool.add(guess.trail)
+            end = window.end(canvas.done, iterate.settled)
+            missing = range(len(iterate.guesses), min(end - canvas.done, room))
+            text = canvas.decided
+            for u in noise.at("jacobi/guess", canvas.open[missing.start : missing.stop]):
+                iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
+            chain = iterate.guesses[: min(end - canvas.done, room)]
+            found = pool.starting_with(int(text[-1]), self.candidates)
+            return [
+                Branch([guess.trail[-1] for guess in chain], _chances(chain), "jacobi/chain"),
+                *(Branch(tail[:room], _RECYCLED[: min(len(tail), room)], "jacobi/pool") for tail in found),
+            ]
+
+        return offer
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The token guessed for one hole, and the n-gram that it ends: each token the answer to the one before it."""
+
+    trail: tuple[int, ...]
+    corrected: bool = False  # by a call; at first it is drawn from the text
+    settled: bool = False  # the last correction left it as it was
+
+
+class Iterate:
+    """The guesses for the holes from `done` on."""
+
+    def __init__(self, ngram: int) -> None:
+        self.ngram = ngram
+        self.done = 0
+        self.guesses: list[Guess] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return [guess.trail[-1] for guess in self.guesses]
+
+    @property
+    def settled(self) -> list[bool]:
+        return [guess.settled for guess in self.guesses]
+
+    def start_at(self, done: int) -> None:
+        """Forget the guesses for holes that are decided."""
+        del self.guesses[: done - self.done]
+        self.done = done
+
+    def correct(self, asked: Sequence[int], answers: Sequence[int]) -> None:
+        """Every guess at once: `asked` was evaluated, `answers[i]` follows what stands before hole i (Eq. 3).
+
+        Holes behind the answers keep their guesses: the chain was cut short.
+        """
+        trails = [guess.trail for guess in self.guesses[: len(asked)]]
+        for i, token in enumerate(asked):  # where the text took another branch, the trail is that branch's
+            if i >= len(trails) or trails[i][-1] != token:
+                trails[i:] = [(token,)]
+        corrected = []
+        for i, token in enumerate(answers):
+            trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
+            corrected.append(Guess(trail, True, i < len(asked) and asked[i] == token))
+        self.guesses[: len(answers)] = corrected
+
+
+def path(last: Step, guesses: Sequence[int]) -> list[int]:
+    """The nodes whose answers are the next iterate: our chain, or the branch that the text took instead."""
+    asked: Forward = last.asked
+    nodes = asked.follow(guesses)
+    if nodes and last.node in (-1, *nodes):
+        return nodes
+    nodes, node = [], last.node
+    while node >= 0:
+        nodes.insert(0, node)
+        node = asked.parents[node]
+    node = last.node
+    while children := asked.children(node):
+        nodes.append(node := children[0])
+    return nodes
+
+
+@dataclass
+class Window:
+    """Which holes have guesses: the live blocks, first to last (Jacobi Forcing, Alg. 1, spawn and promote)."""
+
+    size: int
+    most: int
+    enough: int  # tokens of the last block, decided or settled, that let the next one start
+    running: bool
+    start: int = 0  # where the first live block starts
+    live: int = 1
+
+    def end(self, done: int, settled: Sequence[bool]) -> int:
+        """The hole behind the last live block; `settled` says which guesses, from `done` on, have stopped changing."""
+        while self.start + self.size <= done:
+            self.start += self.size
+            self.live = max(self.live - 1, 1)
+        if self.running:
+            self.start = done
+        while self.live < self.most:
+            last = self.start + (self.live - 1) * self.size
+            firm = max(done, last)
+            while firm < done + len(settled) and settled[firm - done]:
+                firm += 1
+            if firm - last < self.enough:
+                break
+            self.live += 1
+        return self.start + self.live * self.size
+
+
+class Pool:
+    """Recycled n-grams by their first token, the latest first; of more than `most`, the oldest are dropped."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tails: dict[int, dict[tuple[int, ...], None]] = {}
+        self.order: dict[tuple[int, ...], None] = {}
+
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Keep an n-gram of two tokens or more."""
+        if len(ngram) < 2:
+            return
+        if ngram in self.order:
+            del self.order[ngram]
+        self.order[ngram] = None
+        tails = self.tails.setdefault(ngram[0], {})
+        tails.pop(ngram[1:], None)
+        tails[ngram[1:]] = None
+        if len(self.order) > self.most:
+            oldest = next(iter(self.order))
+            del self.order[oldest], self.tails[oldest[0]][oldest[1:]]
+            if not self.tails[oldest[0]]:
+                del self.tails[oldest[0]]
+
+    def starting_with(self, token: int, count: int) -> list[tuple[int, ...]]:
+        """What followed the token in the latest `count` n-grams that start with it."""
+        return list(reversed(self.tails.get(token, {})))[:count]
+
+
+_RECYCLED = [0.15] + [0.3] * 64
+
+
+def _chances(chain: Sequence[Guess]) -> list[float]:
+    """First estimates, calibrated as the text grows: a guess is good if it is an answer to what still stands there."""
+    chances = []
+    before = False  # did what stands before this guess settle?
+    for guess in chain:
+        if not guess.corrected:
+            chance = 0.02
+        elif guess.settled:
+            chance = 0.8 if before else 0.35
+        else:
+            chance = 0.25 if before else 0.08
+        chances.append(chance)
+        before = guess.settled
+    return chances

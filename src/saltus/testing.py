@@ -1,0 +1,90 @@
+"""Stand in for models in tests: toy networks whose laws can be enumerated, and which check what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.core.canvas import HOLE
+from saltus.core.forward import Forward, Reply
+
+
+@dataclass
+class ToyMemory:
+    """What a toy has been asked about one text: the decided tokens of the last call."""
+
+    decided: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass
+class Toy:
+    """A causal law of the last two tokens. It counts calls, and refuses what no network should be asked.
+
+    `rewrites`: a drafter's text may take decided tokens back (its own drafts); the target's only grows.
+    """
+
+    logits: Float[Tensor, "vocab vocab vocab"]
+    name: str = "target"
+    rewrites: bool = False
+    calls: int = 0
+    nodes: int = 0  # of all calls
+    widest: int = 0  # nodes of one Forward, at most
+
+    def memory(self) -> ToyMemory:
+        return ToyMemory()
+
+    def forward(self, asks: Sequence[Forward], memories: Sequence[ToyMemory]) -> list[Reply]:
+        """One call: logits after the decided text and after each node."""
+        assert asks, "a call carries at least one text"
+        assert len({id(memory) for memory in memories}) == len(asks) == len(memories), "one memory a text"
+        self.calls += 1
+        return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
+
+    def _answer(self, ask: Forward, memory: ToyMemory) -> Reply:
+        self.check(ask, memory)
+        self.nodes += len(ask.tokens)
+        self.widest = max(self.widest, len(ask.tokens))
+        decided = ask.canvas.decided
+        shared = min(len(memory.decided), len(decided))
+        differs = np.flatnonzero(memory.decided[:shared] != decided[:shared])
+        read = len(decided) - (differs[0] if len(differs) else shared)
+        memory.decided = decided.copy()
+        pairs = [self._last_two(decided.tolist())]
+        for token, parent in zip(ask.tokens, ask.parents, strict=True):
+            pairs.append((pairs[parent + 1][1], token))
+        return Reply(self.logits[tuple(zip(*pairs, strict=True))], read=int(read))
+
+    @staticmethod
+    def _last_two(text: list[int]) -> tuple[int, int]:
+        return (0, *text)[-2], text[-1]
+
+    def check(self, ask: Forward, memory: ToyMemory) -> None:
+        """Is the Forward well-formed, does it fit the holes, and does the text only grow?"""
+        decided, vocab = ask.canvas.decided, self.logits.shape[0]
+        assert ask.to == self.name, f"a Forward to {ask.to} arrived at {self.name}"
+        assert len(decided) and HOLE not in decided, "everything before the first hole is decided"
+        assert all(0 <= token < vocab for token in (*ask.tokens, *decided)), "tokens lie in the vocabulary"
+        assert len(ask.canvas.open), "a finished text asks nothing"
+        assert max(ask.depths, default=-1) < len(ask.canvas.open) - 1, "the law after the last node is for a hole"
+        assert ask.drafted is None or len(ask.drafted) == len(ask.tokens)
+        if ask.drafted is None or not any(ask.drafted):
+            edges = list(zip(ask.parents, ask.tokens, strict=True))
+            assert len(edges) == len(set(edges)), "no node is asked twice"
+        if not self.rewrites:
+            assert np.array_equal(memory.decided, decided[: len(memory.decided)]), "decided text never changes"
+
+
+def toy(vocab: int = 6, sharp: float = 2.0, seed: int = 0) -> Toy:
+    """A random law; `sharp` is the deviation of its logits: 0 is uniform, 10 nearly certain."""
+    return Toy(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * sharp))
+
+
+def student(of: Toy, error: float = 0.5, seed: int = 1) -> Toy:
+    """A drafter's network that has learned a toy's logits up to an error of this deviation."""
+    noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
+    return Toy(of.logits + noise, name="drafter", rewrites=True)
