@@ -1,0 +1,336 @@
+"""Text in, text out: load a model with a method, then generate or stream."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from saltus import methods
+from saltus.core.control import Costs
+from saltus.core.rules import RULES
+from saltus.core.sampling import Sampling
+from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, same_vocabulary
+from saltus.networks.progress import Progress
+from saltus.networks.sources import DEFAULT
+from saltus.text import Detokenizer, Script, stop_strings
+from saltus.writing import Call, Ensemble, Shelf, Text, write
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or the messages of a conversation."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a text took. Seconds are wall time; in a batch they are shared with the other texts."""
+
+    calls: int  # of the target
+    tokens: int  # written, the end token included
+    tokens_per_call: float
+    seconds: float  # prefill included
+    tokens_per_second: float
+    prefill_seconds: float  # of the call that read the prompt, and decided the first token or more
+    accepted: list[int]  # tokens that each call decided, the verifier's own included
+    draft_calls: int  # of a method's own networks
+    ms_per_call: float  # median, prefill apart
+    nodes_per_call: float  # drafted tokens that a call checked, mean
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A text and how it came about."""
+
+    prompt: Prompt
+    text: str
+    tokens: list[int]
+    finish_reason: str | None  # "stop": an end token or a stop string; "length"; None: it was interrupted
+    steps: list[Call]
+    logprobs: list[float] | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one call added to a stream. Text that may turn into a stop string, or half a character, comes later."""
+
+    text: str
+    tokens: list[int]
+    call: int  # index of the call that decided the tokens; −1 where there was none
+    finish_reason: str | None = None  # of the last chunk
+
+
+class Stream:
+    """Iterate over the chunks. It may be left at any time; `generation` is what was written until then."""
+
+    def __init__(self, chunks: Iterator[Chunk], generation: Callable[[], Generation]) -> None:
+        self._chunks, self._generation = chunks, generation
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self._chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def generation(self) -> Generation:
+        return self._generation()
+
+
+@dataclass
+class _Job:
+    """A prompt, its text of tokens, and their characters."""
+
+    prompt: Prompt
+    text: Text
+    script: Script
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.text.ended:
+            return "stop"
+        return "length" if self.text.finished else None
+
+    def generation(self) -> Generation:
+        text = self.text
+        log_probabilities = text.log_probabilities if text.logprobs else None
+        return Generation(
+            self.prompt, self.script.text, text.tokens, self.finish_reason, list(text.calls), log_probabilities,
+            _statistics(text),
+        )  # fmt: skip
+
+
+def _statistics(text: Text) -> Statistics:
+    calls, tokens = len(text.calls), len(text.tokens)
+    later = text.calls[1:] or text.calls
+    return Statistics(
+        calls=text.asked["target"],
+        tokens=tokens,
+        tokens_per_call=tokens / calls if calls else 0.0,
+        seconds=text.seconds,
+        tokens_per_second=tokens / text.seconds if text.seconds else 0.0,
+        prefill_seconds=text.calls[0].seconds if calls else 0.0,
+        accepted=[len(call.tokens) for call in text.calls],
+        draft_calls=sum(text.asked.values()) - text.asked["target"],
+        ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
+        nodes_per_call=statistics.fmean(call.nodes for call in text.calls) if calls else 0.0,
+    )
+
+
+@dataclass
+class Engine:
+    """A model and how it writes. Not for several threads at once."""
+
+    target: Checkpoint
+    method: str
+    rule: str
+    options: Mapping[str, Mapping[str, Any]]
+    budget: int
+    adaptive: bool
+    batch_size: int
+    load: Callable[[str], Checkpoint]  # for a method's own models
+    costs: Costs = field(default_factory=Costs)
+    ensembles: dict[str, Ensemble] = field(default_factory=dict)
+    shelf: Shelf = field(default_factory=Shelf)
+
+    @property
+    def network(self):
+        return self.target.network
+
+    @property
+    def tokenizer(self):
+        return self.target.tokenizer
+
+    def generate(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        method: str | None = None,
+        logprobs: bool = False,
+        raw: bool = False,
+        ignore_eos: bool = False,
+    ) -> Generation | list[Generation]:
+        """Write on from a prompt, from messages, or from a list of either (then a list comes back).
+
+        A `str` becomes a user's message where the tokenizer has a chat template, unless `raw`. Text is cut before a
+        stop string; where the model's context ends, it ends with "length". `logprobs` are the model's own, at
+        temperature 1. `seed` counts where temperature > 0; a text is the same alone and in a batch, with each method.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        many = _is_batch(prompt)
+        jobs = [
+            self._job(one, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos)
+            for one in (prompt if many else [prompt])
+        ]
+        for _ in self._write(jobs, method):
+            pass
+        done = [job.generation() for job in jobs]
+        return done if many else done[0]
+
+    def stream(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        method: str | None = None,
+        logprobs: bool = False,
+        raw: bool = False,
+        ignore_eos: bool = False,
+    ) -> Stream:
+        """`generate` for one prompt, a chunk a call: decided text only, never half a character."""
+        if _is_batch(prompt):
+            raise ValueError("stream writes one prompt; use generate for a batch")
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        job = self._job(prompt, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos)
+        return Stream(self._chunks(job, self._write([job], method)), job.generation)
+
+    def encode(self, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
+        """The tokens that the model reads: by the chat template where `generate` would use it."""
+        chat = not isinstance(prompt, str) or (not raw and bool(self.tokenizer.chat_template))
+        if not prompt:
+            raise ValueError("the prompt is empty; write at least a word")
+        if not chat:
+            tokens = self.tokenizer(prompt).input_ids
+        else:
+            tokens = self.tokenizer(self._templated(prompt), add_special_tokens=False).input_ids
+        if not tokens:
+            raise ValueError("the prompt has no tokens; write at least a word")
+        return list(tokens)
+
+    def _templated(self, prompt: str | Sequence[Any]) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{self.target.name} has no chat template for messages; give the prompt as one str")
+        unfinished = messages[-1].get("role") == "assistant"
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished
+            )
+        except (TemplateError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the chat template of {self.target.name} refuses these messages ({first_line(error)});"
+                " each needs a role (user, assistant, system) and a content"
+            ) from error
+
+    def _job(
+        self,
+        prompt: Any,
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int,
+        stop: str | Sequence[str] | None,
+        logprobs: bool,
+        raw: bool,
+        ignore_eos: bool,
+    ) -> _Job:
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+        tokens = self.encode(prompt, raw)
+        context = self.target.context
+        if context is not None:
+            if len(tokens) > context:
+                raise ValueError(
+                    f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,};"
+                    " shorten it"
+                )
+            max_new_tokens = min(max_new_tokens, context - len(tokens))
+        joins = isinstance(prompt, str) and (raw or not self.tokenizer.chat_template)
+        ends = frozenset() if ignore_eos else self.target.ends
+        script = Script(Detokenizer(self.tokenizer, tokens if joins else ()), ends, stop_strings(stop))
+        return _Job(prompt, Text(tokens, max_new_tokens, seed, sampling, script.read, logprobs), script)
+
+    def _write(self, jobs: Sequence[_Job], method: str | None) -> Iterator[None]:
+        ensemble = self._ensemble(method or self.method)
+        exact = self.network.model.device.type == "cpu" and not self.network.free
+        return write(ensemble, [job.text for job in jobs], self.batch_size, self.shelf if exact else None)
+
+    def _chunks(self, job: _Job, rounds: Iterator[None]) -> Iterator[Chunk]:
+        told = 0
+        with closing(rounds):  # pyright: ignore[reportArgumentType]
+            for _ in rounds:
+                for call in job.text.calls[told:]:
+                    told += 1
+                    reason = job.finish_reason
+                    yield Chunk(job.script.release(reason is not None), list(call.tokens), call.index, reason)
+        if not told:
+            yield Chunk("", [], -1, job.finish_reason)
+
+    def _ensemble(self, method: str) -> Ensemble:
+        if method not in self.ensembles:
+            made = methods.make(method, self.options)
+            networks, contexts = {"target": self.target.network}, {}
+            for name, where in (pair for one in made for pair in one.models.items()):
+                own = self.load(where)
+                same_vocabulary(self.target, own)
+                networks[name], contexts[name] = own.network, own.context
+            self.ensembles[method] = Ensemble(
+                made, networks, self.rule, self.budget, self.adaptive, contexts, self.costs
+            )
+        return self.ensembles[method]
+
+
+def _is_batch(prompt: Any) -> bool:
+    """A list of prompts? A list of dicts is one conversation."""
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"a prompt is a {type(prompt).__name__}, but must be a str, messages, or a list of either")
+    return not (prompt and isinstance(prompt[0], Mapping))
+
+
+def load(
+    model: str = DEFAULT,
+    method: str = "lookup",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    rule: str = "match",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    budget: int | None = None,
+    adaptive: bool = True,
+    exact: bool = True,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+) -> Engine:
+    """An engine for a model: a short name, a local folder or a hub id (`owner/name`). Errors: ValueError of one line.
+
+    `method` can be several, joined by +, and `options` sets their fields: {"lookup": {"longest": 5}}. `budget` is the
+    most drafted tokens that a call may check; with `adaptive` a controller chooses how many of them pay. `dtype` "auto"
+    is the checkpoint's own. `exact=False` gives up equal rounding for the library's own attention.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}, but must be one of {', '.join(RULES)}")
+    if budget is not None and not 0 <= budget <= 128:
+        raise ValueError(f"budget is {budget}, but must lie in 0…128 drafted tokens a call")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
+    methods.make(method, options)  # a wrong name costs no loading
+
+    def checkpoint(name: str) -> Checkpoint:
+        return load_checkpoint(name, device, dtype, exact, progress)
+
+    budget = 16 if budget is None else budget
+    engine = Engine(checkpoint(model), method, rule, options or {}, budget, adaptive, batch_size, checkpoint)
+    engine._ensemble(method)
+    return engine

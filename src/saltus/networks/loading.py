@@ -1,0 +1,149 @@
+"""Load a checkpoint with its tokenizer, and make sure that our attention serves it before anyone relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.networks.causal import CausalNetwork
+from saltus.networks.progress import Progress
+from saltus.networks.sources import resolve
+
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network and what belongs to it."""
+
+    name: str
+    network: CausalNetwork
+    tokenizer: Any
+    ends: frozenset[int]  # tokens that end a text
+    context: int | None  # tokens that it reads at most
+
+
+def load_checkpoint(
+    name: str, device: str = "auto", dtype: str = "auto", exact: bool = True, progress: Progress | None = None
+) -> Checkpoint:
+    """A causal model by short name, folder or hub id. Errors: ValueError of one line."""
+    device, kind = _device(device), _choice("dtype", dtype, DTYPES)
+    folder = resolve(name, progress=progress)
+    with _quietly():
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+            model = model.to(device).eval()
+        except (ValueError, KeyError, ImportError, RuntimeError) as error:
+            raise ValueError(f"{name} does not load as a causal language model: {first_line(error)}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (ValueError, KeyError, ImportError, OSError, TypeError) as error:
+            raise ValueError(
+                f"{name} has no tokenizer that loads ({first_line(error)}); put its tokenizer files into {folder}"
+            ) from error
+    network = serve(model, name, exact)
+    return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))
+
+
+def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
+    """The network of a model, after a look at whether ours and the model's own attention agree on a small tree.
+
+    A sibling stands between text and branch, so that attention which does not see our mask is found out.
+    """
+    vocab = model.get_output_embeddings().weight.shape[0]
+    text = [(7 * i + 3) % vocab for i in range(6)]
+    sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
+    why = next((f"it keeps a state in {kind} layers" for kind in _recurrent(model)), None)
+    if why is None:
+        with torch.inference_mode():
+            own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+        try:
+            network = CausalNetwork(model, free=not exact)
+            ask = Forward(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
+            memory = network.memory()
+            ours = network.forward([ask], [memory])[0].logits[[0, 2, 3]]
+        except Exception as error:
+            why = first_line(error)
+        else:
+            own, ours = own.float(), ours.float()
+            if memory.keys is None:
+                why = "its attention does not go through Transformers' AttentionInterface"
+            elif own.isfinite().all() and (ours - own).norm() > 0.2 * (own - own.mean(-1, keepdim=True)).norm():
+                why = "a tree of tokens gets other logits than its branches get alone"
+            else:
+                return network
+    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raise ValueError unless both write the same tokens."""
+    if target.tokenizer.get_vocab() != drafter.tokenizer.get_vocab():
+        raise ValueError(
+            f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
+            " choose a smaller model of the same family"
+        )
+
+
+def ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The end tokens that the generation config and the tokenizer name."""
+    config = getattr(model, "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    several = named if isinstance(named, list) else [named]
+    return frozenset(token for token in [*several, tokenizer.eos_token_id] if token is not None)
+
+
+def context_of(model: Any) -> int | None:
+    """How many tokens a model reads at most, where it says so."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line without a full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
+
+
+def _recurrent(model: Any) -> list[str]:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    _choice("device", name.partition(":")[0], {"auto": 0, "cpu": 0, "cuda": 0})
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or a CUDA build of torch")
+    return name
+
+
+def _choice(what: str, given: str, choices: dict[str, Any]) -> Any:
+    if given not in choices:
+        raise ValueError(f"{what} is {given!r}, but must be one of {', '.join(choices)}")
+    return choices[given]
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Transformers' bars: a library is silent."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
