@@ -78,7 +78,7 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, sliding
     query, key, value = query[0], key[0], value[0]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
-    compiled = None if call.free else native.kernel(query.dtype, query.device)
+    compiled = None if call.free else native.kernel("attend", query.dtype, query.device)
     start = 0
     for index, part in enumerate(call.parts):
         rows = slice(start, start + part.rows)

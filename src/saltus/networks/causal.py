@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from saltus.core.forward import Forward, Reply
 from saltus.networks import attention
 from saltus.networks.attention import Call, Part
+from saltus.networks.linear import Exact
 from saltus.networks.memory import Memory
 
 ROWS = 256  # rows of one call at most: up to there the linear layers round a row alike, whatever stands beside it
@@ -35,14 +37,11 @@ class CausalNetwork:
     model: Any
     free: bool = False
     layers: int = field(init=False)
-    fewest: int = field(init=False)  # rows of a call at least
 
     def __post_init__(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
         self.model.eval()
         self.layers = self.model.config.get_text_config().num_hidden_layers
-        exact = not self.free
-        self.fewest = 4 if exact and self.model.dtype != torch.bfloat16 else 1
 
     def memory(self) -> Memory:
         return Memory()
@@ -84,17 +83,17 @@ class CausalNetwork:
         for read in reads:
             end += len(read.tokens)
             wanted += range(end - read.wanted, end)
-        padding = max(self.fewest - len(tokens), 0)
-        keep = wanted + [0] * max(self.fewest - len(wanted), 0)
+        call = Call([read.part for read in reads], self.layers, self.free)
+        exact = contextlib.nullcontext() if self.free else Exact()
         device = self.model.device
-        with attention.during(Call([read.part for read in reads], self.layers, self.free)), self._listen() as heard:
+        with attention.during(call), self._listen() as heard, exact:
             out = self.model(
-                input_ids=torch.tensor([tokens + [0] * padding], device=device),
-                position_ids=torch.from_numpy(np.pad(positions, (0, padding))[None]).to(device),
-                logits_to_keep=torch.tensor(keep, device=device),
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.from_numpy(positions[None]).to(device),
+                logits_to_keep=torch.tensor(wanted, device=device),
                 use_cache=False,
             )
-        return out.logits[0, : len(wanted)], heard[-1][0, : len(wanted)]
+        return out.logits[0], heard[-1][0]
 
     def _listen(self) -> _Ear:
         return _Ear(self.model.get_output_embeddings())

@@ -1,4 +1,4 @@
-"""Compile the attention kernel for this machine, once, with the C compiler at hand; do without where there is none."""
+"""Compile the kernels for this machine, once, with the C compiler at hand; do without where there is none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,25 +22,35 @@ from saltus.networks.cache import cache_folder
 
 log = logging.getLogger("saltus")
 
-SYMBOLS = {torch.bfloat16: "attend_bf16", torch.float32: "attend_f32", torch.float16: "attend_f16"}
+SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
 FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+WEIGHTS = 4  # of one call of linear, at most
+
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Attention(ctypes.Structure):
-    """The struct `Attention` of native.c, field for field."""
+    """The struct `Attention` of kernels.c, field for field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")
-        ),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("capacity", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("out", "visible", "first")),
-        *((name, ctypes.c_int64) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *((name, POINTER) for name in ("query", "key", "value")),
+        *((name, INTEGER) for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")),
+        *((name, POINTER) for name in ("keys", "values")),
+        ("capacity", INTEGER),
+        *((name, POINTER) for name in ("out", "visible", "first")),
+        *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
+        *((name, REAL) for name in ("scale", "softcap")),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """The struct `Linear` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("x", POINTER),
+        *((name, INTEGER) for name in ("rows", "inputs", "count")),
+        *((name, POINTER * WEIGHTS) for name in ("weight", "bias", "out")),
+        ("outs", INTEGER * WEIGHTS),
     ]
 
 
@@ -47,61 +59,59 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""
     if os.environ.get("SALTUS_NATIVE", "1") == "0":
         return None
-    source = files("saltus.networks").joinpath("native.c").read_bytes()
-    compiler = next(
-        (path for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (path := shutil.which(name))), None
-    )
-    key = blake2b(source + repr((FLAGS, compiler, _processor(), torch.__version__)).encode(), digest_size=8).hexdigest()
-    target = cache_folder() / "native" / f"attention-{key}.so"
+    folder = files(__name__)
+    sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
+    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
+    compiler = next((path for name in named if (path := shutil.which(name))), None)
+    settings = (sorted(sources.items()), FLAGS, compiler, _processor(), torch.__version__)
+    target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
     if not target.exists():
-        if compiler is None:
-            log.warning("no C compiler found: attention falls back to a slower exact path; install gcc or clang")
-            return None
-        error = _compile(compiler, source, target)
+        error = _compile(compiler, sources, target) if compiler else "no C compiler was found; install gcc or clang"
         if error:
-            log.warning("the attention kernel did not compile (%s): falling back to a slower exact path", error)
+            log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
-        log.warning("the attention kernel did not load (%s): falling back to a slower exact path", error)
+        log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
 
 
-def kernel(dtype: torch.dtype, device: torch.device):
-    """The compiled attention of a dtype, or None where it cannot serve."""
-    if device.type != "cpu" or (found := library()) is None:
+def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any], int] | None:
+    """A compiled kernel for a dtype, which takes a pointer to its struct; None where it cannot serve."""
+    if device.type != "cpu" or dtype not in SUFFIX or (found := library()) is None:
         return None
-    return getattr(found, SYMBOLS.get(dtype, "none"), None)
+    return getattr(found, f"{name}_{SUFFIX[dtype]}", None)
 
 
-def _compile(compiler: str, source: bytes, target: Path) -> str | None:
+def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically; returns what went wrong.
 
-    Linked without an OpenMP library on purpose: the symbols resolve to the one that torch has loaded, so that
-    both share one pool of threads.
+    Linked without an OpenMP library on purpose: the symbols resolve to the one that torch has loaded, so that both
+    share one pool of threads.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            code, unit, made = Path(folder, "native.c"), Path(folder, "native.o"), Path(folder, "native.so")
-            code.write_bytes(source)
-            result = None
-            for parallel in (["-fopenmp"] if torch.backends.openmp.is_available() else [], []):
-                steps = (
-                    [compiler, *FLAGS, *parallel, "-c", code, "-o", unit],
-                    [compiler, "-shared", unit, "-o", made, "-lm"],
-                )
-                for step in steps:
+            for name, text in sources.items():
+                Path(folder, name).write_bytes(text)
+            unit, made = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+            error = ""
+            for parallel in (["-fopenmp"], []):
+                compiling = [compiler, *FLAGS, *parallel, "-c", Path(folder, "kernels.c"), "-o", unit]
+                for step in (compiling, [compiler, "-shared", unit, "-o", made, "-lm"]):
                     result = subprocess.run(step, capture_output=True, text=True)
                     if result.returncode:
+                        error = (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
                         break
                 else:
-                    ctypes.CDLL(str(made))  # unresolved OpenMP symbols show here
-                    os.replace(made, target)
-                    return None
-            assert result is not None
-            return result.stderr.strip().splitlines()[-1] if result.stderr.strip() else "unknown error"
+                    try:
+                        ctypes.CDLL(str(made), mode=os.RTLD_NOW)  # OpenMP symbols that nobody has show here
+                        os.replace(made, target)
+                        return None
+                    except OSError as unresolved:
+                        error = str(unresolved)
+            return error
     except OSError as error:
         return str(error)
 

@@ -28,21 +28,16 @@ typedef struct {
   int64_t outs[WEIGHTS];
 } Linear;
 
+#define OUTS 4   // outputs of a register tile of linear
+#define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast
+
 #define T float
 #define OF(name) name##_f32
+#define X float
+#define STEP LANES
 #include "attention.inc"
+#include "tile.inc"
 #include "linear.inc"
-#undef T
-#undef OF
-
-#define T uint16_t
-#define OF(name) name##_bf16
-#include "attention.inc"
-#ifdef __AVX512BF16__
-#include "linear_bf16.inc"
-#else
-#include "linear.inc"
-#endif
 #undef T
 #undef OF
 
@@ -50,5 +45,24 @@ typedef struct {
 #define T _Float16
 #define OF(name) name##_f16
 #include "attention.inc"
+#include "tile.inc"
 #include "linear.inc"
+#undef T
+#undef OF
 #endif
+
+#define T uint16_t
+#define OF(name) name##_bf16
+#include "attention.inc"
+#ifdef __AVX512BF16__
+#undef X
+#undef STEP
+#undef GROUP
+#define X uint16_t
+#define STEP 32
+#define GROUP 1
+#include "tile_bf16.inc"
+#else
+#include "tile.inc"
+#endif
+#include "linear.inc"

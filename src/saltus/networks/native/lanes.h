@@ -4,6 +4,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
@@ -19,6 +22,7 @@ static inline lanes load_f32(const float *p) {
 }
 static inline float from_f32(float x) { return x; }
 static inline float to_f32(float x) { return x; }
+static inline void to_four_f32(const float *x, float *y) { memcpy(y, x, 4 * sizeof *y); }
 
 static inline lanes load_bf16(const uint16_t *p) {
   hlanes h;
@@ -37,25 +41,50 @@ static inline uint16_t to_bf16(float x) {  // round to nearest even
   if (x != x) return 0x7fc0;
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+static inline void to_four_bf16(const float *x, uint16_t *y) {
+#if defined __AVX512BF16__ && defined __AVX512VL__
+  __m128bh four = _mm_cvtneps_pbh(_mm_loadu_ps(x));
+  memcpy(y, &four, 4 * sizeof *y);
+#else
+  for (int i = 0; i < 4; i++) y[i] = to_bf16(x[i]);
+#endif
+}
 
 #ifdef __FLT16_MAX__
 typedef _Float16 flanes __attribute__((vector_size(LANES * sizeof(_Float16))));
 static inline lanes load_f16(const _Float16 *p) {
+#ifdef __AVX512F__
+  return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));  // the compiler would go one by one
+#else
   flanes h;
   memcpy(&h, p, sizeof h);
   return __builtin_convertvector(h, lanes);
+#endif
 }
 static inline float from_f16(_Float16 x) { return (float)x; }
 static inline _Float16 to_f16(float x) { return (_Float16)x; }
+static inline void to_four_f16(const float *x, _Float16 *y) {
+  for (int i = 0; i < 4; i++) y[i] = (_Float16)x[i];
+}
 #endif
 
-// The sum of 16 lanes, always by the same tree.
-static inline float sum_lanes(lanes v) {
-  float x[LANES];
-  memcpy(x, &v, sizeof x);
-  for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) x[i] += x[i + half];
-  return x[0];
+// The sums of four vectors of lanes, always by the same tree.
+static inline void sum_four(lanes a, lanes b, lanes c, lanes d, float *y) {
+#ifdef __AVX512F__
+  __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
+  __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
+  __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  __m512 t = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0x4e));
+  _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_add_ps(t, _mm512_shuffle_f32x4(t, t, 0xb1))));
+#else
+  float x[4][LANES];
+  memcpy(x[0], &a, sizeof a), memcpy(x[1], &b, sizeof b), memcpy(x[2], &c, sizeof c), memcpy(x[3], &d, sizeof d);
+  for (int v = 0; v < 4; v++) {
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) x[v][i] += x[v][i + half];
+    y[v] = x[v][0];
+  }
+#endif
 }
 
 // exp, lane by lane the same operations: 2^n · polynomial (Cephes), exact zero below −87.
