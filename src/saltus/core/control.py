@@ -10,28 +10,30 @@ from saltus.core.tree import Tree
 
 @dataclass
 class Acceptance:
-    """How often the drafts of a source are right, by the chance that the source gave them.
+    """How often the drafts of a source are right, against the chances that the source gave them.
 
-    Each bin is a Beta estimate whose prior is the stated chance, worth `prior` observations; old ones fade.
+    Each third of the scale of chances keeps how many drafts were right and how many should have been by their
+    chances; old observations fade.
     """
 
-    prior: float = 6.0
-    memory: float = 200.0  # observations after which the past has faded to a third
-    bins: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    prior: float = 5.0  # right drafts, as many as stated, that are taken for observed at first
+    memory: float = 400.0  # observations after which the past has faded to a third
+    counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (right, stated)
 
     @staticmethod
-    def _bin(source: str, chance: float) -> tuple[str, int]:
-        return source, round(chance * 12)
+    def _third(source: str, chance: float) -> tuple[str, int]:
+        return source, min(int(chance * 3), 2)
 
     def calibrated(self, source: str, chance: float) -> float:
-        hits, trials = self.bins.get(self._bin(source, chance), (0.0, 0.0))
-        return (hits + self.prior * chance) / (trials + self.prior)
+        """The stated chance, corrected by the record of the source; never certain."""
+        right, stated = self.counts.get(self._third(source, chance), (0.0, 0.0))
+        return min(chance * (right + self.prior) / (stated + self.prior), 0.99)
 
     def observe(self, source: str, chance: float, right: bool) -> None:
-        key = self._bin(source, chance)
-        hits, trials = self.bins.get(key, (0.0, 0.0))
+        key = self._third(source, chance)
+        count, stated = self.counts.get(key, (0.0, 0.0))
         fade = 1 - 1 / self.memory
-        self.bins[key] = (hits * fade + right, trials * fade + 1)
+        self.counts[key] = (count * fade + right, stated * fade + chance)
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Controller:
     resting: int = 0
 
     def drafts(self) -> bool:
-        """Should drafters be asked at all?"""
+        """Should drafters that call networks of their own be asked at all?"""
         if self.resting:
             self.resting -= 1
             return False
@@ -87,33 +89,39 @@ class Controller:
     def size(self, tree: Tree) -> int:
         """How many of the tree's nodes to keep: the count with the most expected tokens a second.
 
-        A call of n nodes costs c(n + 1) and decides one token and Σ values of its nodes.
+        A call of n nodes costs c(n + 1) and decides one token and Σ values of its nodes. Where tokens were drawn
+        from laws of their own, looking ends at the first node that does not pay: beyond it may hang its children,
+        whose values know what it drew, and `reject` forbids to drop a node for that.
         """
         if not self.adaptive:
             return min(len(tree.tokens), self.budget)
+        drawn = any(law is not None for law in tree.laws)
         best, best_rate, expected = 0, 1 / self.costs.of(1), 1.0
         for n, value in enumerate(tree.values[: self.budget], start=1):
             expected += value
             rate = expected / self.costs.of(n + 1)
             if rate > best_rate:
                 best, best_rate = n, rate
+            elif drawn:
+                break
         return best
 
     def observe(self, tree: Tree, step: Step, drafting: float = 0.0) -> None:
-        """Learn from a step: was each node right whose parent was, and did drafting (in seconds) pay?"""
+        """Learn from a step: which nodes of the tree, asked or not, were right, and did drafting (in seconds) pay?"""
         if not self.adaptive:
             return
-        accepted = {-1}
-        node = step.node
-        while node >= 0:
-            accepted.add(node)
-            node = step.asked.parents[node]
-        for i, parent in enumerate(step.asked.parents):
-            if parent in accepted and step.asked.depths[i] < len(step.tokens):
-                self.acceptance.observe(tree.sources[i], tree.chances[i], i in accepted)
+        decided = step.tokens.tolist()
+        depths: dict[int, int] = {-1: -1}  # of the nodes that say what was decided
+        for node, parent in enumerate(tree.parents):
+            depth = depths.get(parent, len(decided)) + 1
+            if depth < len(decided):
+                right = tree.tokens[node] == decided[depth]
+                self.acceptance.observe(tree.sources[node], tree.chances[node], right)
+                if right:
+                    depths[node] = depth
         if drafting and self.costs.seconds:
-            spent = drafting + self.costs.of(len(tree.tokens) + 1)
-            self.gain += (len(step.tokens) * self.costs.of(1) / spent - self.gain) / 8
+            spent = drafting + self.costs.of(len(step.asked.tokens) + 1)
+            self.gain += (len(decided) * self.costs.of(1) / spent - self.gain) / 8
             if self.gain < 0.95:
                 self.resting, self.gain = self.patience, 1.0
                 self.patience = min(self.patience * 2, 256)

@@ -16,6 +16,8 @@ from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, grow
 
+CATCHING_UP = 32  # decided tokens read by a drafter's call that is more than drafting
+
 Offer = Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]
 """Branches, or a generator that asks a drafter's own network for them."""
 
@@ -57,21 +59,22 @@ def speculate(
         room = min(len(canvas.open) - 1, controller.budget)  # the law after the last node decides one hole more
         branches: list[Branch] = []
         drafting = 0.0
-        for drafter in drafters if room and controller.drafts() else ():
+        awake = controller.drafts()
+        for drafter in drafters if room else ():
             offer = drafter(canvas, last, room)
             if isinstance(offer, Generator):
-                offer, seconds = yield from _timed(offer)
+                offer, seconds = (yield from _timed(offer)) if awake else ((), 0.0)
                 drafting += seconds
             branches += offer
-        tree = grow(branches, controller.budget, room, controller.calibrated)
-        tree = tree.cut(controller.size(tree))
+        offered = grow(branches, controller.budget, room, controller.calibrated)
+        tree = offered.cut(controller.size(offered))
         asked = Forward(canvas, tree.tokens, tree.parents, drafted=tree.laws if any(tree.laws) else None)
         reply = yield asked
         laws = Laws(asked, reply, sampling, noise)
         tokens, node = rule(asked, laws)
         end = stop(canvas, tokens) if stop else None
         last = Step(canvas, asked, reply, laws, tokens[:end], node)
-        controller.observe(tree, last, drafting)
+        controller.observe(offered, last, drafting)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:
@@ -79,13 +82,13 @@ def speculate(
 
 
 def _timed(offer: Generator[Forward, Reply, Sequence[Branch]]) -> Generator[Forward, Reply, tuple[Any, float]]:
-    """Pass a drafter's questions on, and add up what they cost."""
+    """Pass a drafter's questions on, and add up what they cost; catching up on a prompt or a rest is not counted."""
     seconds = 0.0
     try:
         asked = next(offer)
         while True:
             reply = yield asked
-            seconds += reply.seconds
+            seconds += reply.seconds if reply.read <= CATCHING_UP else 0.0
             asked = offer.send(reply)
     except StopIteration as end:
         return end.value, seconds
