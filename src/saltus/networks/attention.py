@@ -32,6 +32,7 @@ class Part:
     past: int
     positions: np.ndarray  # [rows]
     visible: np.ndarray  # [rows, rows] uint8
+    firsts: dict[int | None, np.ndarray] = field(default_factory=dict)  # by window, kept while kernels point to them
 
     @property
     def rows(self) -> int:
@@ -43,6 +44,19 @@ class Part:
             return np.zeros(self.rows, dtype=np.int32)
         return np.maximum(self.positions - window + 1, 0).astype(np.int32)
 
+    def struct(self, window, query, key, value, out, scale, softcap=None) -> native.Attention:
+        """What the compiled kernel is told, but for where the layer's memory is; all are [heads, rows, dim] but out."""
+        if window not in self.firsts:
+            self.firsts[window] = self.first(window)
+        return native.Attention(
+            query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
+            key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
+            value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
+            out=out.data_ptr(), visible=self.visible.ctypes.data, first=self.firsts[window].ctypes.data,
+            rows=self.rows, past=self.past, heads=query.shape[0], kv_heads=key.shape[0],
+            dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
+        )  # fmt: skip
+
 
 @dataclass
 class Call:
@@ -51,7 +65,6 @@ class Call:
     parts: Sequence[Part]
     layers: int
     free: bool = False
-    structs: dict[tuple, list[tuple[native.Attention, tuple]]] = field(default_factory=dict)
 
 
 _local = threading.local()
@@ -80,14 +93,14 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, sliding
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
     compiled = None if call.free else native.kernel("attend", query.dtype, query.device)
     start = 0
-    for index, part in enumerate(call.parts):
+    for part in call.parts:
         rows = slice(start, start + part.rows)
         start += part.rows
         q, k, v = query[:, rows], key[:, rows], value[:, rows]
         part.memory.reserve(call.layers, part.past + part.rows, k, v)
         keys, values = _layer(part.memory, module.layer_idx)
         if compiled is not None:
-            _compiled(compiled, call, index, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
+            _compiled(compiled, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
             continue
         keys[:, part.past : part.past + part.rows] = k
         values[:, part.past : part.past + part.rows] = v
@@ -101,26 +114,11 @@ def _layer(memory: Memory, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     return memory.keys[layer], memory.values[layer]
 
 
-def _compiled(kernel, call, index, part, q, k, v, keys, values, out, scale, window, softcap) -> None:
+def _compiled(kernel, part, q, k, v, keys, values, out, scale, window, softcap) -> None:
     """One text, one layer, by the compiled kernel, which also writes the new keys and values to memory."""
-    setting = (index, window, softcap, q.shape, k.shape, v.shape)
-    if setting not in call.structs:
-        first = part.first(window)
-        struct = native.Attention(
-            visible=part.visible.ctypes.data, first=first.ctypes.data, rows=part.rows, past=part.past,
-            heads=q.shape[0], kv_heads=k.shape[0], dim=q.shape[-1], value_dim=v.shape[-1], scale=scale,
-            softcap=softcap or 0.0,
-        )  # fmt: skip
-        call.structs[setting] = [(struct, (first,))]
-    struct = call.structs[setting][0][0]
-    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    struct.query, struct.key, struct.value = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    struct.query_head, struct.query_row = q.stride(0), q.stride(1)
-    struct.key_head, struct.key_row = k.stride(0), k.stride(1)
-    struct.value_head, struct.value_row = v.stride(0), v.stride(1)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    struct = part.struct(window, q, k, v, out, scale, softcap)
     struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
-    struct.out = out.data_ptr()
     if kernel(ctypes.byref(struct)):
         raise MemoryError("attention ran out of memory; ask for a shorter text")
 

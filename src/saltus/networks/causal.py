@@ -14,6 +14,7 @@ import torch
 from saltus.core.forward import Forward, Reply
 from saltus.networks import attention
 from saltus.networks.attention import Call, Part
+from saltus.networks.lean import Lean, supports
 from saltus.networks.linear import Exact
 from saltus.networks.memory import Memory
 
@@ -37,11 +38,14 @@ class CausalNetwork:
     model: Any
     free: bool = False
     layers: int = field(init=False)
+    lean: Lean | None = field(init=False, default=None)  # a quicker way through the same model, where there is one
 
     def __post_init__(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
         self.model.eval()
         self.layers = self.model.config.get_text_config().num_hidden_layers
+        if not self.free and supports(self.model):
+            self.lean = Lean(self.model, ROWS)
 
     def memory(self) -> Memory:
         return Memory()
@@ -84,8 +88,10 @@ class CausalNetwork:
             end += len(read.tokens)
             wanted += range(end - read.wanted, end)
         call = Call([read.part for read in reads], self.layers, self.free)
-        exact = contextlib.nullcontext() if self.free else Exact()
         device = self.model.device
+        if self.lean is not None:
+            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted))
+        exact = contextlib.nullcontext() if self.free else Exact()
         with attention.during(call), self._listen() as heard, exact:
             out = self.model(
                 input_ids=torch.tensor([tokens], device=device),

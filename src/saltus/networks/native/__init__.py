@@ -51,6 +51,18 @@ class Linear(ctypes.Structure):
         *((name, INTEGER) for name in ("rows", "inputs", "count")),
         *((name, POINTER * WEIGHTS) for name in ("weight", "bias", "out")),
         ("outs", INTEGER * WEIGHTS),
+        *((name, POINTER) for name in ("norm", "gate", "add")),
+        ("epsilon", REAL),
+    ]
+
+
+class Rotary(ctypes.Structure):
+    """The struct `Rotary` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "cos", "sin", "norm")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim")),
+        ("epsilon", REAL),
     ]
 
 

@@ -26,7 +26,19 @@ typedef struct {
   const void *weight[WEIGHTS], *bias[WEIGHTS];  // [out, in]; [out] or NULL
   void *out[WEIGHTS];                           // [rows, out], dense
   int64_t outs[WEIGHTS];
+  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this
+  const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
+  const void *add;   // [rows, out] or NULL: added to the first product
+  float epsilon;     // of the norm
 } Linear;
+
+typedef struct {
+  void *x;                // [rows, heads, dim], dense, changed in place
+  const void *cos, *sin;  // [rows, dim]
+  const void *norm;       // [dim] or NULL: heads are first divided by their root mean square and multiplied by this
+  int64_t rows, heads, dim;
+  float epsilon;
+} Rotary;
 
 #define OUTS 4   // outputs of a register tile of linear
 #define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast
@@ -36,6 +48,7 @@ typedef struct {
 #define X float
 #define STEP LANES
 #include "attention.inc"
+#include "rows.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -45,6 +58,7 @@ typedef struct {
 #define T _Float16
 #define OF(name) name##_f16
 #include "attention.inc"
+#include "rows.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -54,6 +68,7 @@ typedef struct {
 #define T uint16_t
 #define OF(name) name##_bf16
 #include "attention.inc"
+#include "rows.inc"
 #ifdef __AVX512BF16__
 #undef X
 #undef STEP

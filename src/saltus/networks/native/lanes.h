@@ -87,9 +87,11 @@ static inline void sum_four(lanes a, lanes b, lanes c, lanes d, float *y) {
 #endif
 }
 
-// exp, lane by lane the same operations: 2^n · polynomial (Cephes), exact zero below −87.
+// exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero below −87, e^88 above 88.
 static inline lanes exp_lanes(lanes x) {
-  const lanes low = (lanes){} - 87.0f;
+  const lanes low = (lanes){} - 87.0f, high = (lanes){} + 88.0f;
+  ilanes above = x > high;
+  x = (lanes)(((ilanes)high & above) | ((ilanes)x & ~above));
   ilanes alive = x > low;
   x = (lanes)(((ilanes)x & alive) | ((ilanes)low & ~alive));
   lanes n = x * 1.44269504088896f + 12582912.0f;  // rounds to nearest: 1.5 · 2^23

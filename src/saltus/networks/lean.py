@@ -1,0 +1,134 @@
+"""Run Llama-type decoders without a framework's overhead: the model's own weights, six kernel calls a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saltus.networks import native
+from saltus.networks.attention import Call
+from saltus.networks.linear import linear
+
+DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def supports(model: Any) -> bool:
+    """Is this a decoder that `Lean` knows, on a machine with kernels?"""
+    return (
+        type(model).__name__ in DECODERS
+        and model.config.hidden_act == "silu"
+        and native.kernel("linear", model.dtype, model.device) is not None
+        and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
+    )
+
+
+class Lean:
+    """The decoder's layers as kernel calls over fixed scratch: nothing is allocated between them.
+
+    Rounds to the model's dtype where Transformers does; what differs is the order of sums inside a product.
+    """
+
+    def __init__(self, model: Any, rows: int) -> None:
+        config, dtype = model.config, model.dtype
+        self.model, self.dtype = model, dtype
+        self.base = model.model
+        first = self.base.layers[0].self_attn
+        self.dim = first.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scale = first.scaling
+        self.hidden = torch.zeros(rows, config.hidden_size, dtype=dtype)
+        self.q, self.out = (torch.zeros(rows, self.heads, self.dim, dtype=dtype) for _ in range(2))
+        self.k, self.v = (torch.zeros(rows, self.kv_heads, self.dim, dtype=dtype) for _ in range(2))
+        self.gate, self.up = (torch.zeros(rows, config.intermediate_size, dtype=dtype) for _ in range(2))
+        kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend")]
+        self.linear, self.rotate, self.attend = (kernel for kernel in kernels if kernel is not None)
+        self.layers = [self._layer(layer) for layer in self.base.layers]
+        self.windows = [self._window(layer) for layer in self.base.layers]
+
+    def _layer(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
+        """The structs of one layer; only rows and angles change from call to call."""
+        a, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        products = [
+            _product(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
+            _product(self.out, [(a.o_proj, self.hidden)], add=self.hidden),
+            _product(self.hidden, [(mlp.gate_proj, self.gate), (mlp.up_proj, self.up)], norm=after),
+            _product(self.up, [(mlp.down_proj, self.hidden)], gate=self.gate, add=self.hidden),
+        ]
+        turns = []
+        for x, heads, norm in ((self.q, self.heads, "q_norm"), (self.k, self.kv_heads, "k_norm")):
+            turn = native.Rotary(x=x.data_ptr(), heads=heads, dim=self.dim)
+            if (module := getattr(a, norm, None)) is not None:
+                turn.norm, turn.epsilon = module.weight.data_ptr(), module.variance_epsilon
+            turns.append(turn)
+        return products, turns
+
+    def _window(self, layer: Any) -> int | None:
+        if hasattr(layer.self_attn, "sliding_window"):
+            return layer.self_attn.sliding_window
+        return getattr(self.model.config, "sliding_window", None)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, call: Call, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and features of the wanted rows; tokens and positions are [rows]."""
+        rows = len(tokens)
+        hidden = self.hidden[:rows]
+        hidden.copy_(F.embedding(tokens, self.base.embed_tokens.weight))
+        angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
+        attentions = self._attentions(call)
+        for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
+            qkv.rows = o.rows = gate_up.rows = down.rows = rows
+            failed = self.linear(ctypes.byref(qkv))
+            for turn in turns:
+                turn.rows, turn.cos, turn.sin = rows, angles[0].data_ptr(), angles[1].data_ptr()
+                self.rotate(ctypes.byref(turn))
+            for structs, keys, values, step, value_step in attentions:
+                struct = structs[self.windows[number]]
+                struct.keys, struct.values = keys + number * step, values + number * value_step
+                failed |= self.attend(ctypes.byref(struct))
+            for product in (o, gate_up, down):
+                failed |= self.linear(ctypes.byref(product))
+            if failed:
+                raise MemoryError("a call ran out of memory; ask for a shorter text")
+        features = self.base.norm(hidden[wanted])
+        return linear(features, [self.model.lm_head.weight], [self.model.lm_head.bias])[0], features
+
+    def _attentions(self, call: Call) -> list[tuple[dict, int, int, int, int]]:
+        """For each text of the call: its structs by window, and where its memory lies."""
+        found, start = [], 0
+        for part in call.parts:
+            part.memory.reserve(call.layers, part.past + part.rows, self.k.transpose(0, 1), self.v.transpose(0, 1))
+            keys, values = part.memory.keys, part.memory.values
+            assert keys is not None and values is not None
+            q, k, v, out = (x[start : start + part.rows] for x in (self.q, self.k, self.v, self.out))
+            structs = {
+                window: part.struct(window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale)
+                for window in set(self.windows)
+            }
+            for struct in structs.values():
+                struct.capacity = keys.shape[2]
+            sizes = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
+            found.append((structs, keys.data_ptr(), values.data_ptr(), *sizes))
+            start += part.rows
+        return found
+
+
+def _product(
+    x: Tensor,
+    weights: Sequence[tuple[Any, Tensor]],
+    norm: Any = None,
+    gate: Tensor | None = None,
+    add: Tensor | None = None,
+) -> native.Linear:
+    struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
+    for i, (module, out) in enumerate(weights):
+        struct.weight[i], struct.out[i], struct.outs[i] = module.weight.data_ptr(), out.data_ptr(), len(module.weight)
+        struct.bias[i] = None if module.bias is None else module.bias.data_ptr()
+    if norm is not None:
+        struct.norm, struct.epsilon = norm.weight.data_ptr(), norm.variance_epsilon
+    struct.gate = None if gate is None else gate.data_ptr()
+    struct.add = None if add is None else add.data_ptr()
+    return struct
