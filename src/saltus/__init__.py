@@ -1,6 +1,18 @@
 """Let language models write several tokens per network call without changing what they write."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from saltus.custom_generate import custom_generate
 from saltus.engine import Chunk, Engine, Generation, Statistics, Stream, load
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "load"]
+__all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "custom_generate", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine when it is first asked for: `saltus --help` need not wait for torch."""
+    if name in __all__:
+        return getattr(import_module("saltus.engine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
 from saltus import methods
 from saltus.core.control import Costs
-from saltus.core.rules import RULES
+from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, same_vocabulary
 from saltus.networks.progress import Progress
 from saltus.networks.sources import DEFAULT
 from saltus.text import Detokenizer, Script, stop_strings
-from saltus.writing import Call, Ensemble, Shelf, Text, write
+from saltus.writing import Call, Ensemble, Shelf, Text, checked_rule, write
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
 
 
@@ -66,17 +67,17 @@ class Chunk:
 class Stream:
     """Iterate over the chunks. It may be left at any time; `generation` is what was written until then."""
 
-    def __init__(self, chunks: Iterator[Chunk], generation: Callable[[], Generation]) -> None:
+    def __init__(self, chunks: Generator[Chunk], generation: Callable[[], Generation]) -> None:
         self._chunks, self._generation = chunks, generation
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return self._chunks
+    def __iter__(self) -> Stream:
+        return self
 
     def __next__(self) -> Chunk:
         return next(self._chunks)
 
     def close(self) -> None:
-        self._chunks.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self._chunks.close()
 
     @property
     def generation(self) -> Generation:
@@ -171,11 +172,12 @@ class Engine:
         temperature 1. `seed` counts where temperature > 0; a text is the same alone and in a batch, with each method.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        many = _is_batch(prompt)
-        jobs = [
-            self._job(one, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos)
-            for one in (prompt if many else [prompt])
-        ]
+        many, jobs = _is_batch(prompt), []
+        for number, one in enumerate(prompt if many else [prompt]):
+            try:
+                jobs.append(self._job(one, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos))
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") if many else error from error
         for _ in self._write(jobs, method):
             pass
         done = [job.generation() for job in jobs]
@@ -246,6 +248,7 @@ class Engine:
     ) -> _Job:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+        Noise(seed)  # a negative seed is refused here
         tokens = self.encode(prompt, raw)
         context = self.target.context
         if context is not None:
@@ -260,14 +263,14 @@ class Engine:
         script = Script(Detokenizer(self.tokenizer, tokens if joins else ()), ends, stop_strings(stop))
         return _Job(prompt, Text(tokens, max_new_tokens, seed, sampling, script.read, logprobs), script)
 
-    def _write(self, jobs: Sequence[_Job], method: str | None) -> Iterator[None]:
+    def _write(self, jobs: Sequence[_Job], method: str | None) -> Generator[None]:
         ensemble = self._ensemble(method or self.method)
         exact = self.network.model.device.type == "cpu" and not self.network.free
         return write(ensemble, [job.text for job in jobs], self.batch_size, self.shelf if exact else None)
 
-    def _chunks(self, job: _Job, rounds: Iterator[None]) -> Iterator[Chunk]:
+    def _chunks(self, job: _Job, rounds: Generator[None]) -> Generator[Chunk]:
         told = 0
-        with closing(rounds):  # pyright: ignore[reportArgumentType]
+        with closing(rounds):
             for _ in rounds:
                 for call in job.text.calls[told:]:
                     told += 1
@@ -281,6 +284,7 @@ class Engine:
             made = methods.make(method, self.options)
             networks, contexts = {"target": self.target.network}, {}
             for name, where in (pair for one in made for pair in one.models.items()):
+                assert name not in networks, f"two methods of {method} call a network {name}"
                 own = self.load(where)
                 same_vocabulary(self.target, own)
                 networks[name], contexts[name] = own.network, own.context
@@ -319,14 +323,14 @@ def load(
     most drafted tokens that a call may check; with `adaptive` a controller chooses how many of them pay. `dtype` "auto"
     is the checkpoint's own. `exact=False` gives up equal rounding for the library's own attention.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule is {rule!r}, but must be one of {', '.join(RULES)}")
+    checked_rule(rule)
     if budget is not None and not 0 <= budget <= 128:
         raise ValueError(f"budget is {budget}, but must lie in 0…128 drafted tokens a call")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make(method, options)  # a wrong name costs no loading
 
+    @lru_cache
     def checkpoint(name: str) -> Checkpoint:
         return load_checkpoint(name, device, dtype, exact, progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,7 +144,7 @@ class Shelf:
 
 def write(
     ensemble: Ensemble, texts: Sequence[Text], batch_size: int = 16, shelf: Shelf | None = None
-) -> Iterator[None]:
+) -> Generator[None]:
     """Write all texts, `batch_size` at once, others joining as seats free; yields after each round of calls."""
     waiting = deque(text for text in texts if text.length > 0)
     drafting = bool(waiting and ensemble.drafters(waiting[0]))
@@ -210,16 +210,23 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else length
 
 
+def checked_rule(name: str) -> str:
+    """The name of a rule, or a ValueError."""
+    if name not in RULES:
+        raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
+    return name
+
+
 def calibrate(network: Network) -> dict[int, float]:
     """Seconds of a call by its rows, medians of three, next to a short text."""
     memory = network.memory()
+    vocab = network.forward([Forward(continuation([0], 1))], [memory])[0].logits.shape[-1]
+    canvas = continuation(np.arange(8) % vocab, 2)
 
     def seconds(rows: int) -> float:
-        canvas = continuation(np.arange(8) % vocab, 2)
-        nodes = tuple(range(rows - 1))
-        ask = Forward(canvas, tuple(node % vocab for node in nodes), (-1,) * len(nodes))
+        nodes = np.arange(rows - 1) % vocab
+        ask = Forward(canvas, tuple(nodes.tolist()), (-1,) * len(nodes))
         return network.forward([ask], [memory])[0].seconds
 
-    vocab = network.forward([Forward(continuation([0], 1))], [memory])[0].logits.shape[-1]
     seconds(max(SIZES))
     return {rows: statistics.median(seconds(rows) for _ in range(3)) for rows in SIZES}

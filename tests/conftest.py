@@ -1,0 +1,100 @@
+"""Tiny models and tokenizers, made on the spot, and the default model for the tests that ask for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+END, PAD = "<|end|>", "<|pad|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if not loop.last or message['role'] != 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def few_threads(request: pytest.FixtureRequest):
+    """Threads that wait for each other make tiny models slow, more so on a busy machine."""
+    threads = torch.get_num_threads()
+    if "model" not in request.keywords:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The default model, fetched on first use."""
+    from saltus.networks.sources import DEFAULT, resolve
+
+    return resolve(DEFAULT)
+
+
+def byte_tokenizer(words: str = "the cat sat on the mat and the dog sat on the log") -> PreTrainedTokenizerFast:
+    """Byte-level, as GPT-2's and Llama 3's: any text has tokens, and a token may be half a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END, PAD, "<|user|>", "<|assistant|>", "<|system|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [words] * 3, trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=TEMPLATE)
+
+
+def space_tokenizer() -> PreTrainedTokenizerFast:
+    """Of Llama 2's kind: a word carries the space before it, and unknown characters fall back to bytes."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])}
+    merges = []
+    for word in ("the", "cat", "sat"):
+        for letter in "▁" + word:
+            vocab.setdefault(letter, len(vocab))
+        for end in range(2, len(word) + 2):
+            whole = ("▁" + word)[:end]
+            vocab.setdefault(whole, len(vocab))
+            merges.append((whole[:-1], whole[-1]))
+    merges = list(dict.fromkeys(merges))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """Two layers of random weights, large enough that its laws have favourites."""
+    settings = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "initializer_range": 0.25, "eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
+    set_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**settings | changes)).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
+    """A folder with a tiny Llama and a byte-level tokenizer: tiny_folder(seed, dtype, words, **configuration)."""
+    made: dict[str, Path] = {}
+
+    def folder(seed: int = 0, dtype: torch.dtype = torch.float32, words: str | None = None, **changes) -> Path:
+        key = repr((seed, dtype, words, changes))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("tiny")
+            tiny_llama(seed, **changes).to(dtype).save_pretrained(made[key])
+            (byte_tokenizer(words) if words else byte_tokenizer()).save_pretrained(made[key])
+        return made[key]
+
+    return folder

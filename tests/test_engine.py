@@ -1,0 +1,354 @@
+"""Text in, text out: the same for every method, alone and in a batch, streamed or not, wherever it ends."""
+
+import dataclasses
+import itertools
+import re
+from collections import deque
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+import saltus
+from conftest import tiny_llama
+from saltus.core.sampling import Sampling
+from saltus.engine import _is_batch
+from saltus.methods import available
+from saltus.writing import Text, calibrate, write
+
+METHODS = [*available(), "jacobi+lookup"]
+PROMPT = "the cat sat on the mat and the cat sat on the log and the"
+GREEDY, SAMPLED = {}, {"temperature": 0.7, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder) -> saltus.Engine:
+    """It drafts on and on, even where it does not pay."""
+    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}}
+    return saltus.load(str(tiny_folder()), options=drafter, batch_size=2, adaptive=False)
+
+
+def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:
+    return dataclasses.replace(engine, target=dataclasses.replace(engine.target, ends=frozenset(tokens)))
+
+
+@contextmanager
+def refused(cure: str):
+    """A ValueError of one line that says what to do."""
+    with pytest.raises(ValueError, match=re.escape(cure)) as error:
+        yield
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_writes_the_text_of_plain_decoding(engine, method, settings):
+    for penalty in (1.0, 1.3):
+        plain = engine.generate(PROMPT, method="plain", max_new_tokens=40, repetition_penalty=penalty, **settings)
+        other = engine.generate(PROMPT, method=method, max_new_tokens=40, repetition_penalty=penalty, **settings)
+        assert other.tokens == plain.tokens
+        assert other.text == plain.text
+
+
+def test_drafts_save_calls_where_a_text_repeats_itself(engine):
+    answer = engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
+    assert answer.statistics.calls < 100
+    assert max(answer.statistics.accepted) > 1
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_says_what_generate_says(engine, method, settings):
+    settings = {**settings, "max_new_tokens": 30, "method": method, "stop": ["zzz", "the m"]}
+    whole, stream = engine.generate(PROMPT, **settings), engine.stream(PROMPT, **settings)
+    chunks = list(stream)
+    assert "".join(chunk.text for chunk in chunks) == whole.text == stream.generation.text
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert [chunk.call for chunk in chunks] == list(range(len(whole.steps)))
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_text_is_the_same_alone_and_in_a_batch(engine, method):
+    prompts = [PROMPT, "a", [{"role": "user", "content": "the dog"}], PROMPT * 3, "the dog sat"]
+    settings = {**SAMPLED, "method": method, "max_new_tokens": 20}
+    together = engine.generate(prompts, **settings)
+    alone = [engine.generate(prompt, **settings) for prompt in prompts]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert len({tuple(one.tokens) for one in together}) > 1
+
+
+def test_others_take_the_seats_of_finished_texts(engine, monkeypatch):
+    asked = []
+    forward = engine.network.forward
+    monkeypatch.setattr(
+        engine.network, "forward", lambda asks, memories: asked.append(len(asks)) or forward(asks, memories)
+    )
+    engine.generate(["a", "b", "c"], method="plain", max_new_tokens=4)
+    assert asked == [2] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_end_token_ends_the_text_in_every_place(engine, method):
+    plain = ending_with(engine).generate(PROMPT, method="plain", max_new_tokens=16, **SAMPLED).tokens
+    for place, token in enumerate(plain):
+        if token in plain[:place]:
+            continue
+        answer = ending_with(engine, token).generate(PROMPT, method=method, max_new_tokens=16, **SAMPLED)
+        assert (answer.tokens, answer.finish_reason) == (plain[: place + 1], "stop")
+        assert sum(answer.statistics.accepted) == place + 1
+
+
+def test_end_tokens_are_the_configs_and_the_tokenizers(tiny_folder):
+    assert saltus.load(str(tiny_folder(eos_token_id=[5, 7]))).target.ends == {0, 5, 7}
+
+
+def test_end_tokens_can_be_ignored(engine):
+    token = engine.generate(PROMPT, max_new_tokens=8).tokens[3]
+    answer = ending_with(engine, token).generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+    assert (len(answer.tokens), answer.finish_reason) == (8, "length")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_string_ends_the_text_in_every_place(engine, method):
+    whole = engine.generate(PROMPT, method="plain", max_new_tokens=12, ignore_eos=True, **SAMPLED).text
+    for begin, length in itertools.product(range(0, len(whole) - 4, 4), (1, 4)):
+        stop = whole[begin : begin + length]
+        answers = [
+            engine.generate(PROMPT, method=one, max_new_tokens=16, ignore_eos=True, stop=stop, **SAMPLED)
+            for one in ("plain", method)
+        ]
+        assert answers[0].text == answers[1].text == whole[: whole.index(stop)]
+        assert answers[0].tokens == answers[1].tokens
+        assert answers[1].finish_reason == "stop"
+
+
+def test_half_a_character_at_the_end_is_left_out(engine):
+    answer = engine.generate(PROMPT, max_new_tokens=60, temperature=1.5, seed=5, ignore_eos=True)
+    cut = [engine.generate(PROMPT, max_new_tokens=n, temperature=1.5, seed=5, ignore_eos=True) for n in range(1, 60, 7)]
+    for one in cut:
+        assert not one.text.endswith("\ufffd")
+        assert answer.text.startswith(one.text)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_log_probabilities_are_the_models_own(engine, method):
+    answer = engine.generate(PROMPT, method=method, max_new_tokens=20, logprobs=True, **SAMPLED)
+    plain = engine.generate(PROMPT, method="plain", max_new_tokens=20, logprobs=True, **SAMPLED)
+    assert answer.logprobs == plain.logprobs
+    text = engine.encode(PROMPT)
+    model = AutoModelForCausalLM.from_pretrained(engine.target.name)
+    logits = model(torch.tensor([text + answer.tokens])).logits[0, len(text) - 1 : -1]
+    expected = logits.log_softmax(-1)[range(len(answer.tokens)), answer.tokens]
+    np.testing.assert_allclose(answer.logprobs, expected.detach(), atol=1e-4)
+
+
+def test_log_probabilities_are_not_kept_unasked(engine):
+    assert engine.generate(PROMPT, max_new_tokens=2).logprobs is None
+
+
+def test_a_text_ends_where_the_context_does(tiny_folder):
+    engine = saltus.load(str(tiny_folder(max_position_embeddings=32)))
+    length = len(engine.encode("the cat", raw=True))
+    for method in ("plain", "lookup", "jacobi"):
+        answer = engine.generate("the cat", raw=True, method=method, ignore_eos=True)
+        assert (len(answer.tokens), answer.finish_reason) == (32 - length, "length")
+    assert engine.generate("a" * 32, raw=True).tokens == []
+
+
+def test_a_drafter_rests_where_its_own_context_ends(engine, tiny_folder):
+    short = {"small_model": {"model": str(tiny_folder(seed=2, max_position_embeddings=48))}}
+    other = saltus.load(engine.target.name, "small_model", options=short, adaptive=False)
+    answer = other.generate("the cat", raw=True, max_new_tokens=80, ignore_eos=True)
+    assert answer.tokens == engine.generate("the cat", raw=True, max_new_tokens=80, ignore_eos=True).tokens
+    assert answer.steps[0].nodes
+    assert not answer.steps[-1].nodes
+
+
+def test_no_new_tokens_take_no_call(engine, monkeypatch):
+    monkeypatch.setattr(engine.network, "forward", None)
+    answer = engine.generate(PROMPT, max_new_tokens=0)
+    assert (answer.text, answer.tokens, answer.finish_reason, answer.statistics.calls) == ("", [], "length", 0)
+    (chunk,) = engine.stream(PROMPT, max_new_tokens=0)
+    assert (chunk.text, chunk.finish_reason) == ("", "length")
+
+
+BAD = [
+    ("", {}, "empty; write"),
+    ([{"role": "user"}], {}, "needs a role"),
+    (PROMPT * 40, {}, "shorten it"),
+    (PROMPT, {"max_new_tokens": -1}, "0 or more"),
+    (PROMPT, {"temperature": -1.0}, "must be 0 (greedy)"),
+    (PROMPT, {"top_p": 1.5}, "use 1 to switch"),
+    (PROMPT, {"seed": -1}, "0 or more"),
+    (PROMPT, {"stop": ""}, "remove it"),
+    (PROMPT, {"method": "lokup"}, "did you mean lookup"),
+    (["fine", ""], {}, "prompt 1: the prompt is empty"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "settings", "cure"), BAD, ids=[cure for _, _, cure in BAD])
+def test_bad_input_is_refused_in_a_line_with_the_cure(engine, prompt, settings, cure):
+    with refused(cure):
+        engine.generate(prompt, **settings)
+    if not isinstance(prompt, list) or isinstance(prompt[0], dict):
+        with refused(cure):
+            engine.stream(prompt, **settings)
+
+
+def test_what_is_no_prompt_is_refused():
+    with refused("must be a str"):
+        _is_batch(7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"method": "jacoby"}, "did you mean jacobi"),
+        ({"dtype": "int8"}, "one of auto, float32"),
+        ({"device": "tpu"}, "one of auto, cpu, cuda"),
+        ({"rule": "typical"}, "one of match, reject"),
+        ({"budget": -1}, "0…128"),
+        ({"batch_size": 0}, "1 or more"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_loaded(settings, cure):
+    with refused(cure):
+        saltus.load("no such model", **settings)
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
+    other = {"small_model": {"model": str(tiny_folder(seed=1, words="an altogether other vocabulary is learned here"))}}
+    with refused("same family"):
+        saltus.load(engine.target.name, "small_model", options=other)
+
+
+def test_a_model_without_attention_is_refused_with_the_reason(engine, tmp_path):
+    config = MambaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    engine.tokenizer.save_pretrained(tmp_path)
+    with refused("choose a model with plain attention"):
+        saltus.load(str(tmp_path))
+
+
+def test_nan_logits_are_named(tiny_folder, tmp_path):
+    model = tiny_llama()
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    saltus.load(str(tiny_folder())).tokenizer.save_pretrained(tmp_path)
+    engine = saltus.load(str(tmp_path))
+    for settings in (GREEDY, SAMPLED):
+        with refused("load it in float32"):
+            engine.generate(PROMPT, **settings)
+
+
+def test_messages_without_a_template_are_refused(tiny_folder, engine):
+    bare = saltus.load(engine.target.name)
+    bare.tokenizer.chat_template = None
+    with refused("give the prompt as one str"):
+        bare.generate([{"role": "user", "content": "hi"}])
+    assert bare.encode("hi") == engine.encode("hi", raw=True) != engine.encode("hi")
+
+
+def test_a_str_is_a_users_message(engine):
+    assert engine.encode("hi") == engine.encode([{"role": "user", "content": "hi"}])
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}]
+    assert engine.encode(begun) == engine.encode("hi") + engine.encode("the", raw=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_engine_survives_an_interruption_in_the_middle_of_a_call(engine, monkeypatch, error):
+    whole = engine.generate(PROMPT, max_new_tokens=12)
+    forward, calls = engine.network.forward, itertools.count()
+
+    def interrupted(asks, memories):
+        replies = forward(asks, memories)
+        if next(calls) == 3:
+            raise error
+        return replies
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.network, "forward", interrupted)
+        stream = engine.stream(PROMPT, max_new_tokens=12)
+        shown = []
+        with pytest.raises(error):
+            shown.extend(chunk.text for chunk in stream)
+    assert stream.generation.finish_reason is None
+    assert whole.text.startswith(stream.generation.text)
+    assert engine.generate(PROMPT, max_new_tokens=12).tokens == whole.tokens
+
+
+def test_a_stream_can_be_left(engine):
+    stream = engine.stream(PROMPT, max_new_tokens=30, ignore_eos=True)
+    first = next(stream)
+    stream.close()
+    assert list(stream) == []
+    assert stream.generation.tokens == first.tokens
+    assert stream.generation.finish_reason is None
+    assert len(engine.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens) == 30
+
+
+def test_a_conversation_goes_on_from_memory(engine):
+    messages = [{"role": "user", "content": PROMPT}]
+    first = engine.generate(messages, max_new_tokens=8, ignore_eos=True)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "why?"}]
+    second = engine.generate(messages, max_new_tokens=8)
+    assert second.steps[0].read < len(engine.encode(messages)) - len(engine.encode(PROMPT))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_next_turn_reads_only_what_is_new_and_changes_nothing(tiny_folder, dtype):
+    settings = {"max_new_tokens": 24, "ignore_eos": True}
+    engine, fresh = (saltus.load(str(tiny_folder()), dtype=dtype, adaptive=False) for _ in range(2))
+    first = engine.generate(PROMPT, **settings)
+    text = [*engine.encode(PROMPT), *first.tokens, *engine.encode("and the dog?", raw=True)]
+    second, again = (Text(text, 24, 0, Sampling(), logprobs=True) for _ in range(2))
+    for one, asked in ((engine, second), (fresh, again)):
+        deque(write(one.ensembles["lookup"], [asked], shelf=one.shelf), maxlen=0)
+    assert second.calls[0].read < len(text) - len(engine.encode(PROMPT))
+    assert again.calls[0].read == len(text)
+    assert second.tokens == again.tokens
+    assert second.log_probabilities == again.log_probabilities
+
+
+def test_the_same_prompt_again_is_read_again(engine):
+    reads = [engine.generate(PROMPT, max_new_tokens=8).steps[0].read for _ in range(2)]
+    assert reads == [len(engine.encode(PROMPT))] * 2
+
+
+def test_by_rejection_a_text_depends_on_its_seed_alone(engine, tiny_folder):
+    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}}
+    one, two = (
+        saltus.load(engine.target.name, "small_model", rule="reject", options=drafter, batch_size=3) for _ in range(2)
+    )
+    prompts = [PROMPT, "a", "the dog"]
+    settings = {"temperature": 0.9, "max_new_tokens": 20}
+    alone = [one.generate(prompt, seed=seed, **settings).tokens for seed in (0, 1) for prompt in prompts]
+    batch = [answer.tokens for seed in (0, 1) for answer in two.generate(prompts, seed=seed, **settings)]
+    assert alone == batch
+    assert alone[:3] != alone[3:]
+
+
+def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
+    measured = []
+    monkeypatch.setattr("saltus.writing.calibrate", lambda network: measured.append(1) or calibrate(network))
+    fresh = saltus.load(engine.target.name)
+    fresh.generate(PROMPT, method="plain", max_new_tokens=2)
+    assert not measured
+    fresh.generate(PROMPT, method="lookup", max_new_tokens=2)
+    fresh.generate([PROMPT, PROMPT], method="jacobi", max_new_tokens=2)
+    assert len(measured) == 1
+    assert min(fresh.costs.seconds.values()) > 0
+
+
+def test_statistics_add_up(engine):
+    answer = engine.generate(PROMPT, method="small_model", max_new_tokens=30, ignore_eos=True)
+    found = answer.statistics
+    assert sum(found.accepted) == found.tokens == len(answer.tokens) == 30
+    assert found.calls == len(answer.steps) == len(found.accepted)
+    assert found.tokens_per_call == 30 / found.calls
+    assert found.seconds >= sum(step.seconds for step in answer.steps) >= found.prefill_seconds > 0
+    assert found.draft_calls > 0
+    assert answer.steps[0].read == len(engine.encode(PROMPT))
