@@ -4,15 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saltus.custom_generate import custom_generate
-from saltus.engine import Chunk, Engine, Generation, Statistics, Stream, load
+    from saltus.engine import Chunk, Engine, Generation, Statistics, Stream, load
+    from saltus.transformers_generate import custom_generate
 
 __version__ = "0.1.0.dev0"
 __all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "custom_generate", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the engine when it is first asked for: `saltus --help` need not wait for torch."""
+    """Import what is asked for when it is first asked for: `saltus --help` need not wait for torch."""
     if name in __all__:
-        return getattr(import_module("saltus.engine"), name)
+        module = "transformers_generate" if name == "custom_generate" else "engine"
+        return getattr(import_module(f"saltus.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,6 +41,7 @@ PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
     LogitNormalization: lambda one: {},  # a law is normalised anyway
 }
 """What our pipeline can do, in its order."""
+CAN = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
 
 IGNORED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 UNWRITTEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -160,8 +161,7 @@ def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
     for one in processors:
         name = type(one).__name__
         if type(one) not in PROCESSORS:
-            covered = ", ".join(kind.__name__ for kind in PROCESSORS)
-            raise ValueError(f"custom_generate cannot apply {name}; leave it out, it can do {covered}")
+            raise ValueError(f"custom_generate cannot apply {name}; leave it out, it can do {CAN}")
         if order.index(type(one)) <= place:
             raise ValueError(f"custom_generate applies {name} once and before what follows it; set it by its argument")
         if getattr(one, "min_tokens_to_keep", 1) != 1 or getattr(one, "filter_value", -torch.inf) != -torch.inf:
