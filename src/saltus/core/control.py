@@ -13,12 +13,15 @@ class Acceptance:
     """How often the drafts of a source are right, against the chances that the source gave them.
 
     Each third of the scale of chances keeps how many drafts were right and how many should have been by their
-    chances; old observations fade.
+    chances; old observations fade. For branches that are worth asking for what they bring later, a drafter's tokens
+    are counted against the nodes that it asked for.
     """
 
     prior: float = 5.0  # right drafts, as many as stated, that are taken for observed at first
     memory: float = 400.0  # observations after which the past has faded to a third
+    trial: float = 64.0  # nodes that are asked for on a drafter's word for what they are worth
     counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (right, stated)
+    returns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (tokens, nodes)
 
     @staticmethod
     def _third(source: str, chance: float) -> tuple[str, int]:
@@ -34,6 +37,18 @@ class Acceptance:
         count, stated = self.counts.get(key, (0.0, 0.0))
         fade = 1 - 1 / self.memory
         self.counts[key] = (count * fade + right, stated * fade + chance)
+
+    def worth(self, source: str, stated: float) -> float:
+        """Tokens that a node brings, as stated or as the record of its drafter ("jacobi" of "jacobi/chain") says."""
+        tokens, nodes = self.returns.get(source.partition("/")[0], (0.0, 0.0))
+        return (tokens + self.trial * stated) / (nodes + self.trial)
+
+    def harvest(self, source: str, tokens: int, nodes: int) -> None:
+        """A step brought a drafter's tokens for its nodes. A record fades with steps, so what rests is tried again."""
+        key = source.partition("/")[0]
+        before = self.returns.get(key, (0.0, 0.0))
+        fade = 1 - 1 / self.memory
+        self.returns[key] = (before[0] * fade + tokens, before[1] * fade + nodes)
 
 
 @dataclass
@@ -86,6 +101,10 @@ class Controller:
         """The chance that a draft is right, as learned from this source's record."""
         return self.acceptance.calibrated(source, chance) if self.adaptive else chance
 
+    def invest(self, source: str, worth: float) -> float:
+        """The tokens that a node brings in later calls, as learned from its drafter's record."""
+        return self.acceptance.worth(source, worth) if self.adaptive else worth
+
     def size(self, tree: Tree) -> int:
         """How many of the tree's nodes to keep: the count with the most expected tokens a second.
 
@@ -110,7 +129,7 @@ class Controller:
         """Learn from a step: which nodes of the tree, asked or not, were right, and did drafting (in seconds) pay?"""
         if not self.adaptive:
             return
-        decided = step.tokens.tolist()
+        decided, asked = step.tokens.tolist(), len(step.asked.tokens)
         depths: dict[int, int] = {-1: -1}  # of the nodes that say what was decided
         for node, parent in enumerate(tree.parents):
             depth = depths.get(parent, len(decided)) + 1
@@ -119,9 +138,17 @@ class Controller:
                 self.acceptance.observe(tree.sources[node], tree.chances[node], right)
                 if right:
                     depths[node] = depth
+        for source in {source for source, worth in zip(tree.sources, tree.worths, strict=True) if worth}:
+            mine = [node for node in range(asked) if _same_drafter(tree.sources[node], source)]
+            tokens = sum(node in depths for node in mine)
+            self.acceptance.harvest(source, tokens, sum(tree.worths[node] > 0 for node in mine))
         if drafting and self.costs.seconds:
             spent = drafting + self.costs.of(len(step.asked.tokens) + 1)
             self.gain += (len(decided) * self.costs.of(1) / spent - self.gain) / 8
             if self.gain < 0.95:
                 self.resting, self.gain = self.patience, 1.0
                 self.patience = min(self.patience * 2, 256)
+
+
+def _same_drafter(one: str, other: str) -> bool:
+    return one.partition("/")[0] == other.partition("/")[0]

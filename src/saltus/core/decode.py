@@ -66,7 +66,7 @@ def speculate(
                 offer, seconds = (yield from _timed(offer)) if awake else ((), 0.0)
                 drafting += seconds
             branches += offer
-        offered = grow(branches, controller.budget, room, controller.calibrated)
+        offered = grow(branches, controller.budget, room, controller.calibrated, controller.invest)
         tree = offered.cut(controller.size(offered))
         asked = Forward(canvas, tree.tokens, tree.parents, drafted=tree.laws if any(tree.laws) else None)
         reply = yield asked

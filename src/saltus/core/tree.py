@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saltus.core.sampling import Law
 
@@ -21,6 +22,7 @@ class Branch:
     chances: Sequence[float]
     source: str = ""  # who offers it: acceptance is learned apart for each source
     laws: Sequence[Law] | None = None
+    worth: float = 0.0  # tokens that asking one of its nodes brings in later calls, whether it is right or not
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Tree:
     parents: tuple[int, ...]
     chances: tuple[float, ...]  # as stated by the source: a node is right if its parent is
     sources: tuple[str, ...]
-    values: tuple[float, ...]  # of a node: the product of the chances down to it; falls along the tuple
+    values: tuple[float, ...]  # tokens that a node brings: chances multiplied down to it, or its worth; falling
     laws: tuple[Law | None, ...]
+    worths: tuple[float, ...]  # as stated by the source
 
     def cut(self, size: int) -> Tree:
         """The `size` best nodes: still a tree, since a node never stands before its parent."""
@@ -44,38 +47,68 @@ def grow(
     budget: int,
     depth: int,
     calibrate: Callable[[str, float], float] = lambda source, chance: chance,
+    invest: Callable[[str, float], float] = lambda source, worth: worth,
 ) -> Tree:
     """Merge branches into one tree and keep the `budget` nodes of highest value, none deeper than `depth` tokens.
 
-    Values fall along a path, so taking the best node whose parent is taken gives the best tree of that size.
-    Tokens drawn from a law of their own are never merged: two equal draws are two tries (see `reject`).
+    Values fall along a path, so taking the best node whose parent is taken gives the best tree of that size. Where
+    branches share a token, the source that trusts it most speaks for it. Tokens drawn from a law of their own are
+    never merged: two equal draws are two tries (see `reject`).
     """
-    heap: list[tuple[float, int, int, int, int]] = []  # −value, tie-break, branch, index in it, parent
-    seen: dict[tuple[int, int], int] = {}
-    nodes: list[tuple[int, int, float, str, float, Law | None]] = []
-    tick = 0
+    offered, roots = _merge(branches, depth, calibrate, invest)
+    heap: list[tuple[float, int, int, float]] = []  # −value, node, place of its parent, chances multiplied
 
-    def offer(branch: int, index: int, parent: int, value: float) -> None:
-        nonlocal tick
-        if index < min(len(branches[branch].tokens), depth):
-            chance = calibrate(branches[branch].source, branches[branch].chances[index])
-            heapq.heappush(heap, (-value * chance, tick, branch, index, parent))
-            tick += 1
+    def push(node: int, parent: int, chance: float, bound: float) -> None:
+        chance *= offered[node].chance
+        heapq.heappush(heap, (-min(max(chance, offered[node].invested), bound), node, parent, chance))
 
-    for branch in range(len(branches)):
-        offer(branch, 0, -1, 1.0)
-    while heap and len(nodes) < budget:
-        negative, _, branch, index, parent = heapq.heappop(heap)
-        source, token = branches[branch].source, int(branches[branch].tokens[index])
-        laws = branches[branch].laws
-        node = seen.get((parent, token)) if laws is None else None
-        if node is None:
-            node = len(nodes)
-            stated = branches[branch].chances[index]
-            nodes.append((token, parent, stated, source, -negative, laws[index] if laws else None))
-            if laws is None:
-                seen[parent, token] = node
-        offer(branch, index + 1, node, -negative)
-    columns = tuple(zip(*nodes, strict=True)) or ((),) * 6
-    tokens, parents, chances, sources, values, laws = columns
-    return Tree(tokens, parents, chances, sources, values, laws)
+    for node in roots:
+        push(node, -1, 1.0, math.inf)
+    rows = []
+    while heap and len(rows) < budget:
+        negative, best, parent, chance = heapq.heappop(heap)
+        node = offered[best]
+        for child in node.children:
+            push(child, len(rows), chance, -negative)
+        rows.append((node.token, parent, node.stated, node.source, -negative, node.law, node.worth))
+    return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 7)
+
+
+@dataclass
+class _Node:
+    """A token that branches offer after the same tokens."""
+
+    token: int
+    law: Law | None
+    chance: float = -1.0  # calibrated
+    stated: float = 0.0
+    source: str = ""
+    worth: float = 0.0
+    invested: float = 0.0  # its worth, calibrated
+    children: list[int] = field(default_factory=list)
+
+
+def _merge(branches: Sequence[Branch], depth: int, calibrate, invest) -> tuple[list[_Node], list[int]]:
+    """All nodes that the branches offer, and which of them are roots."""
+    nodes: list[_Node] = []
+    roots: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for branch in branches:
+        at = -1
+        invested = invest(branch.source, branch.worth) if branch.worth else 0.0
+        for i in range(min(len(branch.tokens), depth)):
+            token, stated = int(branch.tokens[i]), branch.chances[i]
+            place = known.get((at, token)) if branch.laws is None else None
+            if place is None:
+                place = len(nodes)
+                (nodes[at].children if at >= 0 else roots).append(place)
+                nodes.append(_Node(token, branch.laws[i] if branch.laws else None))
+                if branch.laws is None:
+                    known[at, token] = place
+            node, chance = nodes[place], calibrate(branch.source, stated)
+            if chance > node.chance:
+                node.chance, node.stated, node.source = chance, stated, branch.source
+            if invested > node.invested:
+                node.worth, node.invested = branch.worth, invested
+            at = place
+    return nodes, roots

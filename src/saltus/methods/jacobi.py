@@ -14,6 +14,8 @@ from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
+WORTH = 0.06  # tokens that asking a guess brings later, at a first estimate: its answer is the next guess
+
 
 @dataclass(frozen=True)
 class Jacobi:
@@ -69,8 +71,8 @@ class Jacobi:
             chain = iterate.guesses[: min(end - canvas.done, room)]
             found = pool.starting_with(int(text[-1]), self.candidates)
             return [
-                Branch([guess.trail[-1] for guess in chain], _chances(chain), "jacobi/chain"),
-                *(Branch(tail[:room], _RECYCLED[: min(len(tail), room)], "jacobi/pool") for tail in found),
+                Branch([guess.trail[-1] for guess in chain], _chances(chain), "jacobi/chain", worth=WORTH),
+                *(Branch(tail[:room], _recycled(min(len(tail), room)), "jacobi/pool") for tail in found),
             ]
 
         return offer
@@ -196,20 +198,22 @@ class Pool:
         return list(reversed(self.tails.get(token, {})))[:count]
 
 
-_RECYCLED = [0.15] + [0.3] * 64
-
-
 def _chances(chain: Sequence[Guess]) -> list[float]:
-    """First estimates, calibrated as the text grows: a guess is good if it is an answer to what still stands there."""
+    """First estimates, measured on an untrained chat model: an answer to what still stands there is a good guess."""
     chances = []
     before = False  # did what stands before this guess settle?
     for guess in chain:
         if not guess.corrected:
-            chance = 0.02
-        elif guess.settled:
-            chance = 0.8 if before else 0.35
+            chance = 0.01
+        elif before:
+            chance = 0.6 if guess.settled else 0.4
         else:
-            chance = 0.25 if before else 0.08
+            chance = 0.09 if guess.settled else 0.06
         chances.append(chance)
         before = guess.settled
     return chances
+
+
+def _recycled(length: int) -> list[float]:
+    """First estimates for the tokens of a recycled n-gram."""
+    return [0.18, 0.2, *[0.35] * length][:length]
