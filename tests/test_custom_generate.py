@@ -121,6 +121,7 @@ REFUSED = {
     "output_scores": {"output_scores": True, "return_dict_in_generate": True},
     "before what follows": {"logits_processor": [TopKLogitsWarper(5)], "do_sample": True},
     "min_tokens_to_keep": {"logits_processor": [TopKLogitsWarper(5, min_tokens_to_keep=3)]},
+    "has no tokens": {"attention_mask": torch.zeros(1, 10, dtype=torch.long)},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, 10, 32)},
 }
 

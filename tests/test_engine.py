@@ -3,20 +3,22 @@
 import dataclasses
 import itertools
 import re
+import shutil
 from collections import deque
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 import saltus
 from conftest import tiny_llama
 from saltus.core.sampling import Sampling
-from saltus.engine import _is_batch
 from saltus.methods import available
-from saltus.writing import Text, calibrate, write
+from saltus.networks import causal
+from saltus.networks.memory import Memory
+from saltus.writing import Shelf, Text, calibrate, write
 
 METHODS = [*available(), "jacobi+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -198,9 +200,10 @@ def test_bad_input_is_refused_in_a_line_with_the_cure(engine, prompt, settings, 
             engine.stream(prompt, **settings)
 
 
-def test_what_is_no_prompt_is_refused():
-    with refused("must be a str"):
-        _is_batch(7)
+def test_what_is_no_prompt_is_refused(engine):
+    with refused("prompt 1: a prompt is of type int, but must be a str"):
+        engine.generate(["fine", 7])
+    assert engine.generate([]) == []
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,55 @@ def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
     other = {"small_model": {"model": str(tiny_folder(seed=1, words="an altogether other vocabulary is learned here"))}}
     with refused("same family"):
         saltus.load(engine.target.name, "small_model", options=other)
+
+
+def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch):
+    part = causal._part
+
+    def chain(*arguments, **settings):
+        made = part(*arguments, **settings)
+        made.visible[:] = np.tri(len(made.visible))
+        return made
+
+    monkeypatch.setattr(causal, "_part", chain)
+    with refused("a tree of tokens gets other logits"):
+        saltus.load(str(tiny_folder()))
+
+
+def test_attention_that_is_not_ours_is_found_out(tiny_folder, monkeypatch):
+    monkeypatch.setattr(causal, "supports", lambda model: False)
+    monkeypatch.setattr(LlamaForCausalLM, "set_attn_implementation", lambda self, name: None)
+    with refused("does not go through Transformers' AttentionInterface"):
+        saltus.load(str(tiny_folder()))
+
+
+def test_missing_weights_are_not_made_up(tiny_folder, tmp_path):
+    config = shutil.copytree(tiny_folder(), tmp_path / "model") / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with refused("weights or has them in other shapes, such as model.layers.2"):
+        saltus.load(str(config.parent))
+    config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1'))
+    assert saltus.load(str(config.parent)).network.layers == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "cure"),
+    [
+        ("config.json", '{"model_type": "t5"}', "choose one that does"),
+        ("config.json", '{"model_type":', "choose one that does"),
+        ("tokenizer.json", "{", "put its tokenizer files into"),
+    ],
+)
+def test_a_folder_that_does_not_load_is_refused(tiny_folder, tmp_path, file, contents, cure):
+    folder = shutil.copytree(tiny_folder(), tmp_path / "model")
+    (folder / file).write_text(contents)
+    with refused(cure):
+        saltus.load(str(folder))
+
+
+def test_loading_is_silent(tiny_folder, capfd):
+    saltus.load(str(tiny_folder()))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_model_without_attention_is_refused_with_the_reason(engine, tmp_path):
@@ -316,6 +368,18 @@ def test_a_next_turn_reads_only_what_is_new_and_changes_nothing(tiny_folder, dty
 def test_the_same_prompt_again_is_read_again(engine):
     reads = [engine.generate(PROMPT, max_new_tokens=8).steps[0].read for _ in range(2)]
     assert reads == [len(engine.encode(PROMPT))] * 2
+
+
+def test_only_so_many_memories_are_kept(engine):
+    shelf = Shelf(texts=3)
+    for number in range(5):
+        shelf.put([number], {"target": Memory(np.array([number, 8, 9]))})
+    assert [shelf.take([number, 8, 9, 9]) != {} for number in range(5)] == [False, False, True, True, True]
+    assert shelf.kept == []
+    small = Shelf(room=1)
+    for number in range(2):
+        small.put([number], {"target": Memory(np.array([number, 8]), torch.zeros(9), torch.zeros(9))})
+    assert [entry[1]["target"].tokens[0] for entry in small.kept] == [1]
 
 
 def test_by_rejection_a_text_depends_on_its_seed_alone(engine, tiny_folder):

@@ -207,11 +207,15 @@ class Engine:
         job = self._job(prompt, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos)
         return Stream(self._chunks(job, self._write([job], method)), job.generation)
 
-    def encode(self, prompt: str | Sequence[Any], raw: bool = False) -> list[int]:
+    def encode(self, prompt: Any, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
-        chat = not isinstance(prompt, str) or (not raw and bool(self.tokenizer.chat_template))
+        if not isinstance(prompt, str) and not (
+            _is_sequence(prompt) and all(isinstance(one, Mapping) for one in prompt)
+        ):
+            raise ValueError(f"a prompt is a {type(prompt).__name__}, but must be a str or a list of messages")
         if not prompt:
             raise ValueError("the prompt is empty; write at least a word")
+        chat = not isinstance(prompt, str) or (not raw and bool(self.tokenizer.chat_template))
         if not chat:
             tokens = self.tokenizer(prompt).input_ids
         else:
@@ -294,13 +298,17 @@ class Engine:
         return self.ensembles[method]
 
 
+def _is_sequence(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return _is_sequence(prompt) and all(isinstance(message, Mapping) for message in prompt)
+
+
 def _is_batch(prompt: Any) -> bool:
     """A list of prompts? A list of dicts is one conversation."""
-    if isinstance(prompt, str):
-        return False
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"a prompt is a {type(prompt).__name__}, but must be a str, messages, or a list of either")
-    return not (prompt and isinstance(prompt[0], Mapping))
+    return _is_sequence(prompt) and not (prompt and isinstance(prompt[0], Mapping))
 
 
 def load(

@@ -94,6 +94,8 @@ def custom_generate(
         _refuse(generation_config, kwargs)
         mask = kwargs.get("attention_mask")
         prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(input_ids)]
+        if not all(map(len, prompts)):
+            raise ValueError("a row of input_ids has no tokens; give it one, such as the begin token")
         sampling = _sampling(logits_processor or (), generation_config.do_sample)
         returns = max(generation_config.num_return_sequences or 1, 1)
         texts = []

@@ -123,11 +123,20 @@ class Ensemble:
 class Shelf:
     """The memories of the latest texts, for the next turn of a conversation. It begins with all that was said."""
 
-    kept: deque[tuple[int, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=4))
+    texts: int = 4
+    room: int = 2**30  # bytes; the latest text is kept whatever it takes
+    kept: list[tuple[int, dict[str, Any]]] = field(
+        default_factory=list
+    )  # (tokens of the prompt, memories), oldest first
 
     def put(self, prompt: Sequence[int], memories: dict[str, Any]) -> None:
         if "target" in memories:
             self.kept.append((len(prompt), memories))
+        while len(self.kept) > self.texts or (len(self.kept) > 1 and self._size() > self.room):
+            del self.kept[0]
+
+    def _size(self) -> int:
+        return sum(_bytes(memory) for _, memories in self.kept for memory in memories.values())
 
     def take(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The memories that share most with the prompt, if it goes beyond theirs; a mere repetition is read afresh."""
@@ -202,6 +211,12 @@ def _writer(ensemble: Ensemble, text: Text, controller: Controller) -> Writer:
 def _within(context: int, drafter: Drafter) -> Drafter:
     """Rest where the text outgrows what the drafter's own network reads."""
     return lambda canvas, last, room: drafter(canvas, last, room) if len(canvas.decided) + room <= context else ()
+
+
+def _bytes(memory: Any) -> int:
+    """Of keys and values."""
+    tensors = getattr(memory, "keys", None), getattr(memory, "values", None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:

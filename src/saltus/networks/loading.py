@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,19 +44,35 @@ def load_checkpoint(
     device, kind = _device(device), _choice("dtype", dtype, DTYPES)
     folder = resolve(name, progress=progress)
     with _quietly():
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
-            model = model.to(device).eval()
-        except (ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise ValueError(f"{name} does not load as a causal language model: {first_line(error)}") from error
+        model = _model(name, folder, kind).to(device).eval()
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (ValueError, KeyError, ImportError, OSError, TypeError) as error:
+        except Exception as error:
             raise ValueError(
                 f"{name} has no tokenizer that loads ({first_line(error)}); put its tokenizer files into {folder}"
             ) from error
     network = serve(model, name, exact)
     return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))
+
+
+def _model(name: str, folder: Path, dtype: Any) -> Any:
+    """The model of a folder, with all of its weights from there: what is missing would be made up."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
+        ) from error
+    model, found = loaded
+    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ValueError(
+            f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
+            " fetch or save it again, for a causal language model"
+        )
+    return model
 
 
 def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
@@ -68,23 +85,23 @@ def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
     why = next((f"it keeps a state in {kind} layers" for kind in _recurrent(model)), None)
     if why is None:
-        with torch.inference_mode():
+        with torch.inference_mode(), _quietly():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
-        try:
-            network = CausalNetwork(model, free=not exact)
-            ask = Forward(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
-            memory = network.memory()
-            ours = network.forward([ask], [memory])[0].logits[[0, 2, 3]]
-        except Exception as error:
-            why = first_line(error)
-        else:
-            own, ours = own.float(), ours.float()
-            if memory.keys is None:
-                why = "its attention does not go through Transformers' AttentionInterface"
-            elif own.isfinite().all() and (ours - own).norm() > 0.2 * (own - own.mean(-1, keepdim=True)).norm():
-                why = "a tree of tokens gets other logits than its branches get alone"
+            try:
+                network = CausalNetwork(model, free=not exact)
+                ask = Forward(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
+                memory = network.memory()
+                ours = network.forward([ask], [memory])[0].logits[[0, 2, 3]]
+            except Exception as error:
+                why = first_line(error)
             else:
-                return network
+                own, ours = own.float(), ours.float()
+                if memory.keys is None:
+                    why = "its attention does not go through Transformers' AttentionInterface"
+                elif own.isfinite().all() and (ours - own).norm() > 0.2 * (own - own.mean(-1, keepdim=True)).norm():
+                    why = "a tree of tokens gets other logits than its branches get alone"
+                else:
+                    return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
 
 
@@ -111,9 +128,9 @@ def context_of(model: Any) -> int | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line without a full stop."""
+    """What an error says, in a line without its full stop."""
     lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 def _recurrent(model: Any) -> list[str]:
@@ -139,11 +156,13 @@ def _choice(what: str, given: str, choices: dict[str, Any]) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without Transformers' bars: a library is silent."""
-    shown = logging.is_progress_bar_enabled()
+    """Without Transformers' bars and warnings: a library is silent, or raises."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
