@@ -209,10 +209,8 @@ class Engine:
 
     def encode(self, prompt: Any, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
-        if not isinstance(prompt, str) and not (
-            _is_sequence(prompt) and all(isinstance(one, Mapping) for one in prompt)
-        ):
-            raise ValueError(f"a prompt is a {type(prompt).__name__}, but must be a str or a list of messages")
+        if not isinstance(prompt, str) and not _is_conversation(prompt):
+            raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
         if not prompt:
             raise ValueError("the prompt is empty; write at least a word")
         chat = not isinstance(prompt, str) or (not raw and bool(self.tokenizer.chat_template))
