@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 from jinja2 import TemplateError
 
@@ -23,6 +23,22 @@ from saltus.writing import Call, Ensemble, Shelf, Text, checked_rule, write
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
+
+
+class Settings(TypedDict, total=False):
+    """How a text is written; each has the default given here."""
+
+    max_new_tokens: int  # 256; where the model's context ends before, the text ends there, by "length"
+    temperature: float  # 0, which is greedy decoding
+    top_k: int  # 0, which is off, as are the next three
+    top_p: float  # 1
+    min_p: float  # 0
+    repetition_penalty: float  # 1
+    seed: int  # 0; it counts where temperature > 0
+    stop: str | Sequence[str] | None  # strings that end the text and are cut off
+    logprobs: bool  # False; log-probabilities of the tokens under the model's own law, at temperature 1
+    raw: bool  # False; a `str` is put into the tokenizer's chat template as a user's message, unless raw
+    ignore_eos: bool  # False; write on behind end tokens
 
 
 @dataclass(frozen=True)
@@ -148,34 +164,28 @@ class Engine:
     def tokenizer(self):
         return self.target.tokenizer
 
-    def generate(
-        self,
-        prompt: str | Sequence[Any],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        method: str | None = None,
-        logprobs: bool = False,
-        raw: bool = False,
-        ignore_eos: bool = False,
-    ) -> Generation | list[Generation]:
-        """Write on from a prompt, from messages, or from a list of either (then a list comes back).
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]: a str is no sequence of prompts here
+        self, prompt: Prompt, *, method: str | None = None, **settings: Unpack[Settings]
+    ) -> Generation: ...
 
-        A `str` becomes a user's message where the tokenizer has a chat template, unless `raw`. Text is cut before a
-        stop string; where the model's context ends, it ends with "length". `logprobs` are the model's own, at
-        temperature 1. `seed` counts where temperature > 0; a text is the same alone and in a batch, with each method.
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], *, method: str | None = None, **settings: Unpack[Settings]
+    ) -> list[Generation]: ...
+
+    def generate(
+        self, prompt: Any, *, method: str | None = None, **settings: Unpack[Settings]
+    ) -> Generation | list[Generation]:
+        """Write on from a prompt or from messages: a Generation. A list of either gives a list.
+
+        The settings are those of `Settings`. A text is the same alone and in a batch, and with every `method`.
+        Errors: ValueError of one line.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         many, jobs = _is_batch(prompt), []
         for number, one in enumerate(prompt if many else [prompt]):
             try:
-                jobs.append(self._job(one, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos))
+                jobs.append(self._job(one, **settings))
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") if many else error from error
         for _ in self._write(jobs, method):
@@ -183,31 +193,14 @@ class Engine:
         done = [job.generation() for job in jobs]
         return done if many else done[0]
 
-    def stream(
-        self,
-        prompt: str | Sequence[Any],
-        *,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        method: str | None = None,
-        logprobs: bool = False,
-        raw: bool = False,
-        ignore_eos: bool = False,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, *, method: str | None = None, **settings: Unpack[Settings]) -> Stream:
         """`generate` for one prompt, a chunk a call: decided text only, never half a character."""
         if _is_batch(prompt):
             raise ValueError("stream writes one prompt; use generate for a batch")
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        job = self._job(prompt, max_new_tokens, sampling, seed, stop, logprobs, raw, ignore_eos)
+        job = self._job(prompt, **settings)
         return Stream(self._chunks(job, self._write([job], method)), job.generation)
 
-    def encode(self, prompt: Any, raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
         if not isinstance(prompt, str) and not _is_conversation(prompt):
             raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
@@ -240,14 +233,16 @@ class Engine:
     def _job(
         self,
         prompt: Any,
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        stop: str | Sequence[str] | None,
-        logprobs: bool,
-        raw: bool,
-        ignore_eos: bool,
+        *,
+        max_new_tokens: int = 256,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        logprobs: bool = False,
+        raw: bool = False,
+        ignore_eos: bool = False,
+        **sampling: Any,
     ) -> _Job:
+        law = Sampling(**sampling)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
         Noise(seed)  # a negative seed is refused here
@@ -263,7 +258,7 @@ class Engine:
         joins = isinstance(prompt, str) and (raw or not self.tokenizer.chat_template)
         ends = frozenset() if ignore_eos else self.target.ends
         script = Script(Detokenizer(self.tokenizer, tokens if joins else ()), ends, stop_strings(stop))
-        return _Job(prompt, Text(tokens, max_new_tokens, seed, sampling, script.read, logprobs), script)
+        return _Job(prompt, Text(tokens, max_new_tokens, seed, law, script.read, logprobs), script)
 
     def _write(self, jobs: Sequence[_Job], method: str | None) -> Generator[None]:
         ensemble = self._ensemble(method or self.method)
