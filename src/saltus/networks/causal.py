@@ -90,13 +90,13 @@ class CausalNetwork:
         call = Call([read.part for read in reads], self.layers, self.free)
         device = self.model.device
         if self.lean is not None:
-            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted))
+            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted, dtype=torch.long))
         exact = contextlib.nullcontext() if self.free else Exact()
         with attention.during(call), self._listen() as heard, exact:
             out = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.from_numpy(positions[None]).to(device),
-                logits_to_keep=torch.tensor(wanted, device=device),
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
                 use_cache=False,
             )
         return out.logits[0], heard[-1][0]

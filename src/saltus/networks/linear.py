@@ -23,9 +23,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         return [_tiled(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     x = x.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-    struct = native.Linear(
-        x=x.data_ptr(), rows=x.numel() // x.shape[-1], inputs=x.shape[-1], count=len(weights)
-    )
+    rows = x.numel() // x.shape[-1]
+    struct = native.Linear(x=x.data_ptr(), rows=rows, inputs=x.shape[-1], count=len(weights))
     for i, (weight, bias, out) in enumerate(zip(weights, biases, outs, strict=True)):
         struct.weight[i], struct.out[i], struct.outs[i] = weight.data_ptr(), out.data_ptr(), weight.shape[0]
         struct.bias[i] = None if bias is None else bias.data_ptr()

@@ -23,7 +23,7 @@ from saltus.networks.cache import cache_folder
 log = logging.getLogger("saltus")
 
 SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
+FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread"]
 WEIGHTS = 4  # of one call of linear, at most
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -83,7 +83,9 @@ def library() -> ctypes.CDLL | None:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
     try:
-        return ctypes.CDLL(str(target))
+        found = ctypes.CDLL(str(target))
+        found.saltus_threads(INTEGER(torch.get_num_threads()))
+        return found
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
@@ -97,33 +99,18 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any
 
 
 def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
-    """Compile into place atomically; returns what went wrong.
-
-    Linked without an OpenMP library on purpose: the symbols resolve to the one that torch has loaded, so that both
-    share one pool of threads.
-    """
+    """Compile into place atomically; returns what went wrong."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             for name, text in sources.items():
                 Path(folder, name).write_bytes(text)
-            unit, made = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-            error = ""
-            for parallel in (["-fopenmp"], []):
-                compiling = [compiler, *FLAGS, *parallel, "-c", Path(folder, "kernels.c"), "-o", unit]
-                for step in (compiling, [compiler, "-shared", unit, "-o", made, "-lm"]):
-                    result = subprocess.run(step, capture_output=True, text=True)
-                    if result.returncode:
-                        error = (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
-                        break
-                else:
-                    try:
-                        ctypes.CDLL(str(made), mode=os.RTLD_NOW)  # OpenMP symbols that nobody has show here
-                        os.replace(made, target)
-                        return None
-                    except OSError as unresolved:
-                        error = str(unresolved)
-            return error
+            made = Path(folder, "kernels.so")
+            command = [compiler, *FLAGS, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                return (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
+            os.replace(made, target)
     except OSError as error:
         return str(error)
 

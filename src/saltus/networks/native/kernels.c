@@ -2,9 +2,10 @@
 // or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
 // writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
 #include "lanes.h"
+#include "pool.h"
 
-#define ROWS 8   // rows of one register tile of attention
-#define TILE 24  // rows that share one pass over the keys
+#define PIECES 6  // of a job, for each thread
+#define ROWS 8    // rows of one register tile of attention
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
@@ -41,14 +42,15 @@ typedef struct {
 } Rotary;
 
 #define OUTS 4   // outputs of a register tile of linear
+#define AHEAD 4  // outputs that weights are fetched ahead
 #define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
 #define T float
 #define OF(name) name##_f32
 #define X float
 #define STEP LANES
-#include "attention.inc"
 #include "rows.inc"
+#include "attention.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -57,8 +59,8 @@ typedef struct {
 #ifdef __FLT16_MAX__
 #define T _Float16
 #define OF(name) name##_f16
-#include "attention.inc"
 #include "rows.inc"
+#include "attention.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -67,8 +69,8 @@ typedef struct {
 
 #define T uint16_t
 #define OF(name) name##_bf16
-#include "attention.inc"
 #include "rows.inc"
+#include "attention.inc"
 #ifdef __AVX512BF16__
 #undef X
 #undef STEP

@@ -22,6 +22,7 @@ static inline lanes load_f32(const float *p) {
 }
 static inline float from_f32(float x) { return x; }
 static inline float to_f32(float x) { return x; }
+static inline void store_f32(float *p, lanes v) { memcpy(p, &v, sizeof v); }
 static inline void to_four_f32(const float *x, float *y) { memcpy(y, x, 4 * sizeof *y); }
 
 static inline lanes load_bf16(const uint16_t *p) {
@@ -40,6 +41,16 @@ static inline uint16_t to_bf16(float x) {  // round to nearest even
   memcpy(&bits, &x, 4);
   if (x != x) return 0x7fc0;
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+static inline void store_bf16(uint16_t *p, lanes v) {
+#ifdef __AVX512BF16__
+  __m256bh small = _mm512_cvtneps_pbh((__m512)v);
+  memcpy(p, &small, sizeof small);
+#else
+  ilanes bits = (ilanes)v;
+  hlanes small = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff, hlanes);
+  memcpy(p, &small, sizeof small);
+#endif
 }
 static inline void to_four_bf16(const float *x, uint16_t *y) {
 #if defined __AVX512BF16__ && defined __AVX512VL__
@@ -63,6 +74,14 @@ static inline lanes load_f16(const _Float16 *p) {
 }
 static inline float from_f16(_Float16 x) { return (float)x; }
 static inline _Float16 to_f16(float x) { return (_Float16)x; }
+static inline void store_f16(_Float16 *p, lanes v) {
+#ifdef __AVX512F__
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  flanes h = __builtin_convertvector(v, flanes);
+  memcpy(p, &h, sizeof h);
+#endif
+}
 static inline void to_four_f16(const float *x, _Float16 *y) {
   for (int i = 0; i < 4; i++) y[i] = (_Float16)x[i];
 }
