@@ -202,8 +202,6 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
-        if not isinstance(prompt, str) and not _is_conversation(prompt):
-            raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
         if not prompt:
             raise ValueError("the prompt is empty; write at least a word")
         chat = not isinstance(prompt, str) or (not raw and bool(self.tokenizer.chat_template))
@@ -242,6 +240,8 @@ class Engine:
         ignore_eos: bool = False,
         **sampling: Any,
     ) -> _Job:
+        if not isinstance(prompt, str) and not _is_conversation(prompt):
+            raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
         law = Sampling(**sampling)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from saltus.core.canvas import HOLE
-from saltus.core.forward import Forward, Reply
+from saltus.core.canvas import HOLE, continuation
+from saltus.core.control import Controller
+from saltus.core.decode import Seat, Stop, rounds, speculate
+from saltus.core.forward import Forward, Reply, Step
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule, match
+from saltus.core.sampling import Sampling, law, probabilities
+from saltus.methods import make
 
 
 @dataclass
@@ -84,7 +91,63 @@ def toy(vocab: int = 6, sharp: float = 2.0, seed: int = 0) -> Toy:
     return Toy(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * sharp))
 
 
-def student(of: Toy, error: float = 0.5, seed: int = 1) -> Toy:
+def student(of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter") -> Toy:
     """A drafter's network that has learned a toy's logits up to an error of this deviation."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
-    return Toy(of.logits + noise, name="drafter", rewrites=True)
+    return Toy(of.logits + noise, name=name, rewrites=True)
+
+
+@dataclass
+class Writing:
+    """One text on toys, being written or done."""
+
+    seat: Seat
+    networks: dict[str, Toy]
+    steps: list[Step]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(token) for step in self.steps for token in step.tokens]
+
+    def finish(self) -> Writing:
+        """Write it, alone."""
+        for _ in rounds([self.seat], self.networks):
+            pass
+        return self
+
+
+def writing(
+    spec: str,
+    prompt: Sequence[int],
+    length: int,
+    *,
+    target: Toy,
+    seed: int = 0,
+    sampling: Sampling | None = None,
+    rule: Rule = match,
+    controller: Controller | None = None,
+    stop: Stop | None = None,
+    error: float = 0.5,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Writing:
+    """A text about to be written by the methods of `spec`; their own networks are students of the target."""
+    noise, sampling, steps = Noise(seed), sampling or Sampling(), []
+    methods = make(spec, options)
+    networks = {"target": target} | {name: student(target, error, name=name) for one in methods for name in one.models}
+    drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
+    canvas = continuation(prompt, length)
+    writer = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)
+    return Writing(Seat(writer), networks, steps)
+
+
+def joint(target: Toy, prompt: Sequence[int], length: int, sampling: Sampling) -> Float[np.ndarray, "texts"]:
+    """The probability of every text of `length` tokens, the last token changing fastest."""
+    vocab, texts = target.logits.shape[0], [([*prompt], 1.0)]
+    for index in range(length):
+        grown = []
+        for text, weight in texts:
+            pair = target._last_two(text)
+            following = probabilities(law(target.logits[pair], sampling, np.array(text), index), vocab)
+            grown += [([*text, token], weight * following[token]) for token in range(vocab)]
+        texts = grown
+    return np.array([weight for _, weight in texts])

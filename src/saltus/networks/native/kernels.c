@@ -5,6 +5,7 @@
 #include "pool.h"
 
 #define PIECES 6  // of a job, for each thread
+#define PACK 2    // rows that a thread packs at a time
 #define ROWS 8    // rows of one register tile of attention
 
 typedef struct {

@@ -106,6 +106,26 @@ static inline void sum_four(lanes a, lanes b, lanes c, lanes d, float *y) {
 #endif
 }
 
+// Turn 16 vectors of 16 around their diagonal, by exchanges at distance 1, 2, 4 and 8.
+#define EXCHANGE(half)                                                                                               \
+  for (int i = 0; i < LANES; i++)                                                                                    \
+    if (!(i & half)) {                                                                                               \
+      const lanes a = x[i], b = x[i + half];                                                                         \
+      ilanes low, high;                                                                                              \
+      for (int l = 0; l < LANES; l++) low[l] = l & half ? LANES + l - half : l, high[l] = l & half ? LANES + l : l + half; \
+      x[i] = __builtin_shuffle(a, b, low), x[i + half] = __builtin_shuffle(a, b, high);                              \
+    }
+static inline void turn(lanes *x) {
+#ifdef __clang__
+  float y[LANES][LANES];
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) y[j][i] = x[i][j];
+  memcpy(x, y, sizeof y);
+#else
+  EXCHANGE(1) EXCHANGE(2) EXCHANGE(4) EXCHANGE(8)
+#endif
+}
+
 // exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero below −87, e^88 above 88.
 static inline lanes exp_lanes(lanes x) {
   const lanes low = (lanes){} - 87.0f, high = (lanes){} + 88.0f;
