@@ -1,0 +1,69 @@
+"""Gather the commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import saltus
+from saltus.cli.chat import chat
+from saltus.cli.check import check
+from saltus.cli.demo import demo
+from saltus.cli.errors import one_line_errors
+from saltus.cli.generate import generate
+from saltus.cli.methods import methods
+from saltus.cli.pull import pull
+
+
+class Commands(TyperGroup):
+    """Commands whose failures are one line each, wherever they are called from."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args) or ["--help"]
+        with one_line_errors():
+            code = super().main(given, *rest, **{**settings, "standalone_mode": False})
+            sys.stdout.flush()
+            sys.exit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line_errors():  # before typer makes of Ctrl-C and broken pipes what it likes
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool | None) -> None:
+    if wanted:
+        print(f"saltus {saltus.__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="Begin with [bold]saltus demo[/bold]. "
+    "[bold]saltus COMMAND --help[/bold] shows the options of a command, with examples.",
+)
+def saltus_(
+    version: Annotated[
+        bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = None,
+) -> None:
+    """Let language models write several tokens per network call, and not one token changes."""
+
+
+WRITE, PROVE, KNOW = "Write", "Compare", "Models and methods"
+app.command(rich_help_panel=WRITE)(generate)
+app.command(rich_help_panel=WRITE)(chat)
+app.command(rich_help_panel=WRITE)(demo)
+app.command(rich_help_panel=PROVE)(check)
+app.command(rich_help_panel=KNOW)(pull)
+app.command(rich_help_panel=KNOW)(methods)

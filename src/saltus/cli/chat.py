@@ -1,0 +1,182 @@
+"""Hold a conversation."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from saltus.cli import options as o
+
+HELP = """/help          this list
+/reset         forget the conversation
+/method NAME   let another method guess: lookup, jacobi+lookup, plain, …
+/seed NUMBER   another seed for sampled answers
+/colour        colour the tokens by the call that decided them, or no longer
+/exit          leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+def chat(
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    method: o.Method = o.DEFAULT_METHOD,
+    option: o.Options = None,
+    budget: o.Budget = None,
+    rule: o.Rule = "match",
+    system: o.System = None,
+    max_new_tokens: o.MaxNewTokens = 512,
+    stop: o.Stop = None,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    seed: o.Seed = 0,
+    colour: o.Colour = False,
+) -> None:
+    """Hold a conversation; what was said stays in mind.
+
+    [dim]/help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus chat
+
+        saltus chat --method jacobi+lookup --colour --system "You are a pirate."
+
+        printf 'Hello!\\nWhat did I say?\\n' | saltus chat
+    """
+    from saltus.cli.loading import open_engine, refuse
+
+    law: dict[str, Any] = {
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    refuse(method, option, rule, **law)
+    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
+    settings = {**law, "max_new_tokens": max_new_tokens, "stop": stop or ()}
+    Chat(engine, method, settings, system, bool(colour)).hold()
+
+
+@dataclass
+class Chat:
+    """A conversation, and what may change in the middle of it."""
+
+    engine: Any
+    method: str
+    settings: dict[str, Any]
+    system: str | None
+    colour: bool
+    history: list[dict[str, str]] = field(default_factory=list)
+    ended: bool = False
+
+    def hold(self) -> None:
+        """Read, answer, until /exit or the end of input."""
+        live = sys.stdin.isatty()
+        if live:
+            with suppress(ImportError):
+                import readline  # noqa: F401  input() then edits lines and remembers them
+            self._say("Ctrl-D leaves, /help says more.")
+        self._reset()
+        while not self.ended:
+            try:
+                line = input(_mark() if live else "").strip()
+            except EOFError:
+                if live:
+                    print()
+                return
+            except KeyboardInterrupt:
+                if not live:
+                    raise
+                print()
+                self._say("Ctrl-D or /exit leaves.")
+                continue
+            if line.startswith("/"):
+                self._command(*line.split(maxsplit=1))
+            elif line:
+                self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        from saltus.cli.painting import Painter, terminal
+        from saltus.cli.report import statistics_line
+
+        console = terminal(colour=self.colour or None)
+        bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
+        painter = Painter(console, self.colour, bound)
+        asked = [*self.history, {"role": "user", "content": line}]
+        try:
+            written = self.engine.stream(asked, method=self.method, **self.settings)
+            try:
+                for chunk in written:
+                    painter.write(chunk.text, chunk.call, len(chunk.tokens))
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+            finally:
+                painter.end()
+        except ValueError as error:
+            self._say(str(error))
+            return
+        generation = written.generation
+        if generation.text:
+            self.history = [*asked, {"role": "assistant", "content": generation.text}]
+        self._say(statistics_line(generation, self.method) if generation.tokens else "stopped before the first token")
+
+    def _command(self, name: str, value: str = "") -> None:
+        commands = {
+            "/help": lambda: self._say(HELP),
+            "/reset": self._reset,
+            "/method": lambda: self._change_method(value),
+            "/seed": lambda: self._change_seed(value),
+            "/colour": self._change_colour,
+            "/exit": self._leave,
+        }
+        if name in commands:
+            return commands[name]()
+        near = difflib.get_close_matches(name, commands, n=1)
+        self._say(f"{name} is no command; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+
+    def _reset(self) -> None:
+        if self.history:
+            self._say("The conversation is forgotten.")
+        self.history = [{"role": "system", "content": self.system}] if self.system else []
+
+    def _change_method(self, value: str) -> None:
+        from saltus.methods import available, make
+
+        try:
+            if value:
+                make(value)
+                self.method = value
+            self._say(f"The method is {self.method}." + ("" if value else f" There are {', '.join(available())}."))
+        except ValueError as error:
+            self._say(str(error))
+
+    def _change_seed(self, value: str) -> None:
+        if value.isdecimal():
+            self.settings["seed"] = int(value)
+        elif value:
+            self._say(f"A seed is a whole number from 0 on, not {value!r}.")
+            return
+        greedy = " It matters at temperatures above 0 (--temperature)." if not self.settings["temperature"] else ""
+        self._say(f"The seed is {self.settings['seed']}.{greedy}")
+
+    def _change_colour(self) -> None:
+        self.colour = not self.colour
+        self._say("Each colour is one call." if self.colour else "Colours are off.")
+
+    def _leave(self) -> None:
+        self.ended = True
+
+    def _say(self, line: str) -> None:
+        from saltus.cli.answering import note
+
+        note(line)
+
+
+def _mark() -> str:
+    """The prompt; readline is told which of its characters take no room."""
+    return "\001\x1b[1;36m\002› \001\x1b[0m\002"

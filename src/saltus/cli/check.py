@@ -1,0 +1,219 @@
+"""Compare a method with plain decoding, prompt by prompt: is the text the same, and is it sooner there?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+from saltus.cli.prompts import Conversation, Prompt, gather
+
+PROMPTS = (
+    "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain each line.",
+    "Correct the spelling: Their are many reasons why peple like too live in citys, but their are also many "
+    "reasons why peple like too live in the contry.",
+    "Tell me a short story about a lighthouse keeper and a whale.",
+)
+
+
+def check(
+    prompts: o.Prompts = None,
+    limit: o.Limit = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    method: o.Method = o.DEFAULT_METHOD,
+    option: o.Options = None,
+    budget: o.Budget = None,
+    free_shapes: Annotated[
+        bool,
+        typer.Option(
+            "--free-shapes",
+            help="Let calls round as their shapes have it, and see the flips that come.",
+            rich_help_panel=o.METHOD,
+        ),
+    ] = False,
+    max_new_tokens: o.MaxNewTokens = 64,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    seed: o.Seed = 0,
+    json: o.Json = False,
+) -> None:
+    """Write prompts with a method and with plain decoding, and compare.
+
+    [dim]Exit code 0: every text is the same. 1: some differ.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus check --method jacobi+lookup
+
+        saltus check --prompts spec_bench.jsonl --limit 20 -t 0.8 --json
+
+        saltus check --free-shapes --dtype bfloat16
+
+    [bold]A flip[/bold] is where a text first differs: the prompt (counted from 0), the
+    position of the new token (from 0, over all turns of the prompt), and the gap
+    between the logits of the two tokens under plain decoding.
+
+    [bold]The speed-up[/bold] is relative to plain decoding in the same run, prompt by
+    prompt in turn, after a warm-up, with the reading of the prompts included.
+    """
+    asked = gather((), prompts, limit) if prompts else [Prompt((each,)) for each in PROMPTS][:limit]
+    from saltus.cli.loading import open_engine, refuse
+
+    law: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    refuse(method, option, **law)
+    engine = open_engine(model, method, option, dtype=dtype, device=device, budget=budget, exact=not free_shapes)
+    result = compare(engine, asked, method, {**law, "max_new_tokens": max_new_tokens})
+    if json:
+        from saltus.cli.report import print_json
+
+        print_json(result)
+    else:
+        _show(result, asked, method)
+    if result["flips"]:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Total:
+    """What a method has taken for all prompts."""
+
+    tokens: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+    def add(self, statistics: Any) -> None:
+        self.tokens += statistics.tokens
+        self.calls += statistics.calls
+        self.seconds += statistics.seconds
+
+
+def compare(engine: Any, asked: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a check. Plain and method take turns in going first."""
+    from saltus.cli.answering import warm_up
+
+    totals = {"plain": Total(), "method": Total()}
+    names = {"plain": "plain", "method": method}
+    flips: list[dict[str, Any]] = []
+    with _progress(len(asked)) as advance:
+        warm_up(engine, next(Conversation(asked[0]).asks()).given, (method, "plain"), settings)
+        for number, prompt in enumerate(asked):
+            written = {}
+            for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
+                written[side] = _answers(engine, prompt, {**settings, "method": names[side]}, totals[side])
+            if flip := _flip(engine, written["plain"], written["method"]):
+                flips.append({"prompt": number, **flip})
+            advance()
+    plain, other = totals["plain"], totals["method"]
+    return {
+        "prompts": len(asked),
+        "identical": len(asked) - len(flips),
+        "flips": flips,
+        "tokens_per_call": other.tokens / other.calls if other.calls else None,
+        "speedup": plain.seconds / other.seconds if other.seconds else None,
+    }
+
+
+def _answers(engine: Any, prompt: Prompt, settings: Mapping[str, Any], total: Total) -> list[Any]:
+    """Every turn, each answer entering the next."""
+    conversation, generations = Conversation(prompt), []
+    for ask in conversation.asks():
+        generations.append(engine.generate(ask.given, **settings))
+        total.add(generations[-1].statistics)
+        conversation.answered(generations[-1].text)
+    return generations
+
+
+def _flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | None:
+    """Where the texts of a prompt first differ. What follows is not compared: the prompts differ from there on."""
+    from saltus.cli.report import first_difference
+
+    before = 0
+    for one, two in zip(plain, other, strict=True):
+        at = first_difference(one.tokens, two.tokens)
+        if at is not None:
+            return {"position": before + at, "logit_gap": logit_gap(engine, one, two, at)}
+        before += len(one.tokens)
+    return None
+
+
+def logit_gap(engine: Any, plain: Any, other: Any, at: int) -> float | None:
+    """How far apart the logits of the two tokens are that differ, in the calls that plain decoding makes.
+
+    None where one of the texts ends there.
+    """
+    import numpy as np
+
+    from saltus.core.canvas import continuation
+    from saltus.core.forward import Forward
+
+    if at >= min(len(plain.tokens), len(other.tokens)):
+        return None
+    canvas = continuation(engine.encode(plain.prompt), at + 1)
+    memory = engine.network.memory()
+    logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
+    for token in plain.tokens[:at]:
+        canvas = canvas.fill(np.array([token]))
+        logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
+    row = logits.float()
+    return abs(float(row[plain.tokens[at]] - row[other.tokens[at]]))
+
+
+def _progress(total: int) -> Any:
+    """A bar on stderr where it is a terminal; it is drawn between prompts only, and so takes no time from them."""
+    if not sys.stderr.isatty():
+        return nullcontext(lambda: None)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class Bar(Progress):
+        """Entering gives what advances it."""
+
+        def __enter__(self) -> Any:
+            super().__enter__()
+            task = self.add_task("comparing", total=total)
+            self.refresh()
+
+            def advance() -> None:
+                self.advance(task)
+                self.refresh()
+
+            return advance
+
+    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
+    return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+
+
+def _show(result: Mapping[str, Any], asked: list[Prompt], method: str) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from saltus.cli.painting import terminal
+
+    console = terminal(soft_wrap=False)
+    same = result["identical"] == result["prompts"]
+    console.print(Text(f"{method} against plain decoding", "bold"))
+    table = Table.grid(padding=(0, 3))
+    table.add_row("  same text", Text(f"{result['identical']} of {result['prompts']}", "green" if same else "red"))
+    table.add_row("  tokens per call", f"{result['tokens_per_call']:.2f}")
+    table.add_row("  speed-up", f"{result['speedup']:.2f} × (same run, reading of the prompts included)")
+    console.print(table)
+    if result["flips"]:
+        flips = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+        for name in ("prompt", "position", "logit gap"):
+            flips.add_column(name, justify="right")
+        flips.add_column("which begins", no_wrap=True, overflow="ellipsis")
+        for flip in result["flips"]:
+            opening = " ".join(asked[flip["prompt"]].opening.split())
+            flips.add_row(str(flip["prompt"]), str(flip["position"]), f"{flip['logit_gap']:.4g}", Text(opening))
+        console.print()
+        console.print(flips)

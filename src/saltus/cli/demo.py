@@ -1,0 +1,95 @@
+"""Show what it is about: a real question, several tokens a call, beside plain decoding in the same run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+
+QUESTION = """How do kangaroos move? Answer with the facts of this text.
+
+Kangaroos are the only large animals that travel by leaping. A red kangaroo can leap nine metres in a single bound and \
+reach 60 kilometres an hour. The tendons of its hind legs store energy like springs, so that hopping fast costs it no \
+more than hopping slowly. At a slow pace a kangaroo uses its tail as a fifth leg: the tail carries the weight of the \
+body while the hind legs swing forward. The shape of its legs and its heavy tail keep a kangaroo from walking \
+backwards, which is said to be why it stands on the coat of arms of Australia, beside the emu."""
+
+
+def demo(
+    question: Annotated[
+        str | None, typer.Argument(metavar="QUESTION", help="Another question than ours.", show_default=False)
+    ] = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    method: o.Method = "jacobi+lookup",
+    max_new_tokens: o.MaxNewTokens = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", "-t", metavar="X", help="0 unless a seed is given, then 0.7.", rich_help_panel=o.SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", "-s", metavar="N", help="Sample an answer with it.", rich_help_panel=o.SAMPLING),
+    ] = None,
+    colour: o.Colour = None,
+) -> None:
+    """Answer a question in colours that show the calls, beside plain decoding.
+
+    [dim]The model is fetched on first use. Both run here, each after a warm-up.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus demo
+
+        saltus demo --seed 1
+
+        saltus demo --method lookup "Write the numbers from 1 to 30."
+    """
+    from saltus.cli.loading import open_engine, refuse
+
+    law: dict[str, Any] = {
+        "temperature": (0.0 if seed is None else 0.7) if temperature is None else temperature,
+        "seed": seed or 0,
+    }
+    refuse(method, None, **law)
+    engine = open_engine(model, method, None, dtype=dtype, device=device)
+    _perform(engine, question or QUESTION, model, method, {**law, "max_new_tokens": max_new_tokens}, colour)
+
+
+def _perform(
+    engine: Any, question: str, model: str, method: str, settings: dict[str, Any], colour: bool | None
+) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from saltus.cli.answering import plain_again, stream, warm_up
+    from saltus.cli.painting import Painter, legend, terminal
+    from saltus.cli.report import comparison_line
+
+    console = terminal(colour=colour)
+    coloured = console.is_terminal if colour is None else colour
+    bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
+    network = engine.network.model
+    how = f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {_sampled(settings)}"
+    console.print(Text.assemble((model, "bold"), " with ", (method, "bold"), f" ({how})\n"))
+    shown = Padding(Text(question, "dim"), (0, 2)) if console.is_terminal else question
+    console.print(shown, soft_wrap=not console.is_terminal, markup=False)
+    console.print()
+    if coloured:
+        console.print(legend(), end="\n\n")
+    warm_up(engine, question, (method, "plain"), settings)
+    generation = stream(engine, question, Painter(console, coloured, bound), settings)
+    console.file.flush()
+    plain = plain_again(engine, question, settings)
+    console.print()
+    line = Text(comparison_line(generation, plain, method), "bold")
+    console.print(line, soft_wrap=not console.is_terminal)
+
+
+def _sampled(settings: dict[str, Any]) -> str:
+    return f"temperature {settings['temperature']:g}, seed {settings['seed']}" if settings["temperature"] else "greedy"

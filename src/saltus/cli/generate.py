@@ -1,0 +1,145 @@
+"""Answer prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+from saltus.cli.prompts import Conversation, Prompt, gather
+
+
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from stdin.")
+    ] = None,
+    prompts: o.Prompts = None,
+    limit: o.Limit = None,
+    system: o.System = None,
+    raw: o.Raw = False,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    method: o.Method = o.DEFAULT_METHOD,
+    option: o.Options = None,
+    budget: o.Budget = None,
+    rule: o.Rule = "match",
+    max_new_tokens: o.MaxNewTokens = 256,
+    stop: o.Stop = None,
+    ignore_eos: o.IgnoreEos = False,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    seed: o.Seed = 0,
+    colour: o.Colour = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Write it with plain decoding too, and close with both.", rich_help_panel=o.OUTPUT
+        ),
+    ] = False,
+    json: o.Json = False,
+) -> None:
+    """Answer prompts, several tokens a call.
+
+    [dim]The answer goes to stdout while it grows, what it has cost to stderr.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus generate "List three uses of a paper clip."
+
+        saltus generate --compare "Count from 1 to 50."
+
+        saltus generate -t 0.8 --seed 3 --system "Answer in rhymes." "Who are you?"
+
+        saltus generate --prompts asked.jsonl --method jacobi+lookup --json
+
+        cat novel.txt | saltus generate - --raw --max-new-tokens 64
+
+    [bold]With --json[/bold] each prompt (each turn, where there are turns) is one object:
+    prompt, text, tokens, finish_reason, method, calls, tokens_per_call, seconds,
+    tokens_per_second, prefill_seconds, accepted (tokens that each call decided).
+    """
+    asked = gather(prompt or (), prompts, limit)
+    if compare and json:
+        raise ValueError("--compare is for reading; `saltus check --json` compares for programs")
+    if raw and (system or any(len(each.turns) != 1 for each in asked)):
+        raise ValueError("--raw continues a text as it is; leave out --system, messages and turns, or leave out --raw")
+    from saltus.cli.loading import open_engine, refuse
+
+    law: dict[str, Any] = {
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    refuse(method, option, rule, **law)
+    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
+    settings = {**law, "max_new_tokens": max_new_tokens, "stop": stop or (), "ignore_eos": ignore_eos, "raw": raw}
+    if json:
+        _print_records(engine, asked, system, method, settings)
+    else:
+        _print_answers(engine, asked, system, method, settings, colour, compare)
+
+
+def _print_records(
+    engine: Any, asked: Sequence[Prompt], system: str | None, method: str, settings: Mapping[str, Any]
+) -> None:
+    from saltus.cli.report import print_json, record
+
+    for prompt in asked:
+        conversation = Conversation(prompt, system)
+        for ask in conversation.asks():
+            written = engine.stream(ask.given, **settings)
+            try:
+                for _ in written:
+                    pass
+            except BaseException:
+                if written.generation.tokens:  # what was written stays, with finish_reason null
+                    print_json(record(ask.said, written.generation, method))
+                raise
+            print_json(record(ask.said, written.generation, method))
+            conversation.answered(written.generation.text)
+
+
+def _print_answers(
+    engine: Any,
+    asked: Sequence[Prompt],
+    system: str | None,
+    method: str,
+    settings: Mapping[str, Any],
+    colour: bool | None,
+    compare: bool,
+) -> None:
+    from saltus.cli.answering import note, plain_again, stream, warm_up
+    from saltus.cli.painting import Painter, terminal
+    from saltus.cli.report import comparison_line, statistics_line
+
+    console = terminal(colour=colour)
+    coloured = console.is_terminal and method != "plain" if colour is None else colour
+    several = len(asked) > 1 or len(asked[0].turns) > 1
+    first = True
+    for prompt in asked:
+        conversation = Conversation(prompt, system)
+        for ask in conversation.asks():
+            if several:
+                print("" if first else "\n", end="", flush=True)
+                if sys.stderr.isatty():
+                    note(f"› {_short(ask.said if isinstance(ask.said, str) else prompt.opening)}")
+            if compare and first:
+                warm_up(engine, ask.given, (method, "plain"), settings)
+            first = False
+            generation = stream(engine, ask.given, Painter(console, coloured), settings)
+            if compare:
+                note(comparison_line(generation, plain_again(engine, ask.given, settings), method))
+            else:
+                note(statistics_line(generation, method))
+            conversation.answered(generation.text)
+
+
+def _short(text: str, width: int = 72) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,89 @@
+"""List the methods and their options, as their configurations and docstrings tell them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli.options import OUTPUT
+
+
+def methods(
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object a method.", rich_help_panel=OUTPUT)] = False,
+) -> None:
+    """List the methods with their options.
+
+    [bold]Examples[/bold]
+
+        saltus methods
+
+        saltus generate --method jacobi+lookup --option lookup.longest=5 "Who?"
+    """
+    from saltus.cli.report import print_json
+    from saltus.methods import available
+
+    found = [description(name, config) for name, config in available().items()]
+    if json:
+        for each in found:
+            print_json(each)
+    else:
+        _show(found)
+
+
+def description(name: str, config: type[Any]) -> dict[str, Any]:
+    """A method's name, the first sentence of its docstring, and its options with type, default and comment."""
+    summary = " ".join((inspect.getdoc(config) or "").split("\n\n")[0].split())
+    comments = _comments(config)
+    options = [
+        {
+            "name": each.name,
+            "type": each.type if isinstance(each.type, str) else getattr(each.type, "__name__", str(each.type)),
+            "default": _default(each),
+            "about": comments.get(each.name, ""),
+        }
+        for each in dataclasses.fields(config)
+        if each.init
+    ]
+    return {"method": name, "about": summary, "options": options}
+
+
+def _default(option: Any) -> Any:
+    if option.default_factory is not dataclasses.MISSING:
+        return option.default_factory()
+    return None if option.default is dataclasses.MISSING else option.default
+
+
+def _comments(config: type[Any]) -> dict[str, str]:
+    """What stands behind the fields in the source: `longest: int = 4  # tokens of the n-gram`."""
+    try:
+        source = inspect.getsource(config)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+?)\s*$", source, flags=re.MULTILINE))
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from saltus.cli.painting import terminal
+
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 2, 1, 0))
+    table.add_column("method", style="bold cyan", no_wrap=True)
+    table.add_column("what it does", ratio=2)
+    table.add_column("options", ratio=3)
+    for each in found:
+        options = Text()
+        for option in each["options"]:
+            options.append("\n" if options else "")
+            options.append(f"{option['name']}={option['default']}", "cyan")
+            options.append(f"  {option['about']}" if option["about"] else "", "dim")
+        table.add_row(each["method"], Text(each["about"]), options or Text("none", "dim"))
+    console = terminal(soft_wrap=False)
+    console.print(table)
+    console.print(Text("Join methods with +: their guesses share one tree, as in --method jacobi+lookup.", "dim"))

@@ -1,0 +1,37 @@
+"""Fetch models to this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from saltus.cli.options import DEFAULT_MODEL
+
+
+def pull(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Short names or hub ids (owner/name, owner/name@revision)."),
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Only say where the model is; do not touch the network.")
+    ] = False,
+) -> None:
+    """Fetch models, and print the folders where they are.
+
+    [dim]What is there already is not fetched again; an interrupted download goes on.[/dim]
+
+    Without a name it is the default model, [bold]smollm2-135m[/bold]. Other short names are
+    smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2.
+
+    [bold]Examples[/bold]
+
+        saltus pull
+
+        saltus pull qwen3-0.6b some-owner/some-model@main
+    """
+    from saltus.networks import sources
+
+    for name in names or [DEFAULT_MODEL]:
+        print(sources.pull(name, offline=offline or None), flush=True)

@@ -1,0 +1,76 @@
+"""Say what a text has cost: the line below it, the comparison with plain decoding, and the record for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import zip_longest
+from typing import Any
+
+KEYS = (
+    "prompt", "text", "tokens", "finish_reason", "method", "calls", "tokens_per_call", "seconds", "tokens_per_second",
+    "prefill_seconds", "accepted",
+)  # fmt: skip
+ENDS = {"stop": "finished", "length": "cut at the length limit", None: "interrupted"}
+
+
+def record(said: Any, generation: Any, method: str) -> dict[str, Any]:
+    """What `--json` prints of a prompt: the keys are KEYS, in their order."""
+    counted = generation.statistics
+    values = (
+        said,
+        generation.text,
+        [int(token) for token in generation.tokens],
+        generation.finish_reason,
+        method,
+        counted.calls,
+        counted.tokens_per_call,
+        counted.seconds,
+        counted.tokens_per_second,
+        counted.prefill_seconds,
+        list(counted.accepted),
+    )
+    return dict(zip(KEYS, values, strict=True))
+
+
+def print_json(value: Any) -> None:
+    """One object on one line of stdout, at once."""
+    utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(value, ensure_ascii=not utf8), flush=True)
+
+
+def statistics_line(generation: Any, method: str) -> str:
+    """The closing line of an answer."""
+    counted = generation.statistics
+    parts = [
+        f"{_count(counted.tokens, 'token')} in {_count(counted.calls, 'call')}",
+        f"{counted.tokens_per_call:.2f} a call",
+        f"{counted.tokens_per_second:.1f} tokens/s",
+        f"prompt read in {counted.prefill_seconds:.2f} s",
+        method,
+        ENDS[generation.finish_reason],
+    ]
+    return " · ".join(parts)
+
+
+def comparison_line(written: Any, plain: Any, method: str) -> str:
+    """The honest line: this run, plain decoding in the same run, and whether the text is the same."""
+    ours, theirs = written.statistics, plain.statistics
+    same = first_difference(written.tokens, plain.tokens)
+    verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
+    ratio = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else float("nan")
+    return (
+        f"{method}: {_count(ours.tokens, 'token')} in {_count(ours.calls, 'call')}, {ours.tokens_per_call:.2f} a call,"
+        f" {ours.tokens_per_second:.1f} tokens/s; plain in this run: {theirs.calls} calls,"
+        f" {theirs.tokens_per_second:.1f} tokens/s (×{ratio:.2f}); {verdict}"
+    )
+
+
+def first_difference(one: Any, other: Any) -> int | None:
+    """The index of the first token that differs, None if none does; an end is a difference too."""
+    pairs = zip_longest((int(token) for token in one), (int(token) for token in other))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

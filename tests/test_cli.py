@@ -1,0 +1,674 @@
+"""The command line: what it writes, what it counts, and how it ends when something is wrong."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import saltus
+from conftest import tiny_llama
+from saltus.cli.app import app
+from saltus.cli.methods import description
+from saltus.cli.options import DEFAULT_METHOD, DEFAULT_MODEL
+from saltus.cli.painting import CYCLE, UNSEEN, Painter
+from saltus.cli.report import KEYS, comparison_line, first_difference
+from saltus.methods import available
+from saltus.networks.sources import DEFAULT, SHORT_NAMES
+
+PROMPT = "the cat sat on the mat and the cat sat on the log and the"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PROGRAM = [sys.executable, "-c", "from saltus.cli import main; main()"]
+COMMANDS = get_command(app).commands
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder) -> str:
+    return str(tiny_folder())
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> saltus.Engine:
+    return saltus.load(folder)
+
+
+def saltus_(*arguments: object, code: int = 0, **settings):
+    """Run a command in this process, and see its exit code."""
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(
+        app, [str(each) for each in arguments], prog_name="saltus", **settings
+    )
+    assert result.exit_code == code, result.output
+    return result
+
+
+def complaint(*arguments: object, **settings) -> str:
+    """What is said, in one line, of a command that ends with code 2."""
+    said = saltus_(*arguments, code=2, **settings).stderr
+    assert re.fullmatch(r"saltus: [^\n]+\n", said), said
+    return said.strip()
+
+
+def lines(file: Path, *records: object) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return file
+
+
+# What it says of itself
+
+
+def test_the_version_is_the_library_s():
+    assert saltus_("--version").stdout == f"saltus {saltus.__version__}\n"
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    code = "import sys, saltus.cli.app; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_saltus_alone_shows_its_commands():
+    assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "pull", "methods", "demo"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_in_the_help_use_options_that_exist(name):
+    examples = re.findall(r"saltus (\w+)(.*)", COMMANDS[name].help or "")
+    assert examples
+    for command, rest in examples:
+        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest)) <= known
+
+
+def test_the_short_names_are_those_that_can_be_pulled():
+    said = saltus_("pull", "--help").stdout
+    assert all(name in said for name in SHORT_NAMES)
+    assert DEFAULT_MODEL == DEFAULT
+    assert DEFAULT_METHOD in available()
+
+
+def test_methods_lists_every_option_with_its_default_and_comment():
+    told = {each["method"]: each for each in map(json.loads, saltus_("methods", "--json").stdout.splitlines())}
+    assert list(told) == list(available())
+    for name, config in available().items():
+        expected = {field.name: getattr(config(), field.name) for field in dataclasses.fields(config) if field.init}
+        assert {option["name"]: option["default"] for option in told[name]["options"]} == expected
+        assert told[name]["about"] == " ".join(config.__doc__.split("\n\n")[0].split())
+    table = saltus_("methods").stdout
+    assert all(f"{option['name']}={option['default']}" in table for each in told.values() for option in each["options"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Guess
+    by heart. And more.
+
+    Not this."""
+
+    length: int = 4  # tokens, at most
+    share: float | None = None
+    models: dict[str, str] = dataclasses.field(default_factory=dict, init=False)  # none
+
+
+def test_an_option_is_told_with_its_type_default_and_comment():
+    length = {"name": "length", "type": "int", "default": 4, "about": "tokens, at most"}
+    share = {"name": "share", "type": "float | None", "default": None, "about": ""}
+    told = {"method": "example", "about": "Guess by heart. And more.", "options": [length, share]}
+    assert description("example", Example) == told
+
+
+def test_pull_prints_the_folder(folder):
+    assert saltus_("pull", folder).stdout == f"{Path(folder).resolve()}\n"
+
+
+# generate
+
+
+def test_generate_writes_the_answer_to_stdout_and_what_it_cost_to_stderr(engine, folder):
+    answer = engine.generate(PROMPT, max_new_tokens=30)
+    result = saltus_("generate", PROMPT, "-m", folder, "-n", 30)
+    assert result.stdout == answer.text + "\n"
+    assert f"{len(answer.tokens)} tokens in {answer.statistics.calls} calls" in result.stderr
+
+
+def test_json_is_one_object_a_prompt_with_exactly_these_keys(engine, folder):
+    result = saltus_("generate", PROMPT, "a", "-m", folder, "-n", 30, "--method", "jacobi+lookup", "--json")
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [list(each) for each in told] == [list(KEYS)] * 2
+    for each, prompt in zip(told, [PROMPT, "a"], strict=True):
+        answer = engine.generate(prompt, max_new_tokens=30)
+        assert (each["prompt"], each["text"], each["tokens"]) == (prompt, answer.text, answer.tokens)
+        assert (each["finish_reason"], each["method"]) == (answer.finish_reason, "jacobi+lookup")
+        assert sum(each["accepted"]) == len(each["tokens"])
+        assert each["calls"] == len(each["accepted"])
+        assert each["tokens_per_call"] == len(each["tokens"]) / each["calls"]
+        assert each["tokens_per_second"] == len(each["tokens"]) / each["seconds"]
+        assert 0 < each["prefill_seconds"] <= each["seconds"]
+
+
+def test_the_settings_reach_the_engine(engine, folder):
+    settings = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 5}
+    answer = engine.generate(PROMPT, max_new_tokens=20, stop=["zq", "x"], ignore_eos=True, raw=True, **settings)
+    options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+    options += ["--stop", "zq", "--stop", "x", "--ignore-eos", "--raw", "-n", 20, "-m", folder]
+    assert saltus_("generate", PROMPT, *options).stdout == answer.text + "\n"
+    assert engine.generate(PROMPT, max_new_tokens=20).text != answer.text
+
+
+def test_method_options_reach_the_method(folder, tmp_path, monkeypatch):
+    made = {}
+    drafter = tmp_path / "a=b"
+    drafter.symlink_to(folder)
+    monkeypatch.setattr("saltus.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
+    assigned = ["lookup.longest=7", "jacobi.spawn=0.5", "jacobi.running=yes", f"small_model.model={drafter}"]
+    options = [part for each in assigned for part in ("--option", each)]
+    saltus_("generate", "a", "-m", folder, "--method", "jacobi+lookup+small_model", "--budget", 9, *options)
+    expected = {
+        "lookup": {"longest": 7},
+        "jacobi": {"spawn": 0.5, "running": True},
+        "small_model": {"model": str(drafter)},
+    }
+    assert made["options"] == expected
+    assert made["budget"] == 9
+
+
+def test_the_prompt_may_come_from_stdin(engine, folder):
+    answer = engine.generate("Grüße\n", max_new_tokens=10, raw=True)
+    result = saltus_("generate", "-", "--raw", "-n", 10, "-m", folder, input="Grüße\n")
+    assert result.stdout == answer.text + "\n"
+
+
+def test_a_system_message_goes_before_the_prompt(engine, folder):
+    messages = [{"role": "system", "content": "the dog"}, {"role": "user", "content": "the cat"}]
+    answer = engine.generate(messages, max_new_tokens=10)
+    assert answer.text != engine.generate("the cat", max_new_tokens=10).text
+    assert saltus_("generate", "the cat", "--system", "the dog", "-n", 10, "-m", folder).stdout == answer.text + "\n"
+
+
+def test_prompt_files_hold_prompts_messages_and_turns(engine, folder, tmp_path):
+    messages = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "sat"}]
+    messages += [{"role": "user", "content": "on the"}]
+    file = lines(tmp_path / "all.jsonl", {"prompt": "the cat"}, {"messages": messages}, {"turns": ["the", "log"]})
+    result = saltus_("generate", "--prompts", file, "-n", 12, "-m", folder, "--json")
+    told = [json.loads(line) for line in result.stdout.splitlines()]
+    first = engine.generate("the", max_new_tokens=12)
+    talk = [("user", "the"), ("assistant", first.text), ("user", "log")]
+    asked = ["the cat", messages, "the", [{"role": role, "content": content} for role, content in talk]]
+    assert [each["tokens"] for each in told] == [engine.generate(each, max_new_tokens=12).tokens for each in asked]
+    assert [each["prompt"] for each in told] == ["the cat", messages, "the", "log"]
+    assert saltus_("generate", "-f", file, "--limit", 1, "-n", 12, "-m", folder, "--json").stdout.count("\n") == 1
+
+
+def test_several_answers_are_parted_by_an_empty_line(engine, folder):
+    one, two = (engine.generate(prompt, max_new_tokens=8).text for prompt in ("the", "cat"))
+    assert saltus_("generate", "the", "cat", "-n", 8, "-m", folder).stdout == f"{one}\n\n{two}\n"
+
+
+def test_compare_closes_with_plain_decoding_in_the_same_run(folder):
+    said = saltus_("generate", PROMPT, "-m", folder, "-n", 40, "--ignore-eos", "--compare").stderr
+    assert re.search(r"lookup: 40 tokens in \d+ calls, .* plain in this run: 40 calls, .* same text, token for", said)
+
+
+def test_the_closing_line_says_where_a_text_differs(engine):
+    one, other = (engine.generate("the", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (0, 3))
+    at = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
+    assert f"differs from token {at} on" in comparison_line(one, other, "lookup")
+    assert "same text" in comparison_line(one, one, "lookup")
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+# Colours
+
+
+def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, folder):
+    answer = engine.generate(PROMPT, max_new_tokens=40)
+    shown = saltus_("generate", PROMPT, "-m", folder, "-n", 40, "--colour").stdout
+    plain = saltus_("generate", PROMPT, "-m", folder, "-n", 40, "--no-colour").stdout
+    assert "\x1b" not in plain
+    assert ESCAPES.sub("", shown) == plain.translate(UNSEEN)
+    runs = re.findall(r"\x1b\[(1;)?(\d+)m", shown)
+    assert len(runs) >= sum(bool(call.tokens) for call in answer.steps) / 2
+    assert len({colour for _, colour in runs} - {"0"}) == len(CYCLE)
+    assert any(bold for bold, _ in runs) == (max(answer.statistics.accepted) > 1)
+
+
+def test_no_color_of_the_environment_is_heeded_and_overruled(folder):
+    told = {"env": {"NO_COLOR": "1", "FORCE_COLOR": "1"}}
+    assert "\x1b[3" not in saltus_("generate", PROMPT, "-m", folder, "-n", 9, **told).stdout
+    assert "\x1b[3" in saltus_("generate", PROMPT, "-m", folder, "-n", 9, "--colour", **told).stdout
+
+
+class Screen:
+    """As much of a terminal as the painter needs."""
+
+    def __init__(self) -> None:
+        self.rows: list[str] = [""]
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[\d*[A-Za-z]|\x1b\[[\d;]*m|[^\x1b]", text):
+            if part == "\n":
+                self.rows.append("")
+            elif part.endswith("D") and len(part) > 2:
+                self.rows[-1] = self.rows[-1][: -int(part[2:-1])]  # nothing but erasing follows
+            elif len(part) == 1:
+                self.rows[-1] += part
+
+    def flush(self) -> None:
+        pass
+
+
+def painted(pieces: list[str], width: int) -> list[str]:
+    screen = Screen()
+    console = Console(file=screen, force_terminal=True, soft_wrap=True, width=200, color_system="standard")  # pyright: ignore
+    painter = Painter(console, True, width)
+    for call, piece in enumerate(pieces):
+        painter.write(piece, call, 1)
+    painter.end()
+    return screen.rows
+
+
+def test_lines_break_between_words_wherever_the_calls_cut_the_text():
+    text = "A kangaroo leaps, and not one token changes.\n\n  def leap(position):\n      return position + 9  # metres"
+    whole = painted([text], 20)
+    assert all(len(row) <= 20 for row in whole)
+    assert whole[3:5] == ["", "  def "]
+    assert " ".join(whole).split() == text.split()
+    for size in (1, 2, 3, 5, 7):
+        assert painted([text[i : i + size] for i in range(0, len(text), size)], 20) == whole
+
+
+def test_a_word_longer_than_a_line_is_kept_whole():
+    assert "".join(painted(["ab ", "x" * 30, " c"], 10)).replace(" ", "") == "ab" + "x" * 30 + "c"
+
+
+def test_a_text_cannot_steer_the_terminal():
+    assert painted(["a\x1b[31mb\x07\x9b"], 40)[0] == "a␛[31mb␇�"
+
+
+# check
+
+
+def test_check_finds_no_flip_where_texts_are_equal(folder, tmp_path):
+    file = lines(tmp_path / "three.jsonl", {"prompt": PROMPT}, {"turns": ["the dog", "the log"]}, {"prompt": "a"})
+    asked = ["check", "-m", folder, "-f", file, "--limit", 2, "-n", 16, "--method", "jacobi+lookup", "--json"]
+    told = json.loads(saltus_(*asked, "-t", 0.8, "--seed", 2).stdout)
+    assert list(told) == ["prompts", "identical", "flips", "tokens_per_call", "speedup"]
+    assert (told["prompts"], told["identical"], told["flips"]) == (2, 2, [])
+    assert 1 <= told["tokens_per_call"] <= 16
+    assert told["speedup"] > 0
+
+
+def test_check_has_prompts_of_its_own(folder):
+    told = json.loads(saltus_("check", "-m", folder, "-n", 4, "--json").stdout)
+    assert told["prompts"] == told["identical"] > 2
+
+
+@pytest.fixture
+def flipping(monkeypatch) -> Callable[[str, int], None]:
+    """Let another method than plain write another token: in which turn's prompt, and where."""
+
+    def plant(word: str, at: int) -> None:
+        generate = saltus.Engine.generate
+
+        def spoilt(self, prompt, **settings):
+            answer = generate(self, prompt, **settings)
+            last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            if settings["method"] != "plain" and last == word and len(answer.tokens) > at:
+                answer.tokens[at] = (answer.tokens[at] + 1) % 300
+            return answer
+
+        monkeypatch.setattr(saltus.Engine, "generate", spoilt)
+
+    return plant
+
+
+def test_a_flip_is_told_with_its_position_and_logit_gap_and_ends_with_code_1(engine, folder, tmp_path, flipping):
+    plain = engine.generate("the log", max_new_tokens=12, ignore_eos=False)
+    flipping("the log", 9)
+    file = lines(tmp_path / "two.jsonl", {"prompt": "the cat"}, {"prompt": "the log"})
+    asked = ["check", "-m", folder, "-f", file, "-n", 12]
+    told = json.loads(saltus_(*asked, "--json", code=1).stdout)
+    (flip,) = told["flips"]
+    assert (told["prompts"], told["identical"], flip["prompt"], flip["position"]) == (2, 1, 1, 9)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    read = torch.tensor([engine.encode("the log") + plain.tokens[:9]])
+    logits = model(read).logits[0, -1].detach()
+    gap = float(logits[plain.tokens[9]] - logits[(plain.tokens[9] + 1) % 300])
+    assert flip["logit_gap"] == pytest.approx(gap, abs=1e-4)
+    assert gap > 0.01
+    table = saltus_(*asked, code=1).stdout
+    assert "1 of 2" in table
+    assert "the log" in table
+
+
+def test_a_flip_in_a_later_turn_counts_the_tokens_of_the_turns_before(engine, folder, tmp_path, flipping):
+    before = len(engine.generate("the cat", max_new_tokens=12).tokens)
+    flipping("log", 3)
+    file = lines(tmp_path / "turns.jsonl", {"turns": ["the cat", "log", "mat"]})
+    (flip,) = json.loads(saltus_("check", "-m", folder, "-f", file, "-n", 12, "--json", code=1).stdout)["flips"]
+    assert flip["position"] == before + 3
+
+
+def test_free_shapes_load_the_model_without_equal_rounding(folder, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("saltus.engine.load", lambda *_, **settings: asked.update(settings) or exit(0))
+    saltus_("check", "-m", folder, "--free-shapes")
+    assert asked["exact"] is False
+    saltus_("check", "-m", folder)
+    assert asked["exact"] is True
+
+
+# chat
+
+
+def test_a_conversation_remembers_what_was_said(folder):
+    engine = saltus.load(folder)
+    first = engine.generate([{"role": "user", "content": "the cat"}], max_new_tokens=9)
+    talk = [("user", "the cat"), ("assistant", first.text), ("user", "the log")]
+    second = engine.generate([{"role": role, "content": said} for role, said in talk], max_new_tokens=9)
+    afresh = engine.generate("the log", max_new_tokens=9)
+    assert second.text != afresh.text
+    result = saltus_("chat", "-m", folder, "-n", 9, input="the cat\n\nthe log\n/reset\nthe log\n/exit\nthe dog\n")
+    assert result.stdout == f"{first.text}\n{second.text}\n{afresh.text}\n"
+    assert result.stderr.count("tokens/s") == 3
+
+
+def test_commands_change_a_conversation_and_say_so(folder):
+    said = saltus_(
+        "chat", "-m", folder, input="/method jacobi\n/methd\n/method lokup\n/seed 7\n/seed x\n/help\n"
+    ).stderr
+    for each in ("is jacobi.", "did you mean /method?", "did you mean lookup", "is 7.", "not 'x'", "/reset"):
+        assert each in said
+
+
+def test_a_seed_typed_in_a_conversation_changes_what_is_sampled(engine, folder):
+    asked = {"max_new_tokens": 9, "temperature": 0.9}
+    texts = [engine.generate([{"role": "user", "content": "the cat"}], seed=seed, **asked).text for seed in (0, 4)]
+    result = saltus_("chat", "-m", folder, "-n", 9, "-t", 0.9, input="the cat\n/reset\n/seed 4\nthe cat\n")
+    assert result.stdout == f"{texts[0]}\n{texts[1]}\n"
+    assert texts[0] != texts[1]
+
+
+def test_a_message_that_cannot_be_read_leaves_the_conversation_as_it_was(engine, folder):
+    second = engine.generate([{"role": "user", "content": "the cat"}], max_new_tokens=9)
+    result = saltus_("chat", "-m", folder, "-n", 9, input="x" * 2000 + "\nthe cat\n")
+    assert "shorten it" in result.stderr
+    assert result.stdout == second.text + "\n"
+
+
+# demo
+
+
+def test_the_demo_shows_question_answer_and_one_closing_line(engine, folder):
+    answer = engine.generate("the cat", max_new_tokens=20)
+    said = saltus_("demo", "the cat", "-m", folder, "-n", 20).stdout
+    assert "\x1b" not in said
+    assert said.index("the cat") < said.index(answer.text.split()[0])
+    assert re.search(r"jacobi\+lookup: \d+ tokens in \d+ calls?, .* plain .* same text", " ".join(said.split()))
+
+
+@pytest.mark.model
+def test_the_demo_leaps_with_the_default_model(model_folder):
+    shown = saltus_("demo", "--colour").stdout
+    said = " ".join(ESCAPES.sub("", shown).split())
+    calls, a_call = re.search(r"tokens in (\d+) calls, ([\d.]+) a call", said).groups()
+    assert int(calls) > 20
+    assert float(a_call) > 1.3
+    assert said.endswith("same text, token for token")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        ([], "give one in quotes"),
+        ([""], "is empty"),
+        (["  \n"], "is empty"),
+        (["a", "--prompts", "b.jsonl"], "give one or the other"),
+        (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["--prompts", "."], "is a folder"),
+        (["a", "--method", "lokup"], "did you mean lookup"),
+        (["a", "--method", "lookup+"], "there are"),
+        (["a", "--option", "lookup.longst=5"], "did you mean lookup.longest?"),
+        (["a", "--option", "jacobi.block=5"], "the method is lookup"),
+        (["a", "--option", "lookup.longest=five"], "'five' is not a whole number"),
+        (["a", "--option", "longest=5"], "write METHOD.FIELD=VALUE"),
+        (["a", "--option", "lookup.longest=0"], "must be 1 or more"),
+        (["a", "--temperature", "-1"], "must be 0 (greedy) or a positive number"),
+        (["a", "--temperature", "nan"], "temperature is nan"),
+        (["a", "--top-p", "1.5"], "must lie in (0, 1]"),
+        (["a", "--seed", "-3"], "must be 0 or more"),
+        (["a", "--rule", "guess"], "there are match, reject"),
+        (["a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["a", "--max-new-tokens", "many"], "integer"),
+        (["a", "--methd", "lookup"], "--method"),
+        (["a", "-m", "smollm2-135"], "did you mean smollm2-135m"),
+        (["a", "-m", "./nowhere"], "there is no folder"),
+        (["a", "-m", "."], "config.json is missing"),
+        (["a", "--json", "--compare"], "saltus check --json"),
+        (["a", "--raw", "--system", "b"], "leave out"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_cure_before_a_model_is_loaded(arguments, cure, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("saltus.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert cure in complaint("generate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "cure"),
+    [
+        ('{"prompt": "a"', "this is not JSON"),
+        ("[1, 2]", "no JSON object"),
+        ("{}", "but has only nothing"),
+        ('{"question": "a", "id": 3}', "only question, id"),
+        ('{"prompt": "a", "turns": ["b"]}', "prompt and turns"),
+        ('{"prompt": 3}', "must be a text"),
+        ('{"prompt": " "}', "not empty"),
+        ('{"turns": []}', "list of texts"),
+        ('{"turns": ["a", ""]}', "list of texts"),
+        ('{"messages": [{"role": "user"}]}', '"content"'),
+        ('{"messages": "a"}', "list of objects"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "check"])
+def test_an_error_in_a_prompt_file_names_the_file_and_the_line(command, line, cure, tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "fine"}\n\n' + line + "\n", encoding="utf-8")
+    said = complaint(command, "--prompts", file)
+    assert said.startswith(f"saltus: {file}, line 3: ")
+    assert cure in said
+
+
+def test_prompt_files_are_utf_8_and_hold_something(tmp_path):
+    file = tmp_path / "asked.jsonl"
+    file.write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
+    assert "line 2: this is not UTF-8" in complaint("generate", "-f", file)
+    file.write_text("\n")
+    assert "holds no prompts" in complaint("generate", "-f", file)
+    assert "stdin is not UTF-8" in complaint("generate", "-", input=b"\xff\xfe")
+
+
+def test_settings_that_only_a_model_can_refuse_are_one_line_too(folder, tiny_folder, tmp_path):
+    assert "must be one of auto, float32" in complaint("generate", "a", "-m", folder, "--dtype", "float8")
+    assert "must be one of auto, cpu, cuda" in complaint("generate", "a", "-m", folder, "--device", "tpu")
+    assert "must lie in 0…128" in complaint("generate", "a", "-m", folder, "--budget", 999)
+    assert "shorten it" in complaint("generate", "x" * 2000, "-m", folder)
+    other = tiny_folder(words="quite other words than those of the first one")
+    drafting = ["--method", "small_model", "--option", f"small_model.model={other}"]
+    assert "another vocabulary" in complaint("generate", "a", "-m", folder, *drafting)
+
+
+def test_a_model_that_gives_nan_is_one_line(folder, tmp_path):
+    broken = tmp_path / "broken"
+    model = tiny_llama()
+    model.lm_head.weight.data[:] = float("nan")
+    model.save_pretrained(broken)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (broken / file).write_bytes((Path(folder) / file).read_bytes())
+    assert "NaN logits" in complaint("generate", "a", "-m", broken)
+
+
+def test_what_was_written_before_an_error_stays(engine, folder, tmp_path):
+    answer = engine.generate("the cat", max_new_tokens=8)
+    file = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"prompt": "x" * 2000})
+    result = saltus_("generate", "-f", file, "-m", folder, "-n", 8, code=2)
+    assert result.stdout.startswith(answer.text + "\n")
+    assert "shorten it" in result.stderr
+    result = saltus_("generate", "-f", file, "-m", folder, "-n", 8, "--json", code=2)
+    assert json.loads(result.stdout)["tokens"] == answer.tokens
+
+
+def test_a_wrong_command_line_is_one_line():
+    assert "did you mean 'generate'" in complaint("generte").lower()
+    assert "no such option" in complaint("--frobnicate").lower()
+    assert "see `saltus pull --help`" in complaint("pull", "--frobnicate")
+
+
+def test_a_fault_of_ours_is_one_line_and_a_traceback_only_where_it_is_asked_for(folder, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("two and two\nare five")
+
+    monkeypatch.setattr("saltus.engine.load", fail)
+    said = saltus_("generate", "a", "-m", folder, code=70).stderr
+    assert said.startswith("saltus: AssertionError: two and two are five (a fault of saltus")
+    assert said.count("\n") == 1
+    assert "Traceback" in saltus_("generate", "a", "-m", folder, code=70, env={"SALTUS_DEBUG": "1"}).stderr
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried …")])
+def test_too_little_memory_is_told_with_a_cure(error, folder, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("saltus.engine.load", fail)
+    assert "take a smaller model" in complaint("generate", "a", "-m", folder)
+
+
+# Interruptions
+
+
+def interrupt_after(count: int, monkeypatch) -> None:
+    chunks = saltus.Engine._chunks
+
+    def interrupted(self, job, rounds):
+        yield from itertools.islice(chunks(self, job, rounds), count)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saltus.Engine, "_chunks", interrupted)
+
+
+def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
+    interrupt_after(3, monkeypatch)
+    result = saltus_("generate", PROMPT, "-m", folder, "--json", "--method", "plain", code=130)
+    told = json.loads(result.stdout)
+    assert (len(told["tokens"]), told["finish_reason"]) == (3, None)
+    assert result.stderr == "saltus: interrupted\n"
+
+
+def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tiny_folder):
+    endless = str(tiny_folder(max_position_embeddings=60000))
+    asked = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        begun = running.stdout.read(20)
+        running.send_signal(signal.SIGINT)
+        rest, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert said == b"saltus: interrupted\n"
+    written = (begun + rest).decode()
+    assert written.endswith("\n")
+    whole = engine.generate(PROMPT, max_new_tokens=400, ignore_eos=True).text
+    known = min(len(written) - 1, len(whole))
+    assert written[:known] == whole[:known]
+
+
+@pytest.mark.parametrize("command", ["generate", "methods"])
+def test_a_reader_who_leaves_is_no_error(command, tiny_folder):
+    endless = str(tiny_folder(max_position_embeddings=60000))
+    asked = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000"]
+    asked = asked if command == "generate" else [*PROGRAM, "methods"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        if command == "generate":
+            running.stdout.read(10)
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait(timeout=60) == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*PROGRAM, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "saltus: the disk that the output goes to is full; free some space\n")
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        here, there = pty.openpty()
+        self.here, self.seen, self.past = here, b"", 0
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
+        self.running = subprocess.Popen(
+            [*PROGRAM, *arguments], stdin=there, stdout=there, stderr=there, env=environment, start_new_session=True,
+            preexec_fn=_own_terminal,
+        )  # fmt: skip
+        os.close(there)
+
+    def type(self, text: str) -> None:
+        os.write(self.here, text.encode())
+
+    def until(self, pattern: str, seconds: float = 60, again: str = "") -> str:
+        """What is seen until a pattern comes; it is not looked at again.
+
+        `again` is typed every few seconds: a signal that comes just before Python waits for input is seen late.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            shown = ESCAPES.sub("", self.seen.decode(errors="replace"))
+            if found := re.search(pattern, shown[self.past :]):
+                begin, self.past = self.past, self.past + found.end()
+                return shown[begin : self.past]
+            ready, _, _ = select.select([self.here], [], [], 3)
+            if ready:
+                self.seen += os.read(self.here, 4096)
+            else:
+                self.type(again)
+            assert time.monotonic() < end, shown[self.past :]
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_conversation(tiny_folder):
+    endless = str(tiny_folder(max_position_embeddings=60000))
+    terminal = Terminal("chat", "-m", endless, "-n", "50000", "--method", "plain", "--temperature", "1")
+    terminal.until("› ")
+    terminal.type("the cat\r")
+    terminal.until(r"the cat\r\n[\s\S]{40}")
+    terminal.type("\x03")
+    assert "interrupted" in terminal.until("a call[^›]*› ")
+    terminal.type("\x03")
+    terminal.until("Ctrl-D or /exit leaves[^›]*› ", again="\x03")
+    terminal.type("\x04")
+    assert terminal.running.wait(timeout=60) == 0
