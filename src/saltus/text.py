@@ -20,15 +20,12 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.special = _special(tokenizer)
-        self.before = [token for token in context if token not in self.special][-CONTEXT:]
+        self.before = list(context[-CONTEXT:])
         self.since: list[int] = []
         self.start = self.said = self._decode(self.before)
 
     def read(self, token: int) -> str:
         """The text that this token completes; empty while a character is not whole, and for special tokens."""
-        if token in self.special:
-            return ""
         self.since.append(token)
         text = self._decode(self.before + self.since)
         whole = text if len(self.since) > PATIENCE else text.rstrip(LOST)
@@ -48,11 +45,6 @@ class Detokenizer:
         if not tokens:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _special(tokenizer: Any) -> frozenset[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {token for token, about in added.items() if about.special}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from saltus.core.forward import Step
@@ -53,9 +54,17 @@ class Acceptance:
 
 @dataclass
 class Costs:
-    """What a call costs in seconds by its nodes: medians of what was measured, straight lines between them."""
+    """What a call costs in seconds by its rows: as measured at first, then as calls go; straight lines between."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
+    pace: float = 0.1  # weight of the latest call
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """A call took so long: longer texts cost more, and machines drift. Of an outlier a factor of 2 counts."""
+        if self.seconds:
+            known = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
+            change = min(max(seconds / self.of(rows), 0.5), 2.0) - 1
+            self.seconds[known] *= 1 + self.pace * change
 
     def of(self, rows: int) -> float:
         """Seconds of a call of `rows` rows, relative where nothing was measured: 1 + 2 % a row."""
@@ -130,6 +139,8 @@ class Controller:
         if not self.adaptive:
             return
         decided, asked = step.tokens.tolist(), len(step.asked.tokens)
+        if step.reply.read == 1 and step.reply.rows == asked + 1:  # not a prompt, nor shared with other texts
+            self.costs.learn(asked + 1, step.reply.seconds)
         depths: dict[int, int] = {-1: -1}  # of the nodes that say what was decided
         for node, parent in enumerate(tree.parents):
             depth = depths.get(parent, len(decided)) + 1

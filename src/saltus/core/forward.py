@@ -81,6 +81,7 @@ class Reply:
     features: Float[Tensor, "rows hidden"] | None = None
     seconds: float = 0.0  # wall time of the call that carried it
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
+    rows: int = 0  # of the whole call, other texts' included
 
 
 @dataclass

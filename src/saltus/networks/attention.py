@@ -32,27 +32,34 @@ class Part:
     past: int
     positions: np.ndarray  # [rows]
     visible: np.ndarray  # [rows, rows] uint8
-    firsts: dict[int | None, np.ndarray] = field(default_factory=dict)  # by window, kept while kernels point to them
+    windows: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # kernels point to them
 
     @property
     def rows(self) -> int:
         return len(self.positions)
 
     def first(self, window: int | None) -> np.ndarray:
-        """First slot that each row sees; slots of the text are positions, and nodes lie within any window."""
+        """First slot of the text that each row sees; slots of the text are positions."""
         if window is None:
             return np.zeros(self.rows, dtype=np.int32)
         return np.maximum(self.positions - window + 1, 0).astype(np.int32)
 
+    def seen(self, window: int | None) -> np.ndarray:
+        """Which new rows each row sees; slots of nodes are not positions."""
+        if window is None or np.ptp(self.positions) < window:
+            return self.visible
+        return self.visible & (self.positions > self.positions[:, None] - window)
+
     def struct(self, window, query, key, value, out, scale, softcap=None) -> native.Attention:
         """What the compiled kernel is told, but for where the layer's memory is; all are [heads, rows, dim] but out."""
-        if window not in self.firsts:
-            self.firsts[window] = self.first(window)
+        if window not in self.windows:
+            self.windows[window] = self.first(window), self.seen(window)
+        first, visible = self.windows[window]
         return native.Attention(
             query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
             key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
             value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
-            out=out.data_ptr(), visible=self.visible.ctypes.data, first=self.firsts[window].ctypes.data,
+            out=out.data_ptr(), visible=visible.ctypes.data, first=first.ctypes.data,
             rows=self.rows, past=self.past, heads=query.shape[0], kv_heads=key.shape[0],
             dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
         )  # fmt: skip
@@ -126,9 +133,9 @@ def _compiled(kernel, part, q, k, v, keys, values, out, scale, window, softcap) 
 def _by_row(part, q, keys, values, scale, window, softcap) -> torch.Tensor:
     """Each row alone over just the keys that it sees: shapes depend on the row's position and on nothing else."""
     group = q.shape[0] // keys.shape[0]
-    first, out = part.first(window), []
+    first, seen, out = part.first(window), part.seen(window), []
     for row in range(part.rows):
-        new = torch.from_numpy(np.flatnonzero(part.visible[row]) + part.past)
+        new = torch.from_numpy(np.flatnonzero(seen[row]) + part.past)
         old = slice(int(first[row]), part.past)
         k = torch.cat([keys[:, old], keys[:, new]], 1).float()
         v = torch.cat([values[:, old], values[:, new]], 1).float()
@@ -143,7 +150,7 @@ def _masked(part, q, keys, values, scale, window, softcap) -> torch.Tensor:
     """All rows at once under a mask: fast on an accelerator, but what a row rounds to depends on the shapes."""
     end = part.past + part.rows
     seen = np.ones((part.rows, end), dtype=bool)
-    seen[:, part.past :] = part.visible
+    seen[:, part.past :] = part.seen(window)
     seen &= np.arange(end) >= part.first(window)[:, None]
     mask = torch.from_numpy(seen).to(q.device)
     if softcap:

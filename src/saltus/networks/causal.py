@@ -42,6 +42,8 @@ class CausalNetwork:
 
     def __post_init__(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
+        if not self.free:  # experts as linear layers, which Exact sees; grouped products round by their shapes
+            self.model.set_experts_implementation("eager")
         self.model.eval()
         self.layers = self.model.config.get_text_config().num_hidden_layers
         if not self.free and supports(self.model):

@@ -1,19 +1,35 @@
-"""Apply weights so that a row rounds alike in every call, by taking over what models ask of torch's matrix products."""
+"""Apply weights and curves so that a row rounds alike in every call, by taking over what models ask of torch."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltus.networks import native
 
 TILE = 8  # rows of every product where there is no compiled kernel
+EVEN = 128  # elements, a multiple of what torch's vector loops take at once: what is left over, other code rounds
+PIECE = 16384  # elements that torch gives to one thread: a border between threads would leave some over
+
+
+def _named(*names: str) -> frozenset[Callable[..., Any]]:
+    """What torch calls so, as a function, as a method and in torch.nn.functional."""
+    return frozenset(f for name in names for place in (torch, Tensor, F) if (f := getattr(place, name, None)))
+
+
+CURVES = _named(
+    "celu", "cos", "elu", "erf", "exp", "expm1", "gelu", "log", "log1p", "logsigmoid", "mish", "pow", "rsqrt", "selu",
+    "sigmoid", "silu", "sin", "softplus", "tanh",
+)  # fmt: skip
+PRODUCTS = _named("matmul", "__matmul__", "mm")
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -41,23 +57,71 @@ def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[: len(rows)].view(*x.shape[:-1], -1)
 
 
-class Exact(TorchFunctionMode):
-    """While active, torch's linear layers are ours. It sees every product of activations with weights."""
+def evenly(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A function of each element that rounds alike wherever the element stands."""
+    count = x.numel()
+    if count % EVEN == 0 and count <= PIECE and x.is_contiguous():
+        return function(x, *args, **kwargs)
+    padded = F.pad(x.reshape(-1), (0, -count % EVEN))
+    return torch.cat([function(piece, *args, **kwargs) for piece in padded.split(PIECE)])[:count].view(x.shape)
 
-    turned: WeakKeyDictionary[Tensor, Tensor] = WeakKeyDictionary()  # weights stored [in, out], turned once
+
+class Exact(TorchFunctionMode):
+    """While active, torch's linear layers and curves are ours. It sees every product of activations with weights."""
+
+    turned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of weights stored [in, out]: as they were, and turned
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.linear and _ours(*args[:2]):
+        if func is F.linear:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return linear(args[0], [args[1]], [bias])[0]
-        if func is torch.addmm and not kwargs and _ours(args[1], args[2]):  # Conv1D of GPT-2
-            bias, x, weight = args
-            if weight not in self.turned:
-                self.turned[weight] = weight.detach().t().contiguous()
-            return linear(x, [self.turned[weight]], [bias])[0]
+            if _ours(args[0], args[1], bias):
+                return _product(args[0], args[1], bias)
+        elif func in CURVES:
+            if _elementwise(args):
+                return evenly(func, *args, **kwargs)
+        elif func in PRODUCTS:  # by weights that stand as columns
+            if not kwargs and args[1].ndim == 2 and _ours(args[0], args[1].t()):
+                return _product(args[0], self._turn(args[1]), None)
+        elif func is torch.addmm and not kwargs and _ours(args[1], args[2].t(), args[0]):  # Conv1D of GPT-2
+            return _product(args[1], self._turn(args[2]), args[0])
         return func(*args, **kwargs)
 
+    def _turn(self, weight: Tensor) -> Tensor:
+        """[in, out] → [out, in], done once for a parameter as long as it stays the same."""
+        if weight.t().is_contiguous() or not isinstance(weight, Parameter):
+            return weight.t()
+        now = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
+        before, turned = self.turned.get(weight, (None, weight))
+        if now != before:
+            turned = weight.detach().t().contiguous()
+            self.turned[weight] = now, turned
+        return turned
 
-def _ours(x: Tensor, weight: Tensor) -> bool:
-    return x.device.type == "cpu" and weight.ndim == 2 and x.dtype == weight.dtype in native.SUFFIX and x.numel() > 0
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, [weight.contiguous()], [None if bias is None else bias.contiguous()])[0]
+
+
+def _ours(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Can a kernel read them where they lie? Quantized weights are tensors of their own kinds, and say otherwise."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype in native.SUFFIX
+        and type(weight) in (Tensor, Parameter)
+        and weight.ndim == 2
+        and x.numel() > 0
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or (bias.dtype == x.dtype and bias.shape == weight.shape[:1]))
+    )
+
+
+def _elementwise(args: Sequence[Any]) -> bool:
+    x, *others = args
+    return (
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and x.is_floating_point()
+        and x.numel() > 0
+        and not any(isinstance(other, Tensor) for other in others)
+    )
