@@ -56,20 +56,19 @@ def grow(
     never merged: two equal draws are two tries (see `reject`).
     """
     offered, roots = _merge(branches, depth, calibrate, invest)
-    heap: list[tuple[float, int, int, float]] = []  # −value, node, place of its parent, chances multiplied
-
-    def push(node: int, parent: int, chance: float, bound: float) -> None:
-        chance *= offered[node].chance
-        heapq.heappush(heap, (-min(max(chance, offered[node].invested), bound), node, parent, chance))
-
-    for node in roots:
-        push(node, -1, 1.0, math.inf)
+    waiting = [(root, -1, 1.0, math.inf) for root in roots]  # place of its parent, its chance and value
+    heap: list[tuple[float, int, int, float]] = []
     rows = []
-    while heap and len(rows) < budget:
+    while len(rows) < budget:
+        for node, parent, chance, bound in waiting:
+            chance *= offered[node].chance
+            value = min(max(chance, offered[node].invested), bound)
+            heapq.heappush(heap, (-value, node, parent, chance))
+        if not heap:
+            break
         negative, best, parent, chance = heapq.heappop(heap)
         node = offered[best]
-        for child in node.children:
-            push(child, len(rows), chance, -negative)
+        waiting = [(child, len(rows), chance, -negative) for child in node.children]
         rows.append((node.token, parent, node.stated, node.source, -negative, node.law, node.worth))
     return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 7)
 
