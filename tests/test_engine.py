@@ -54,6 +54,14 @@ def test_every_method_writes_the_text_of_plain_decoding(engine, method, settings
         assert other.text == plain.text
 
 
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_drafter_that_is_the_target_is_always_right(engine, settings):
+    drafter = {"small_model": {"model": engine.target.name, "length": 3, "least": 0.0}}
+    sure = saltus.load(engine.target.name, "small_model", options=drafter, adaptive=False)
+    answer = sure.generate(PROMPT, max_new_tokens=21, ignore_eos=True, **settings)
+    assert answer.statistics.accepted == [4] * 5 + [1]
+
+
 def test_drafts_save_calls_where_a_text_repeats_itself(engine):
     answer = engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
     assert answer.statistics.calls < 100
