@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from saltus.core.forward import Forward, Reply
-from saltus.networks import attention
+from saltus.networks import attention, native
 from saltus.networks.attention import Call, Part
 from saltus.networks.lean import Lean, supports
 from saltus.networks.linear import Exact
@@ -64,22 +64,27 @@ class CausalNetwork:
             past = memory.recall(ask.canvas.decided)
             read[text] -= past
             queue.append(list(_reads(text, ask, memory, past)))
-        while any(queue):
-            reads, room = [], ROWS
-            for waiting in queue:
-                if waiting and waiting[0].part.rows <= room:
-                    reads.append(waiting.pop(0))
-                    room -= reads[-1].part.rows
-            rows, hidden = self._call(reads)
-            for one in reads:
-                if one.wanted:
-                    logits[one.text], rows = rows[: one.wanted], rows[one.wanted :]
-                    features[one.text], hidden = hidden[: one.wanted], hidden[one.wanted :]
+        with contextlib.nullcontext() if self.free else native.in_charge():
+            while any(queue):
+                reads, room = [], ROWS
+                for waiting in queue:
+                    if waiting and waiting[0].part.rows <= room:
+                        reads.append(waiting.pop(0))
+                        room -= reads[-1].part.rows
+                rows, hidden = self._call(reads)
+                for one in reads:
+                    if one.wanted:
+                        logits[one.text], rows = rows[: one.wanted], rows[one.wanted :]
+                        features[one.text], hidden = hidden[: one.wanted], hidden[one.wanted :]
         for ask, memory in zip(asks, memories, strict=True):
             memory.tokens = ask.canvas.decided.copy()
             memory.tree = ask if ask.tokens else None
         seconds = time.perf_counter() - started
-        return [Reply(logits[i], features[i] if ask.features else None, seconds, read[i]) for i, ask in enumerate(asks)]
+        rows = sum(read) + sum(len(ask.tokens) for ask in asks)
+        return [
+            Reply(logits[i], features[i] if ask.features else None, seconds, read[i], rows)
+            for i, ask in enumerate(asks)
+        ]
 
     def _call(self, reads: Sequence[_Read]) -> tuple[torch.Tensor, torch.Tensor]:
         """One call of the model: logits and features of the wanted rows, text by text."""

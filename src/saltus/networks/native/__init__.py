@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -9,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
@@ -96,6 +97,20 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any
     if device.type != "cpu" or dtype not in SUFFIX or (found := library()) is None:
         return None
     return getattr(found, f"{name}_{SUFFIX[dtype]}", None)
+
+
+@contextlib.contextmanager
+def in_charge() -> Iterator[None]:
+    """Leave the processor to the kernels: torch's threads would spin beside theirs after every small product."""
+    threads = torch.get_num_threads()
+    if library() is None or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
