@@ -95,6 +95,8 @@ def attend(module, query, key, value, attention_mask=None, scaling=None, sliding
     call: Call = _local.call
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
+    if isinstance(attention_mask, Window):
+        sliding_window = attention_mask.size
     query, key, value = query[0], key[0], value[0]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
@@ -165,5 +167,23 @@ def _masked(part, q, keys, values, scale, window, softcap) -> torch.Tensor:
     return out[0].transpose(0, 1)
 
 
+@dataclass(frozen=True)
+class Window:
+    """What stands for a mask: how far back a layer looks. Some models tell it by their mask alone."""
+
+    size: int
+
+
+def mask(*args, config=None, local_size=None, **kwargs) -> Window | None:
+    """The mask that Transformers makes for each kind of layer; who sees whom within that, a Call says."""
+    if local_size is None:
+        return None
+    if local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"its attention looks back by chunks of {local_size} tokens, which Saltus does not support yet"
+        )
+    return Window(local_size)
+
+
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(NAME, mask)

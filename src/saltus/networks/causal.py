@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from saltus.networks.lean import Lean, supports
 from saltus.networks.linear import Exact
 from saltus.networks.memory import Memory
 
-ROWS = 256  # rows of one call at most: up to there the linear layers round a row alike, whatever stands beside it
+ROWS = 256  # rows of one call at most, so that a long prompt needs little room
 
 
 @dataclass
@@ -39,6 +40,7 @@ class CausalNetwork:
     free: bool = False
     layers: int = field(init=False)
     lean: Lean | None = field(init=False, default=None)  # a quicker way through the same model, where there is one
+    busy: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
 
     def __post_init__(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
@@ -55,6 +57,10 @@ class CausalNetwork:
     @torch.inference_mode()
     def forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
         """Evaluate every Forward, each on its own memory, in as few calls as ROWS allows."""
+        with self.busy:
+            return self._forward(asks, memories)
+
+    def _forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
         started = time.perf_counter()
         logits: list[Any] = [None] * len(asks)
         features: list[Any] = [None] * len(asks)
@@ -97,7 +103,9 @@ class CausalNetwork:
         call = Call([read.part for read in reads], self.layers, self.free)
         device = self.model.device
         if self.lean is not None:
-            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted, dtype=torch.long))
+            return self.lean(
+                torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted, dtype=torch.long)
+            )
         exact = contextlib.nullcontext() if self.free else Exact()
         with attention.during(call), self._listen() as heard, exact:
             out = self.model(

@@ -1,0 +1,92 @@
+"""Make tiny random models of the architectures that a causal network must serve, and ask them."""
+
+import numpy as np
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, set_seed
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+
+VOCAB = 96
+LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
+WINDOW = {"sliding_window": 12}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+
+ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the tests
+    "Llama": LLAMA_LIKE,
+    "Qwen2": LLAMA_LIKE,
+    "Qwen3": {**LLAMA_LIKE, "head_dim": 20},
+    "Mistral": {**LLAMA_LIKE, **WINDOW},
+    "Gemma": {**LLAMA_LIKE, "head_dim": 16},
+    "Gemma2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
+    "Gemma3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16},
+    "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
+    "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
+    "Phi": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
+    "Phi3": {**LLAMA_LIKE, **WINDOW},
+    "Granite": LLAMA_LIKE,
+    "Cohere": LLAMA_LIKE,
+    "Cohere2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING},
+    "Olmo2": LLAMA_LIKE,
+    "StableLm": LLAMA_LIKE,
+    "SmolLM3": LLAMA_LIKE,
+    "Starcoder2": {**LLAMA_LIKE, **WINDOW},
+    "GPTBigCode": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
+    "DeepseekV3": {
+        **LLAMA_LIKE, "num_key_value_heads": 6, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1,
+    },
+    "Mixtral": {**LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {
+        **LLAMA_LIKE, **EXPERTS, **WINDOW, **ALTERNATING, "use_sliding_window": True, "max_window_layers": 1,
+        "shared_expert_intermediate_size": 40,
+    },
+    "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
+}  # fmt: skip
+
+
+def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """Two layers of random weights, large enough that its laws have favourites."""
+    common = {
+        "vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    settings = common | ARCHITECTURES.get(name, {}) | changes
+    config: PretrainedConfig = getattr(transformers, configuration(name))(**settings)
+    set_seed(seed)
+    return model_class(name)(config).eval()
+
+
+def configuration(name: str) -> str:
+    return {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    return getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))
+
+
+def text(length: int, seed: int = 0) -> np.ndarray:
+    """Random tokens, none of them special."""
+    return np.random.default_rng(seed).integers(3, VOCAB, length)
+
+
+def read(network, decided, tokens=(), parents=(), memory=None) -> torch.Tensor:
+    """The logits after the decided text and after each node; on a fresh memory unless one is given."""
+    ask = Forward(continuation(np.asarray(decided), len(tokens) + 1), tuple(int(t) for t in tokens), tuple(parents))
+    return network.forward([ask], [network.memory() if memory is None else memory])[0].logits
+
+
+def chain(network, tokens) -> torch.Tensor:
+    """The logits after each token, all from one call: the first token is text, the others are nodes."""
+    return read(network, tokens[:1], tokens[1:], range(-1, len(tokens) - 2))
+
+
+def random_tree(nodes: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens and parents: wide and deep, siblings of one token among them."""
+    draws = np.random.default_rng(seed)
+    parents = tuple(int(draws.integers(max(-1, node - 6), node)) for node in range(nodes))
+    return tuple(draws.integers(3, 20, nodes).tolist()), parents

@@ -1,0 +1,239 @@
+"""A causal network over many architectures: the model's own laws, and the same bits however they are asked."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+
+from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, random_tree, read, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.networks.causal import ROWS, CausalNetwork
+from saltus.networks.loading import serve
+
+DTYPES = [torch.float32, torch.bfloat16]
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
+LEAN = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+LENGTH = 40
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+
+@pytest.fixture(scope="module")
+def networks():
+    """Networks by architecture and dtype, made once."""
+    made: dict[tuple[str, torch.dtype], CausalNetwork] = {}
+
+    def network(name: str, dtype: torch.dtype) -> CausalNetwork:
+        if (name, dtype) not in made:
+            made[name, dtype] = CausalNetwork(tiny(name).to(dtype))
+        return made[name, dtype]
+
+    return network
+
+
+@torch.inference_mode()
+def own_logits(model, tokens) -> torch.Tensor:
+    """What Transformers says by its own attention."""
+    return model(torch.tensor(np.asarray(tokens)[None]), use_cache=False).logits[0].float()
+
+
+def off(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The error of each row, as a share of its size."""
+    return (ours.float() - own).norm(dim=-1) / own.norm(dim=-1)
+
+
+@each_dtype
+@each_architecture
+def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
+    model, tokens = tiny(name).to(dtype), text(LENGTH)
+    own = own_logits(model, tokens)
+    errors = off(chain(CausalNetwork(model), tokens), own)
+    if dtype == torch.bfloat16 and any(word in name for word in ("Moe", "Mixtral", "Deepseek")):
+        errors = errors.sort().values[: LENGTH * 3 // 4]  # rounding sends a few rows to other experts
+    assert errors.max() < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
+    model, tokens = tiny(name).to(torch.float16), text(LENGTH)
+    own = own_logits(model, tokens)
+    assert off(chain(CausalNetwork(model), tokens), own).max() < BOUNDS[torch.float16]
+
+
+@each_dtype
+@each_architecture
+def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, dtype):
+    network, tokens = networks(name, dtype), text(LENGTH)
+    memory = network.memory()
+    one_by_one = torch.cat([read(network, tokens[: i + 1], memory=memory) for i in range(LENGTH)])
+    assert torch.equal(one_by_one, chain(network, tokens))
+    for length in (1, 7, LENGTH):
+        assert torch.equal(read(network, tokens[:length])[0], one_by_one[length - 1])
+
+
+@each_dtype
+@each_architecture
+def test_a_node_of_a_tree_gets_the_bits_of_its_path_read_as_text(networks, name, dtype):
+    network, decided = networks(name, dtype), text(20)
+    tokens, parents = random_tree(30)
+    tree = Forward(continuation(decided, 40), tokens, parents)
+    memory = network.memory()
+    read(network, decided[:-3], memory=memory)
+    laws = read(network, decided, tokens, parents, memory)
+    assert torch.equal(laws[0], read(network, decided)[0])
+    for node in range(0, 30, 2):
+        assert torch.equal(laws[node + 1], read(network, [*decided, *tree.path(node)])[0])
+
+
+@each_dtype
+@each_architecture
+def test_texts_in_a_batch_get_the_bits_that_each_gets_alone(networks, name, dtype):
+    network = networks(name, dtype)
+    asks = [
+        Forward(continuation(text(5), 9), (3, 4, 5), (-1, 0, -1)),
+        Forward(continuation(text(33, seed=1), 9)),
+        Forward(continuation(text(61, seed=2), 9), *random_tree(9)),
+    ]
+    replies = network.forward(asks, [network.memory() for _ in asks])
+    for ask, reply in zip(asks, replies, strict=True):
+        assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+
+
+@each_dtype
+@each_architecture
+def test_a_prompt_longer_than_a_call_gets_the_bits_of_decoding(networks, name, dtype):
+    network, tokens = networks(name, dtype), text(ROWS + 60)
+    memory = network.memory()
+    for length in (100, ROWS + 1, ROWS + 58):
+        read(network, tokens[:length], memory=memory)
+    for length in (ROWS + 59, ROWS + 60):
+        assert torch.equal(read(network, tokens[:length], memory=memory), read(network, tokens[:length]))
+    assert torch.equal(read(network, tokens, *random_tree(9), memory), read(network, tokens, *random_tree(9)))
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_batches_longer_than_a_call_are_cut_and_every_text_gets_its_own_answer(networks, name):
+    network = networks(name, torch.float32)
+    asks = [
+        Forward(continuation(text(length, seed=length), 9), *random_tree(nodes), features=True)
+        for length, nodes in ((500, 5), (3, 0), (ROWS - 6, 7), (90, 200), (ROWS, 0))
+    ]
+    for ask, reply in zip(asks, network.forward(asks, [network.memory() for _ in asks]), strict=True):
+        alone = network.forward([ask], [network.memory()])[0]
+        assert torch.equal(reply.logits, alone.logits)
+        assert torch.equal(reply.features, alone.features)
+        assert len(reply.logits) == len(ask.tokens) + 1
+
+
+def test_a_window_counts_positions_where_branches_push_slots_apart():
+    """Eleven siblings stand between the text and a branch that is longer than the window."""
+    network = CausalNetwork(tiny("Mistral", sliding_window=4))
+    decided, tokens = text(9), (*range(3, 14), *range(20, 30))
+    parents = (*[-1] * 11, -1, *range(11, 20))
+    laws = read(network, decided, tokens, parents)
+    for node in range(11, 21):
+        assert torch.equal(laws[node + 1], read(network, [*decided, *range(20, 20 + node - 10)])[0])
+
+
+@torch.inference_mode()
+def test_features_are_what_the_unembedding_reads(networks):
+    for name in ("Llama", "GPT2"):
+        network = networks(name, torch.float32)
+        ask = Forward(continuation(text(9), 9), (3, 4), (-1, 0), features=True)
+        reply = network.forward([ask], [network.memory()])[0]
+        assert reply.features.shape == (3, 48)
+        unembedded = network.model.get_output_embeddings()(reply.features)
+        torch.testing.assert_close(unembedded, reply.logits)
+        plain = network.forward([Forward(ask.canvas, ask.tokens, ask.parents)], [network.memory()])[0]
+        assert plain.features is None
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
+def test_free_shapes_give_the_same_logits_but_for_rounding(name):
+    model, tokens = tiny(name), text(LENGTH)
+    own = own_logits(model, tokens)
+    assert off(chain(CausalNetwork(model, free=True), tokens), own).max() < BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])
+def test_threads_may_share_a_network(networks, name):
+    network = networks(name, torch.float32)
+    asks = [Forward(continuation(text(20, seed), 9), *random_tree(8, seed)) for seed in range(4)]
+    alone = [network.forward([ask], [network.memory()])[0].logits for ask in asks]
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(15):
+            logits = network.forward([asks[number]], [network.memory()])[0].logits
+            if not torch.equal(logits, alone[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_weights_stored_as_columns_are_turned_anew_when_they_change():
+    model = tiny("GPT2")
+    network, tokens = CausalNetwork(model), text(9)
+    before = chain(network, tokens)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert torch.equal(chain(network, tokens), chain(CausalNetwork(model), tokens))
+    assert not torch.equal(chain(network, tokens), before)
+    model.to(torch.bfloat16)
+    assert torch.equal(chain(network, tokens), chain(CausalNetwork(tiny_like(model)), tokens))
+
+
+def tiny_like(model):
+    """A second GPT-2 with the same weights in other places."""
+    other = tiny("GPT2", seed=1).to(torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+REFUSED = {
+    "Falcon": ({"hidden_size": 48, "num_attention_heads": 6}, "AttentionInterface"),
+    "GPTJ": ({"n_embd": 48, "n_head": 6, "n_layer": 2, "rotary_dim": 8}, "AttentionInterface"),
+    "GptOss": ({**LLAMA_LIKE, "num_local_experts": 4, "head_dim": 8}, "attention sinks"),
+    "Mamba": ({"hidden_size": 48}, "keeps a state"),
+    "Lfm2": ({**LLAMA_LIKE, "layer_types": ["conv", "full_attention"]}, "keeps a state in conv layers"),
+    "RecurrentGemma": ({**LLAMA_LIKE, "num_hidden_layers": 3}, "keeps a state"),
+    "Bart": (
+        {"d_model": 48, "decoder_attention_heads": 6, "decoder_layers": 2, "decoder_ffn_dim": 64, "encoder_layers": 1},
+        "other logits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_an_error_that_says_why(name):
+    settings, why = REFUSED[name]
+    with pytest.raises(ValueError, match=why) as error:
+        serve(tiny(name, **settings), "mine")
+    assert "\n" not in str(error.value)
+
+
+def test_position_biases_are_refused():
+    config = BloomConfig(vocab_size=VOCAB, hidden_size=48, n_head=6, n_layer=2)
+    with pytest.raises(ValueError, match="AttentionInterface"):
+        serve(BloomForCausalLM(config).eval(), "mine")
+
+
+def test_attention_by_chunks_is_refused():
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **LLAMA_LIKE, vocab_size=VOCAB, num_hidden_layers=2, head_dim=8, attention_chunk_size=12,
+        intermediate_size_mlp=72, num_local_experts=2, pad_token_id=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="by chunks of 12 tokens"):
+        serve(Llama4ForCausalLM(config).eval(), "mine")
