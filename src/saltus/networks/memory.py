@@ -61,7 +61,7 @@ class Memory:
 
 def _grown(old: torch.Tensor | None, layers: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
     heads, _, dim = like.shape
-    new = torch.zeros(layers, heads, capacity, dim, dtype=like.dtype, device=like.device)
+    new = torch.empty(layers, heads, capacity, dim, dtype=like.dtype, device=like.device)
     if old is not None:
         new[:, :, : old.shape[2]] = old
     return new

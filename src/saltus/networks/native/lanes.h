@@ -10,8 +10,22 @@
 
 #define LANES 16
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
+typedef float four __attribute__((vector_size(4 * sizeof(float))));
 typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+// Scratch that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
+enum { PACKED, MADE, SCORES, SCRATCHES };
+static void *scratch(int which, size_t bytes) {
+  static _Thread_local struct { void *at; size_t size; } kept[SCRATCHES];
+  if (kept[which].size < bytes) {
+    free(kept[which].at);
+    bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    kept[which].at = aligned_alloc(64, bytes);
+    kept[which].size = kept[which].at ? bytes : 0;
+  }
+  return kept[which].at;
+}
 
 #define PAD(n, to) (((n) + (to) - 1) / (to) * (to))
 
@@ -23,7 +37,7 @@ static inline lanes load_f32(const float *p) {
 static inline float from_f32(float x) { return x; }
 static inline float to_f32(float x) { return x; }
 static inline void store_f32(float *p, lanes v) { memcpy(p, &v, sizeof v); }
-static inline void to_four_f32(const float *x, float *y) { memcpy(y, x, 4 * sizeof *y); }
+static inline void to_four_f32(four x, float *y) { memcpy(y, &x, sizeof x); }
 
 static inline lanes load_bf16(const uint16_t *p) {
   hlanes h;
@@ -52,9 +66,9 @@ static inline void store_bf16(uint16_t *p, lanes v) {
   memcpy(p, &small, sizeof small);
 #endif
 }
-static inline void to_four_bf16(const float *x, uint16_t *y) {
+static inline void to_four_bf16(four x, uint16_t *y) {
 #if defined __AVX512BF16__ && defined __AVX512VL__
-  __m128bh four = _mm_cvtneps_pbh(_mm_loadu_ps(x));
+  __m128bh four = _mm_cvtneps_pbh((__m128)x);
   memcpy(y, &four, 4 * sizeof *y);
 #else
   for (int i = 0; i < 4; i++) y[i] = to_bf16(x[i]);
@@ -82,27 +96,26 @@ static inline void store_f16(_Float16 *p, lanes v) {
   memcpy(p, &h, sizeof h);
 #endif
 }
-static inline void to_four_f16(const float *x, _Float16 *y) {
+static inline void to_four_f16(four x, _Float16 *y) {
   for (int i = 0; i < 4; i++) y[i] = (_Float16)x[i];
 }
 #endif
 
 // The sums of four vectors of lanes, always by the same tree.
-static inline void sum_four(lanes a, lanes b, lanes c, lanes d, float *y) {
+static inline four sum_four(lanes a, lanes b, lanes c, lanes d) {
 #ifdef __AVX512F__
   __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));
   __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)c, (__m512)d), _mm512_unpackhi_ps((__m512)c, (__m512)d));
   __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  __m512 t = _mm512_add_ps(s, _mm512_shuffle_f32x4(s, s, 0x4e));
-  _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_add_ps(t, _mm512_shuffle_f32x4(t, t, 0xb1))));
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(s), (__m256)_mm512_extractf64x4_pd((__m512d)s, 1));
+  return (four)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 #else
   float x[4][LANES];
   memcpy(x[0], &a, sizeof a), memcpy(x[1], &b, sizeof b), memcpy(x[2], &c, sizeof c), memcpy(x[3], &d, sizeof d);
-  for (int v = 0; v < 4; v++) {
+  for (int v = 0; v < 4; v++)
     for (int half = LANES / 2; half; half /= 2)
       for (int i = 0; i < half; i++) x[v][i] += x[v][i + half];
-    y[v] = x[v][0];
-  }
+  return (four){x[0][0], x[1][0], x[2][0], x[3][0]};
 #endif
 }
 
