@@ -235,15 +235,16 @@ def test_the_closing_line_says_where_a_text_differs(engine):
 
 
 def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, folder):
-    answer = engine.generate(PROMPT, max_new_tokens=40)
-    shown = saltus_("generate", PROMPT, "-m", folder, "-n", 40, "--colour").stdout
-    plain = saltus_("generate", PROMPT, "-m", folder, "-n", 40, "--no-colour").stdout
-    assert "\x1b" not in plain
+    answer = engine.generate(PROMPT, max_new_tokens=80, ignore_eos=True)
+    asked = ["generate", PROMPT, "-m", folder, "-n", 80, "--ignore-eos"]
+    shown, plain = (saltus_(*asked, switch).stdout for switch in ("--colour", "--no-colour"))
+    assert plain == answer.text + "\n"
     assert ESCAPES.sub("", shown) == plain.translate(UNSEEN)
-    runs = re.findall(r"\x1b\[(1;)?(\d+)m", shown)
-    assert len(runs) >= sum(bool(call.tokens) for call in answer.steps) / 2
-    assert len({colour for _, colour in runs} - {"0"}) == len(CYCLE)
-    assert any(bold for bold, _ in runs) == (max(answer.statistics.accepted) > 1)
+    runs = re.findall(r"\x1b\[(1;)?(\d\d)m", shown)
+    assert len(runs) >= answer.statistics.calls / 2  # bytes that are no character are shown later
+    assert len({colour for _, colour in runs}) == len(CYCLE)
+    assert max(answer.statistics.accepted) > 1
+    assert {bool(bold) for bold, _ in runs} == {True, False}
 
 
 def test_no_color_of_the_environment_is_heeded_and_overruled(folder):
