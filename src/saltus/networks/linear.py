@@ -33,7 +33,7 @@ PRODUCTS = _named("matmul", "__matmul__", "mm")
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """x Wᵀ + b for several weights [out, in] at once; x is [..., in]. No row depends on another, nor on their number."""
+    """x Wᵀ + b for several weights [out, in] at once; x is [..., in]. No row depends on the others."""
     kernel = native.kernel("linear", x.dtype, x.device)
     if kernel is None:
         return [_tiled(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]

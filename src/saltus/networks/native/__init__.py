@@ -84,9 +84,7 @@ def library() -> ctypes.CDLL | None:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
     try:
-        found = ctypes.CDLL(str(target))
-        found.saltus_threads(INTEGER(torch.get_num_threads()))
-        return found
+        return ctypes.CDLL(str(target))
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
@@ -102,10 +100,11 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any
 @contextlib.contextmanager
 def in_charge() -> Iterator[None]:
     """Leave the processor to the kernels: torch's threads would spin beside theirs after every small product."""
-    threads = torch.get_num_threads()
-    if library() is None or threads == 1:
+    found, threads = library(), torch.get_num_threads()
+    if found is None:
         yield
         return
+    found.saltus_threads(INTEGER(threads))
     torch.set_num_threads(1)
     try:
         yield

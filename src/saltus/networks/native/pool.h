@@ -19,7 +19,7 @@ static struct {
   const void *job;
   int64_t pieces;
   uint64_t number;
-  int workers;
+  int workers, alone;
   pthread_mutex_t busy, sleep;
   pthread_cond_t wake;
 } pool = {.ticket = CLOSED, .busy = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER,
@@ -60,9 +60,10 @@ static void *worker(void *unused) {
   return unused;
 }
 
-// Work with so many threads, the caller included. They are started once and never stopped.
+// Work with so many threads, the caller included. They are started when first asked for and never stopped.
 void saltus_threads(int64_t threads) {
   pthread_mutex_lock(&pool.busy);
+  pool.alone = threads < 2;
   while (pool.workers < threads - 1 && pool.workers < WORKERS) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, worker, NULL)) break;
@@ -73,7 +74,7 @@ void saltus_threads(int64_t threads) {
 }
 
 static void share(Work work, const void *job, int64_t pieces) {
-  if (pieces < 2 || !pool.workers || pthread_mutex_trylock(&pool.busy)) {
+  if (pieces < 2 || pool.alone || !pool.workers || pthread_mutex_trylock(&pool.busy)) {
     for (int64_t piece = 0; piece < pieces; piece++) work(job, piece);
     return;
   }
