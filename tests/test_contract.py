@@ -1,0 +1,345 @@
+"""What every method must keep, whichever it is: the files of `methods/` are found by themselves."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jaxtyping
+import numpy as np
+import pytest
+from scipy import stats
+
+from saltus import testing
+from saltus.core.control import Controller, Costs
+from saltus.core.decode import rounds
+from saltus.core.forward import Forward, Laws
+from saltus.core.rules import match, reject
+from saltus.core.sampling import Law, Sampling, one_hot, pick, probability, residual
+from saltus.core.tree import Tree
+from saltus.methods import available
+from saltus.testing import Toy, Writing, joint, toy, writing
+
+METHODS = [*available(), "jacobi+lookup", "small_model+lookup", "jacobi+lookup+small_model"]
+PROMPT = [1, 2, 3, 4, 1, 2]
+LENGTH = 24
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=1.0),
+    "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9),
+    "min_p": Sampling(temperature=1.3, min_p=0.1),
+    "greedy, penalised": Sampling(repetition_penalty=1.3),
+    "penalised, banned and forced": Sampling(0.8, repetition_penalty=1.2, banned=(3,), forced=((0, 5), (4, 1), (5, 1))),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
+
+
+@pytest.fixture
+def unchecked():
+    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def write(method: str, length: int = LENGTH, *, seed: int = 0, target: Toy | None = None, **settings) -> Writing:
+    return writing(method, PROMPT, length, target=target or toy(sharp=1.5), seed=seed, **settings).finish()
+
+
+@lru_cache
+def plain_text(sampling: Sampling, seed: int = 0) -> list[int]:
+    return write("plain", seed=seed, sampling=sampling).tokens
+
+
+def stairs() -> Costs:
+    """Calls whose time jumps, as on machines that like some widths."""
+    return Costs({1: 1.0, 2: 1.3, 3: 1.31, 4: 1.32, 5: 1.6, 8: 1.62, 9: 2.0, 16: 2.1})
+
+
+@dataclass
+class Reckless(Controller):
+    """Any size at all, drafters asked or not: a function of its seed and of what it has been asked."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.dice = np.random.default_rng(self.seed)
+
+    def drafts(self) -> bool:
+        return bool(self.dice.random() < 0.7)
+
+    def size(self, tree: Tree) -> int:
+        return int(self.dice.integers(0, len(tree.tokens) + 1))
+
+
+# ---------------------------------------------------------------------------------------------- match: the same text
+
+
+@every_method
+@every_sampling
+def test_a_method_writes_the_text_of_plain(method: str, sampling: Sampling):
+    for seed in range(2):
+        assert write(method, seed=seed, sampling=sampling).tokens == plain_text(sampling, seed)
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.usefixtures("unchecked")
+def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
+    for seed in range(4):
+        for controller in (
+            Controller(adaptive=True),
+            Controller(adaptive=True, costs=stairs()),
+            Controller(budget=0),
+            Controller(budget=1),
+            Controller(budget=3, adaptive=True),
+            Reckless(seed=seed),
+            Reckless(budget=40, seed=seed + 100),
+        ):
+            written = write(method, seed=seed, sampling=sampling, controller=controller)
+            assert written.tokens == plain_text(sampling, seed)
+            assert written.networks["target"].widest <= controller.budget
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.usefixtures("unchecked")
+def test_a_length_limit_may_fall_anywhere(method: str, sampling: Sampling):
+    plain = plain_text(sampling)
+    for length in range(LENGTH + 1):
+        assert write(method, length, sampling=sampling).tokens == plain[:length]
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.usefixtures("unchecked")
+def test_a_text_may_end_anywhere(method: str, sampling: Sampling):
+    plain = plain_text(sampling)
+    for end in range(1, LENGTH + 1):
+
+        def stop(canvas, tokens, end=end) -> int | None:
+            return end - canvas.done if canvas.done + len(tokens) >= end else None
+
+        assert write(method, sampling=sampling, stop=stop).tokens == plain[:end]
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.usefixtures("unchecked")
+def test_a_text_ends_with_its_end_token(method: str, sampling: Sampling):
+    plain = plain_text(sampling)
+    for token in range(6):
+
+        def stop(canvas, tokens, token=token) -> int | None:
+            places = np.flatnonzero(tokens == token)
+            return int(places[0]) + 1 if len(places) else None
+
+        expected = plain[: plain.index(token) + 1] if token in plain else plain
+        assert write(method, sampling=sampling, stop=stop).tokens == expected
+
+
+@every_method
+@greedy_and_sampled
+def test_a_text_is_the_same_in_a_batch_that_others_join_and_leave(method: str, sampling: Sampling):
+    target = toy(sharp=1.5)
+    made = [
+        writing(method, PROMPT[i % 4 :], 5 + 4 * i, target=target, seed=i, sampling=sampling, controller=controller)
+        for i, controller in enumerate([None, Controller(adaptive=True), None, Reckless(seed=3), None, Reckless()])
+    ]
+    seats, later = [one.seat for one in made[:2]], [one.seat for one in made[2:]]
+    for _ in rounds(seats, made[0].networks):
+        if later:
+            seats.append(later.pop(0))
+    assert not later
+    for i, one in enumerate(made):
+        alone = writing("plain", PROMPT[i % 4 :], 5 + 4 * i, target=toy(sharp=1.5), seed=i, sampling=sampling).finish()
+        assert one.tokens == alone.tokens
+    assert target.calls < sum(len(one.steps) for one in made), "texts shared calls"
+
+
+@every_method
+def test_texts_differ_by_seed(method: str):
+    texts = {tuple(write(method, seed=seed, sampling=Sampling(temperature=1.0)).tokens) for seed in range(5)}
+    assert len(texts) == 5
+
+
+# ----------------------------------------------------------------------------------- calls, and what leaves the loop
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.parametrize("rule", [match, reject])
+def test_a_call_of_the_target_decides_at_least_one_token(method: str, sampling: Sampling, rule):
+    written = write(method, sampling=sampling, rule=rule)
+    assert written.networks["target"].calls == len(written.steps) <= LENGTH == len(written.tokens)
+    assert all(len(step.tokens) >= 1 for step in written.steps)
+
+
+@every_method
+@greedy_and_sampled
+@pytest.mark.parametrize("rule", [match, reject])
+def test_nothing_unverified_leaves(method: str, sampling: Sampling, rule):
+    """Each step hands out the accepted path and one token that the target's law after it supports."""
+    for step in write(method, sampling=sampling, rule=rule).steps:
+        path = step.asked.path(step.node)
+        assert step.tokens.tolist()[:-1] == path
+        laws = Laws(step.asked, step.reply, sampling, step.laws.noise)
+        for node, token in zip([-1, *step.asked.follow(path)], step.tokens.tolist(), strict=True):
+            assert probability(token, laws[node]) > 0
+            if rule is match:
+                assert token == laws.pick(node)
+
+
+@every_method
+def test_a_refused_draft_is_not_kept_in_the_text(method: str):
+    """The toys compare each canvas with the last one that they were shown; here they are shown to do so."""
+    written = write(method, sampling=Sampling(temperature=1.0))
+    canvas = written.steps[-1].canvas
+    tampered = canvas.tokens.copy()
+    tampered[len(PROMPT)] += 1
+    memory = written.seat.memories["target"]
+    with pytest.raises(AssertionError, match="decided text never changes"):
+        written.networks["target"].check(Forward(type(canvas)(tampered % 6, canvas.order, canvas.done)), memory)
+
+
+# ------------------------------------------------------------------------------------------ reject: the law of the text
+
+TEXTS = 800
+VOCAB, SHORT, PROMPT_3 = 3, 4, [0, 1, 2, 0, 1, 2, 0, 1]  # 81 texts
+DISTANCE = 0.2  # Σ (q − p)² / p between the law of a wrong rule and the right one that must not go unseen
+ALPHA = 1e-4
+
+
+def small_toy() -> Toy:
+    return toy(vocab=VOCAB, sharp=1.2, seed=8)
+
+
+def cells(expected: np.ndarray) -> np.ndarray:
+    """Texts in order of probability, the rare ones together until five are expected in a cell."""
+    labels, cell, mass = np.zeros(len(expected), dtype=int), 0, 0.0
+    for text in np.argsort(expected):
+        labels[text] = cell
+        mass += expected[text] * TEXTS
+        if mass >= 5:
+            cell, mass = cell + 1, 0.0
+    return labels
+
+
+def test_the_test_of_laws_has_power():
+    """At 1 in 10,000 false alarms, what is DISTANCE away is found in 99 of 100 runs."""
+    freedom = cells(joint(small_toy(), PROMPT_3, SHORT, Sampling(temperature=1.0))).max()
+    limit = stats.chi2.ppf(1 - ALPHA, freedom)
+    assert stats.ncx2.sf(limit, freedom, TEXTS * DISTANCE) > 0.99
+
+
+def p_value(method: str, sampling: Sampling | None = None, **settings) -> float:
+    """Of the texts that a method writes, against the enumerated law of the toy."""
+    sampling = sampling or Sampling(temperature=1.0)
+    settings = {"rule": reject, "error": 1.5} | settings
+    controller = settings.pop("controller", None)
+    expected = joint(small_toy(), PROMPT_3, SHORT, sampling)
+    target, counts = small_toy(), np.zeros(len(expected))
+    for seed in range(TEXTS):
+        made = controller(seed) if controller else None
+        written = writing(
+            method, PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, controller=made, **settings
+        ).finish()
+        counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
+    assert not counts[expected == 0].any()
+    labels = cells(expected)
+    seen, due = np.bincount(labels, counts), np.bincount(labels, expected * TEXTS)
+    statistic = ((seen - due) ** 2 / due)[due > 0].sum()
+    return float(stats.chi2.sf(statistic, (due > 0).sum() - 1))
+
+
+@every_method
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law(method: str):
+    assert p_value(method) > ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law_of_a_truncated_sampling():
+    assert p_value("jacobi+lookup+small_model", Sampling(temperature=1.5, top_k=2)) > ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law_under_a_controller():
+    acceptance = Controller().acceptance
+
+    def controller(seed: int) -> Controller:
+        return Controller(budget=3, adaptive=True, costs=stairs(), acceptance=acceptance)
+
+    assert p_value("small_model+lookup", controller=controller) > ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_match_keeps_the_law():
+    assert p_value("jacobi+lookup+small_model", rule=match) > ALPHA
+
+
+def without_residual(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+    """Wrong: after a rejection, sample from P again instead of what is left of it."""
+    return _wrong(asked, laws, lambda target, draft: target)
+
+
+def draft_is_certain(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+    """Wrong: forget the law that the draft was drawn from."""
+    return reject(Forward(asked.canvas, asked.tokens, asked.parents), laws)
+
+
+def accept_too_much(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+    """Wrong: a tolerance in the acceptance test."""
+    return _wrong(asked, laws, None, slack=1.5)
+
+
+def _wrong(asked: Forward, laws: Laws, left, slack: float = 1.0) -> tuple[np.ndarray, int]:
+    node, tokens = -1, []
+    for position in asked.canvas.open:
+        target = laws[node]
+        for sibling, child in enumerate(asked.children(node)):
+            token = asked.tokens[child]
+            draft: Law = (asked.drafted[child] if asked.drafted else None) or one_hot(token)
+            u = laws.noise.at(f"accept/{sibling}", [position])[0]
+            if u * probability(token, draft) < slack * probability(token, target):
+                tokens.append(token)
+                node = child
+                break
+            target = (left or residual)(target, draft)
+        else:
+            tokens.append(pick(laws.noise.at("text", [position])[0], target))
+            break
+    return np.array(tokens, dtype=np.int64), node
+
+
+@pytest.mark.parametrize("rule", [without_residual, draft_is_certain, accept_too_much])
+@pytest.mark.usefixtures("unchecked")
+def test_a_wrong_rule_is_caught(rule):
+    assert p_value("small_model", rule=rule) < ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_dropping_drafts_for_their_token_is_caught():
+    @dataclass
+    class Choosy(Controller):
+        def size(self, tree: Tree) -> int:
+            return next((i for i, token in enumerate(tree.tokens) if token == 0), len(tree.tokens))
+
+    assert p_value("small_model", controller=lambda seed: Choosy()) < ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_drafting_with_the_uniforms_of_the_text_is_caught():
+    """Jacobi's own picks are right for `match`; judged by `reject` they bend the law, so it drafts otherwise there."""
+    made = testing.make
+
+    def for_match(spec, options):
+        method = made(spec, options)[0]
+        object.__setattr__(
+            method, "drafter", lambda noise, sampling, rule: type(method)().drafter(noise, sampling, match)
+        )
+        return [method]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "make", for_match)
+        assert p_value("jacobi") < ALPHA
