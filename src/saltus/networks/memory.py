@@ -31,7 +31,7 @@ class Memory:
         """
         if self.tree is not None:
             nodes = self.tree.follow(decided[len(self.tokens) :])
-            pass
+            self._keep(nodes)
             kept = np.array([self.tree.tokens[node] for node in nodes], dtype=np.int64)
             self.tokens = np.concatenate([self.tokens, kept])
             self.tree = None
