@@ -145,18 +145,14 @@ def _flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | N
     return None
 
 
-def logit_gap(engine: Any, plain: Any, other: Any, at: int) -> float | None:
-    """How far apart the logits of the two tokens are that differ, in the calls that plain decoding makes.
-
-    None where one of the texts ends there.
-    """
+def logit_gap(engine: Any, plain: Any, other: Any, at: int) -> float:
+    """How far apart the logits of the two tokens are that differ, in the calls that plain decoding makes."""
     import numpy as np
 
     from saltus.core.canvas import continuation
     from saltus.core.forward import Forward
 
-    if at >= min(len(plain.tokens), len(other.tokens)):
-        return None
+    assert at < min(len(plain.tokens), len(other.tokens)), "a text ends with its end token, or at the common limit"
     canvas = continuation(engine.encode(plain.prompt), at + 1)
     memory = engine.network.memory()
     logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
