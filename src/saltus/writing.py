@@ -146,7 +146,7 @@ class Shelf:
                 best, most = entry, shared
         if best is None:
             return {}
-        self.kept.remove(best)
+        self.kept = [entry for entry in self.kept if entry is not best]
         return best[1]
 
 
