@@ -409,6 +409,14 @@ def test_only_so_many_memories_are_kept(engine):
         shelf.put([number], {"target": Memory(np.array([number, 8, 9]))})
     assert [shelf.take([number, 8, 9, 9]) != {} for number in range(5)] == [False, False, True, True, True]
     assert shelf.kept == []
+
+
+def test_of_two_memories_alike_in_length_the_right_one_is_taken():
+    shelf = Shelf()
+    for number in range(2):
+        shelf.put([number], {"target": Memory(np.array([number, 8, 9]))})
+    assert shelf.take([1, 8, 9, 9])["target"].tokens[0] == 1
+    assert [kept["target"].tokens[0] for _, kept in shelf.kept] == [0]
     small = Shelf(room=1)
     for number in range(2):
         small.put([number], {"target": Memory(np.array([number, 8]), torch.zeros(9), torch.zeros(9))})
