@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saltus.networks import native
 from saltus.networks.attention import Call
-from saltus.networks.linear import linear
+from saltus.networks.linear import Exact, linear
 
 DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -77,7 +77,8 @@ class Lean:
         rows = len(tokens)
         hidden = self.hidden[:rows]
         hidden.copy_(F.embedding(tokens, self.base.embed_tokens.weight))
-        angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
+        with Exact():
+            angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
         attentions = self._attentions(call)
         for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
             qkv.rows = o.rows = gate_up.rows = down.rows = rows
@@ -93,7 +94,8 @@ class Lean:
                 failed |= self.linear(ctypes.byref(product))
             if failed:
                 raise MemoryError("a call ran out of memory; ask for a shorter text")
-        features = self.base.norm(hidden[wanted])
+        with Exact():
+            features = self.base.norm(hidden[wanted])
         return linear(features, [self.model.lm_head.weight], [self.model.lm_head.bias])[0], features
 
     def _attentions(self, call: Call) -> list[tuple[dict, int, int, int, int]]:
