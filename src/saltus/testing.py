@@ -39,7 +39,7 @@ class Toy:
     name: str = "target"
     rewrites: bool = False
     calls: int = 0
-    nodes: int = 0  # of all calls
+    read: int = 0  # decided tokens, over all texts
     widest: int = 0  # nodes of one Forward, at most
 
     def memory(self) -> ToyMemory:
@@ -54,17 +54,17 @@ class Toy:
 
     def _answer(self, ask: Forward, memory: ToyMemory) -> Reply:
         self.check(ask, memory)
-        self.nodes += len(ask.tokens)
         self.widest = max(self.widest, len(ask.tokens))
         decided = ask.canvas.decided
         shared = min(len(memory.decided), len(decided))
         differs = np.flatnonzero(memory.decided[:shared] != decided[:shared])
-        read = len(decided) - (differs[0] if len(differs) else shared)
+        read = int(len(decided) - (differs[0] if len(differs) else shared))
+        self.read += read
         memory.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
         for token, parent in zip(ask.tokens, ask.parents, strict=True):
             pairs.append((pairs[parent + 1][1], token))
-        return Reply(self.logits[tuple(zip(*pairs, strict=True))], read=int(read))
+        return Reply(self.logits[tuple(zip(*pairs, strict=True))], read=read)
 
     @staticmethod
     def _last_two(text: list[int]) -> tuple[int, int]:

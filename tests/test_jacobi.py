@@ -1,0 +1,236 @@
+"""Jacobi decoding: the iteration, its blocks, its recycled n-grams."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saltus.core.canvas import continuation
+from saltus.core.control import Controller
+from saltus.core.decode import run, speculate
+from saltus.core.forward import Forward
+from saltus.core.noise import Noise
+from saltus.core.rules import reject
+from saltus.core.sampling import Sampling, law, pick
+from saltus.methods.jacobi import Guess, Iterate, Jacobi, Pool, Window, path
+from saltus.testing import Toy, toy, writing
+
+PROMPT = [1, 2, 3, 4]
+SAMPLED = Sampling(temperature=1.0)
+ALONE = {"candidates": 0, "blocks": 1}  # one block, no recycling: the iteration of Eq. 3 itself
+
+
+def write(length: int = 30, target: Toy | None = None, budget: int = 64, method: str = "jacobi", **options):
+    settings = {name: options.pop(name) for name in ("seed", "sampling", "rule", "controller") if name in options}
+    settings.setdefault("controller", Controller(budget, adaptive=False))
+    options = {"jacobi": options}
+    return writing(method, PROMPT, length, target=target or toy(), options=options, **settings).finish()
+
+
+def chains(written) -> list[list[int]]:
+    """The path down the first children of each step: without recycling, all that was asked."""
+    found = []
+    for step in written.steps:
+        node, chain = -1, []
+        while children := step.asked.children(node):
+            node = children[0]
+            chain.append(step.asked.tokens[node])
+        found.append(chain)
+    return found
+
+
+def blind() -> Toy:
+    """A law that does not look at the text: every guess but the first is right."""
+    return Toy(torch.tensor([0.3, 0.1, 0.0, 0.2, 0.4]).log().clamp_min(-9).double().expand(5, 5, 5).contiguous())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("block", [1, 2, 5, 8])
+def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: Sampling):
+    """Against Eq. 3 done by hand: all guesses of a block are corrected at once, each from the guesses before it."""
+    target, noise, holes = toy(sharp=1.0), Noise(7), 3 * block + 1
+    written = write(holes, toy(sharp=1.0), seed=7, sampling=sampling, block=block, **ALONE)
+    text, guess, asked = list(PROMPT), [], []
+    while (done := len(text) - len(PROMPT)) < holes:
+        end = (done // block + 1) * block
+        for hole in range(done + len(guess), min(end, holes - 1)):
+            guess.append(text[int(noise.at("jacobi/guess", len(PROMPT) + hole) * len(text))])
+        chain, answers = guess[: min(end, holes - 1) - done], []
+        for i in range(len(chain) + 1):
+            before = text + chain[:i]
+            here = law(target.logits[before[-2], before[-1]], sampling)
+            answers.append(pick(float(noise.at("text", len(before))), here))
+        right = next((i for i in range(len(chain)) if chain[i] != answers[i]), len(chain))
+        asked.append(chain)
+        text += answers[: right + 1]
+        guess = answers[right + 1 :] + guess[len(answers) :]
+    assert chains(written) == asked
+    assert written.tokens == text[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
+def test_a_block_takes_at_most_as_many_calls_as_it_has_tokens(sampling: Sampling):
+    for seed in range(10):
+        for block in (1, 3, 8):
+            written = write(24, toy(sharp=1.0), seed=seed, sampling=sampling, block=block)
+            starts = np.array([step.canvas.done for step in written.steps])
+            assert all(
+                ((starts >= first) & (starts < first + block)).sum() <= block + 1 for first in range(0, 24, block)
+            )
+
+
+def test_guesses_that_do_not_depend_on_the_text_settle_in_one_call():
+    written = write(31, blind(), sampling=SAMPLED, block=10, seed=3, **ALONE)
+    per_block = [sum(first <= step.canvas.done < first + 10 for step in written.steps) for first in (0, 10, 20)]
+    assert max(per_block) <= 3
+
+
+def test_every_block_beyond_the_second_is_live_too():
+    """The published code loses blocks beyond K = 2; a chain of K blocks holds K blocks."""
+    for blocks in (1, 2, 3, 5):
+        written = write(60, blind(), sampling=SAMPLED, block=6, blocks=blocks, spawn=0.0, candidates=0)
+        assert max(map(len, chains(written))) == 6 * blocks
+    calls = [
+        len(write(120, blind(), sampling=SAMPLED, block=6, blocks=blocks, spawn=0.0, candidates=0).steps)
+        for blocks in (1, 2, 3)
+    ]
+    assert calls[0] > calls[1] > calls[2]
+
+
+def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
+    window = Window(size=10, most=3, enough=9, running=False)
+    assert window.end(0, [False] * 10) == 10
+    assert window.end(4, [True] * 4 + [False] * 2) == 10, "8 of 10"
+    assert window.end(4, [True] * 5 + [False]) == 20, "9 of 10"
+    assert window.end(9, [False] + [True] * 8 + [False] * 2) == 20, "the gap counts"
+    assert window.end(9, [True] * 10 + [False]) == 30, "a later block, settled but not decided, lets the third start"
+    assert window.end(12, [False] * 18) == 30, "the first is finished: two are live"
+    assert window.end(31, []) == 40
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size: int, most: int, running: bool):
+    window, done = Window(size, most, size, running), 0
+    for step in steps:
+        end = window.end(done, [bool(step % 2)] * size)
+        assert done < end <= done + most * size
+        done += step
+
+
+def test_a_running_window_keeps_its_length():
+    written = write(60, toy(sharp=1.0), sampling=SAMPLED, block=7, running=True, **ALONE)
+    rooms = [len(step.canvas.open) - 1 for step in written.steps]
+    assert [len(chain) for chain in chains(written)] == [min(7, room) for room in rooms]
+    shrinking = write(60, toy(sharp=1.0), sampling=SAMPLED, block=7, **ALONE)
+    assert min(len(chain) for chain in chains(shrinking)[:-7]) < 7
+
+
+def test_first_guesses_come_from_the_text_and_its_seed_alone():
+    first = [chains(write(20, seed=seed, block=12, **ALONE))[0] for seed in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
+    assert set(first[0]) | set(first[2]) <= set(PROMPT)
+
+
+def test_a_chain_that_was_cut_short_goes_on_where_it_was():
+    """Holes behind the last answer keep their guesses."""
+    iterate = Iterate(ngram=4)
+    iterate.guesses = [Guess((token,)) for token in (5, 6, 7, 8)]
+    iterate.correct([5, 6], [5, 9, 1])
+    assert iterate.tokens == [5, 9, 1, 8]
+    assert [guess.corrected for guess in iterate.guesses] == [True, True, True, False]
+    assert iterate.settled == [True, False, False, False]
+
+
+def test_a_guess_ends_the_answers_that_led_to_it():
+    """Each token of a trail is the answer to the one before it, a call earlier."""
+    iterate = Iterate(ngram=3)
+    iterate.guesses = [Guess((token,)) for token in (5, 6, 7)]
+    iterate.correct([5, 6, 7], [1, 2, 3, 4])
+    assert [guess.trail for guess in iterate.guesses] == [(1,), (5, 2), (6, 3), (7, 4)]
+    iterate.correct([1, 2, 3, 4], [8, 8, 8, 8, 8])
+    assert [guess.trail for guess in iterate.guesses] == [(8,), (1, 8), (5, 2, 8), (6, 3, 8), (7, 4, 8)]
+
+
+def test_the_pool_is_bounded_and_forgets_the_oldest():
+    pool = Pool(most=3)
+    for ngram in [(1, 2), (1, 3), (2, 2), (1, 2), (4, 4, 4)]:
+        pool.add(ngram)
+    assert pool.starting_with(1, 9) == [(2,)], "(1, 3) was the oldest, (1, 2) was seen again"
+    assert pool.starting_with(2, 9) == [(2,)]
+    assert pool.starting_with(4, 9) == [(4, 4)]
+    assert pool.starting_with(9, 9) == []
+    for i in range(100):
+        pool.add((i % 7, i))
+    assert sum(map(len, pool.tails.values())) == len(pool.order) == 3
+    pool.add((5,))
+    assert pool.starting_with(5, 9) == []
+
+
+def test_the_latest_recycled_ngrams_come_first():
+    pool = Pool(most=9)
+    for last in (1, 2, 3):
+        pool.add((0, last))
+    assert pool.starting_with(0, 2) == [(3,), (2,)]
+
+
+def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call():
+    """A branch beside the chain, taken at least once, saves calls."""
+    target = partial(toy, sharp=1.5)
+    taken = 0
+    for seed in range(10):
+        written = write(40, target(), seed=seed, sampling=SAMPLED, block=8, spawn=1.0)
+        for step in written.steps:
+            path = step.asked.path(step.node)
+            taken += bool(path) and step.asked.children(-1)[0] not in step.asked.follow(path)
+    assert taken
+    plain = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=0).steps) for s in range(10)]
+    recycled = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=4).steps) for s in range(10)]
+    assert sum(recycled) < sum(plain)
+
+
+def test_a_chain_goes_on_along_the_branch_that_the_text_took():
+    """Where another drafter's branch was right, the answers on it are the next iterate; else those on the chain."""
+    asked = Forward(continuation(PROMPT, 9), tokens=(1, 2, 2, 3, 4, 5), parents=(-1, 0, -1, 2, 3, 2))
+    step = write(1).steps[0]
+    ours, theirs = [1, 2, 3], [2, 3, 4]
+    for node, expected in {-1: [0, 1], 0: [0, 1], 1: [0, 1], 2: [2, 3, 4], 3: [2, 3, 4], 5: [2, 5]}.items():
+        assert path(replace(step, asked=asked, node=node), ours) == expected
+    assert path(replace(step, asked=asked, node=-1), theirs) == [2, 3, 4]
+    assert path(replace(step, asked=asked, node=-1), [9]) == [0, 1], "our chain was not asked: any answers beat none"
+    assert path(replace(step, asked=Forward(continuation(PROMPT, 9)), node=-1), ours) == []
+
+
+def test_jacobi_stays_off_the_uniforms_that_judge_it():
+    """Under `reject` the text's uniforms and those of acceptance must not have shaped the drafts."""
+    heard: set[str] = set()
+
+    class Listening(Noise):
+        def at(self, stream, positions):
+            heard.add(stream)
+            return super().at(stream, positions)
+
+    noise = Noise(0)
+    drafter = Jacobi().drafter(Listening(0), SAMPLED, reject)
+    run(
+        speculate(continuation(PROMPT, 20), noise, SAMPLED, [drafter], lambda step: None, reject),
+        {"target": toy(sharp=1.0)},
+    )
+    assert heard == {"jacobi/guess"}
+
+
+def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():
+    for step in write(9, block=64, seed=1).steps:
+        assert max(step.asked.depths, default=-1) < len(step.canvas.open) - 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("block", 0), ("blocks", 0), ("spawn", 1.5), ("spawn", -0.1), ("ngram", 1), ("pool", 0), ("candidates", -1)],
+)
+def test_options_out_of_range_are_refused_in_a_line(option: str, value):
+    with pytest.raises(ValueError, match=rf"^jacobi: {option} is {value}, but .*$"):
+        Jacobi(**{option: value})

@@ -1,0 +1,138 @@
+"""Prompt lookup: where repeats go on, and how likely that is."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saltus.core.canvas import continuation
+from saltus.core.noise import Noise
+from saltus.core.rules import match
+from saltus.core.sampling import Sampling
+from saltus.methods.lookup import FAR, Index, Lookup, branches, votes
+from saltus.testing import toy, writing
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def offer(text: list[int], room: int = 16, **options):
+    drafter = Lookup(**options).drafter(Noise(0), Sampling(), match)
+    return drafter(continuation(text, room + 1), None, room)
+
+
+def repeats_of(text: list[int], longest: int, places: int) -> list[tuple[int, int]]:
+    """By comparing everything with everything."""
+    found = {}
+    for at in range(1, len(text)):
+        size = 0
+        while size < min(longest, at) and text[at - 1 - size] == text[len(text) - 1 - size]:
+            size += 1
+        if size:
+            found[at] = size
+    latest = sorted(found, reverse=True)
+    kept = set(latest[:places]) | set([at for at in latest if found[at] >= FAR][:places])
+    return [(at, found[at]) for at in latest if at in kept]
+
+
+@given(texts, st.integers(1, 20), st.integers(1, 9))
+def test_repeats_are_those_that_a_slow_search_finds(text: list[int], longest: int, places: int):
+    index = Index(max(longest, FAR), places)
+    index.read(np.array(text))
+    assert index.repeats() == repeats_of(text, max(longest, FAR), places)
+
+
+@given(texts, st.data())
+def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
+    whole, parts = Index(8, 5), Index(8, 5)
+    whole.read(np.array(text))
+    for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4))):
+        parts.read(np.array(text[:end], dtype=np.int64))
+    parts.read(np.array(text))
+    assert parts.tokens == whole.tokens
+    assert parts.repeats() == whole.repeats()
+
+
+def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
+    index = Index(longest=8, places=4)
+    index.read(np.zeros(500, dtype=np.int64))
+    assert all(len(places) <= 4 for places in index._places.values())
+    before = {key: list(places) for key, places in index._places.items()}
+    index.read(np.zeros(501, dtype=np.int64))
+    assert {key: places[-1] for key, places in index._places.items()} == dict.fromkeys(before, 500)
+
+
+@given(texts, st.integers(1, 12), st.integers(1, 30))
+def test_branches_fit_and_their_chances_are_chances(text: list[int], room: int, nodes: int):
+    found = offer(text, room, nodes=nodes)
+    assert len(found) <= nodes
+    for branch in found:
+        assert 1 <= len(branch.tokens) == len(branch.chances) <= room
+        assert all(0 < chance < 1 for chance in branch.chances)
+    roots = {branch.tokens[0]: branch.chances[0] for branch in found}
+    assert sum(roots.values()) < 1
+    assert len({tuple(branch.tokens) for branch in found}) == len(found)
+    values = [np.prod(branch.chances) for branch in found]
+    assert values == sorted(values, reverse=True)
+
+
+@given(texts)
+def test_a_continuation_is_what_followed_a_repeat(text: list[int]):
+    """The first token of each branch came after an earlier copy of the last token, the next ones after it."""
+    for branch in offer(text):
+        written = text + list(branch.tokens)
+        starts = [at for at in range(1, len(text)) if text[at - 1] == text[-1]]
+        assert any(written[at : at + len(branch.tokens)] == list(branch.tokens) for at in starts)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 7])
+def test_a_periodic_text_goes_on_as_far_as_there_is_room(period: int):
+    """A repeat that reaches the end of the text goes on in what it proposes."""
+    text = (list(range(period)) * 20)[: 3 * period + 2]
+    best = max(offer(text, 30, nodes=60), key=lambda branch: len(branch.tokens))
+    expected = [(len(text) + i) % period for i in range(30)]
+    assert best.tokens == expected
+
+
+def test_without_a_repeat_nothing_is_offered():
+    assert offer([1, 2, 3, 4]) == []
+    assert offer([1]) == []
+
+
+def test_longer_repeats_count_more():
+    text = [5, 1, 2, 3, 7, 0, 3, 8, 0, 3, 8, 5, 1, 2, 3]
+    assert next(iter(offer(text))).tokens == [7]
+
+
+def test_later_places_and_agreeing_ones_count_more():
+    assert votes([8, 7], [1, 1])[8] > votes([8, 7], [1, 1])[7]
+    assert votes([7, 7, 7], [1, 1, 1])[7] > votes([7, 7], [1, 1])[7] > votes([7], [1])[7]
+    assert votes([7], [8])[7] > votes([7], [3])[7] > votes([7], [1])[7]
+    assert votes([8, 7, 7], [1, 1, 1])[7] > votes([8, 7, 7], [1, 1, 1])[8]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12))
+def test_votes_leave_something_for_what_was_never_seen(seen):
+    chances = votes([token for token, _ in seen], [size for _, size in seen])
+    assert set(chances) == {token for token, _ in seen}
+    assert all(chance > 0 for chance in chances.values())
+    assert sum(chances.values()) < 1
+
+
+def test_different_continuations_share_their_beginning():
+    """One tree, not one branch for each place."""
+    text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2]
+    tokens = [tuple(branch.tokens) for branch in branches(text, [(7, 2), (2, 2)], 9, 2)]
+    assert tokens[:3] == [(3,), (3, 5), (3, 4)]
+
+
+def test_a_text_that_repeats_itself_takes_few_calls():
+    """A greedy toy falls into a loop; once round, the loop is found in the text."""
+    written = writing("lookup", [1, 2, 3], 60, target=toy()).finish()
+    assert len(written.tokens) == 60
+    assert len(written.steps) < 20
+
+
+@pytest.mark.parametrize("option", ["longest", "places", "nodes"])
+def test_options_below_one_are_refused_in_a_line(option: str):
+    with pytest.raises(ValueError, match=f"^lookup: {option} is 0, but must be 1 or more$"):
+        Lookup(**{option: 0})
