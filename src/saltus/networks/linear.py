@@ -15,7 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltus.networks import native
 
-TILE = 8  # rows of every product where there is no compiled kernel
+TILE = 8  # rows of a product where there is no compiled kernel
+REGULAR = 16  # sizes that are multiples of it let torch's products round a row alike in every place of a tile
 EVEN = 128  # elements, a multiple of what torch's vector loops take at once: what is left over, other code rounds
 PIECE = 16384  # elements that torch gives to one thread: a border between threads would leave some over
 
@@ -50,10 +51,10 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 
 def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by torch: products of exactly TILE rows, since what a row rounds to depends on their number."""
-    rows = x.reshape(-1, x.shape[-1])
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % TILE))
-    out = torch.cat([F.linear(tile, weight, bias) for tile in padded.split(TILE)])
+    """The same by torch, where a row rounds by their number, by its place, and by its address: each tile is copied."""
+    rows, size = x.reshape(-1, x.shape[-1]), 1 if any(n % REGULAR for n in weight.shape) else TILE
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % size))
+    out = torch.cat([F.linear(tile.clone(), weight, bias) for tile in padded.split(size)])
     return out[: len(rows)].view(*x.shape[:-1], -1)
 
 

@@ -42,6 +42,17 @@ typedef struct {
   float epsilon;
 } Rotary;
 
+// Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
+// of attention.inc: to `out` [ROWS, vdim] add the values [have, vdim] by their scores [ROWS, width].
+static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
+                                                int64_t width, float *out) {
+  for (int r = 0; r < ROWS; r++)
+    for (int64_t j = 0; j < have; j++)
+      for (int64_t d = 0; d < vdim && scores[r * width + j] != 0; d += LANES)
+        store_f32(out + r * vdim + d,
+                  load_f32(out + r * vdim + d) + load_f32(values + j * vdim + d) * scores[r * width + j]);
+}
+
 #define OUTS 4   // outputs of a register tile of linear
 #define AHEAD 4  // outputs that weights are fetched ahead
 #define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast

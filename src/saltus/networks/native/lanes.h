@@ -139,13 +139,22 @@ static inline void turn(lanes *x) {
 #endif
 }
 
-// exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero below −87, e^88 above 88.
+// `count` floats, a multiple of LANES.
+static inline int all_finite(const float *x, int64_t count) {
+  lanes zeros = {};
+  for (int64_t i = 0; i < count; i += LANES) zeros = zeros + load_f32(x + i) * 0.0f;
+  float sum = 0;
+  for (int l = 0; l < LANES; l++) sum += zeros[l];
+  return sum == 0;
+}
+
+// exp, lane by lane the same operations: 2^n · polynomial (Cephes); exact zero up to −87, e^88 above 88.
 static inline lanes exp_lanes(lanes x) {
   const lanes low = (lanes){} - 87.0f, high = (lanes){} + 88.0f;
   ilanes above = x > high;
   x = (lanes)(((ilanes)high & above) | ((ilanes)x & ~above));
-  ilanes alive = x > low;
-  x = (lanes)(((ilanes)x & alive) | ((ilanes)low & ~alive));
+  ilanes dead = x <= low;  // not so what is not a number, which stays so
+  x = (lanes)(((ilanes)low & dead) | ((ilanes)x & ~dead));
   lanes n = x * 1.44269504088896f + 12582912.0f;  // rounds to nearest: 1.5 · 2^23
   n = n - 12582912.0f;
   lanes r = x - n * 0.693359375f;
@@ -158,5 +167,5 @@ static inline lanes exp_lanes(lanes x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   ilanes bits = (__builtin_convertvector(n, ilanes) + 127) << 23;
-  return (lanes)((ilanes)(p * (lanes)bits) & alive);
+  return (lanes)((ilanes)(p * (lanes)bits) & ~dead);
 }

@@ -1,5 +1,5 @@
 // Share the pieces of a job among threads. The caller takes pieces too and waits only for pieces that another thread
-// has begun, so that a busy machine slows a call down instead of stopping it, and a forked child just works alone.
+// has begun, so that a busy machine slows a call down instead of stopping it. A forked child starts threads of its own.
 #pragma once
 #include <pthread.h>
 #include <stdatomic.h>
@@ -72,6 +72,17 @@ void saltus_threads(int64_t threads) {
   }
   pthread_mutex_unlock(&pool.busy);
 }
+
+// In a child there are no workers, and nobody who would give a lock back.
+static void forked(void) {
+  pool.workers = 0;
+  atomic_store(&pool.ticket, CLOSED);
+  atomic_store(&pool.asleep, 0);
+  pthread_mutex_init(&pool.busy, NULL);
+  pthread_mutex_init(&pool.sleep, NULL);
+  pthread_cond_init(&pool.wake, NULL);
+}
+static __attribute__((constructor)) void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
 
 static void share(Work work, const void *job, int64_t pieces) {
   if (pieces < 2 || pool.alone || !pool.workers || pthread_mutex_trylock(&pool.busy)) {
