@@ -24,7 +24,7 @@ def demo(
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    method: o.Method = "jacobi+lookup",
+    method: o.Method = "lookup",
     max_new_tokens: o.MaxNewTokens = 128,
     temperature: Annotated[
         float | None,
@@ -48,7 +48,7 @@ def demo(
 
         saltus demo --seed 1
 
-        saltus demo --method lookup "Write the numbers from 1 to 30."
+        saltus demo --method jacobi+lookup "Write the numbers from 1 to 30."
     """
     from saltus.cli.loading import open_engine, refuse
 
