@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TextStreamer
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopKLogitsWarper
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import saltus
 from conftest import tiny_llama
@@ -100,6 +100,13 @@ def test_stopping_criteria_are_asked_token_by_token(model, writers, method):
     expected = model.generate(TEXT, **settings)
     assert TEXT.shape[1] < expected.shape[1] < TEXT.shape[1] + 40
     assert model.generate(TEXT, custom_generate=writers[method], **settings).tolist() == expected.tolist()
+
+
+def test_a_length_among_the_criteria_counts(model, writers):
+    settings = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(17)]), "do_sample": False}
+    found = model.generate(TEXT, custom_generate=writers["lookup"], max_new_tokens=40, **settings)
+    assert found.tolist() == model.generate(TEXT, max_new_tokens=40, **settings).tolist()
+    assert found.shape[1] == 17
 
 
 @pytest.mark.parametrize("method", METHODS)
