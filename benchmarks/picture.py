@@ -1,6 +1,6 @@
 """Draw the README's picture: a text by the calls that decided it, and the closing line of the demo.
 
-    python benchmarks/picture.py docs/assets/demo.svg
+python benchmarks/picture.py docs/assets/demo.svg
 """
 
 from __future__ import annotations

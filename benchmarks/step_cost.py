@@ -61,9 +61,10 @@ def against_generate(model: str, dtype: str, rounds: int, tokens: int) -> dict:
 
     def ours() -> float:
         engine.shelf.kept.clear()
-        made = engine.generate(question, max_new_tokens=tokens, ignore_eos=True).statistics
-        around.append((made.seconds - sum_of_calls(engine, made)) / made.calls)
-        return made.seconds
+        made = engine.generate(question, max_new_tokens=tokens, ignore_eos=True)
+        seconds = made.statistics.seconds
+        around.append((seconds - sum(call.seconds for call in made.steps)) / len(made.steps))
+        return seconds
 
     def generate() -> float:
         started = time.perf_counter()
@@ -85,11 +86,6 @@ def against_generate(model: str, dtype: str, rounds: int, tokens: int) -> dict:
     }
     console.print(f"{dtype}, plain, {tokens} tokens:", {key: round(value, 2) for key, value in result.items()})
     return result
-
-
-def sum_of_calls(engine: saltus.Engine, made: saltus.Statistics) -> float:
-    """Seconds inside the network: the prompt's call, and the others by their median."""
-    return made.prefill_seconds + (made.calls - 1) * made.ms_per_call / 1000
 
 
 def calls(model: str, dtype: str, rounds: int) -> list[dict]:
