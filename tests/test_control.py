@@ -246,7 +246,7 @@ def test_reading_a_prompt_is_not_held_against_a_drafter():
     class Prefill(Clock):
         def forward(self, asks, memories) -> list[Reply]:
             replies = super().forward(asks, memories)
-            return [Reply(one.logits, seconds=0.05 * one.read, read=one.read) for one in replies]
+            return [Reply(one.logits, seconds=60.0 if one.read > 32 else 0.05, read=one.read) for one in replies]
 
     clocks = {"target": Clock(target, controller.costs), "drafter": Prefill(made.networks["drafter"], Costs({1: 0.05}))}
     for _ in rounds([made.seat], clocks):

@@ -81,6 +81,14 @@ def test_a_token_without_probability_is_never_accepted():
     found = outcome(law(0.5, 0.5, 0.0, 0.0), [(2, law(0.0, 0.0, 1.0, 0.0)), (3, None)], 500)
     assert found[2:].sum() == 0
 
+    class Zero(Noise):
+        def at(self, stream, positions):
+            return np.zeros(np.shape(positions))
+
+    asked = Forward(continuation([1, 2], 2), (2,), (-1,))
+    reply = Reply(torch.tensor([[0.0, 0.0, -math.inf, 0.0]] * 2))
+    assert reject(asked, Laws(asked, reply, SAMPLED, Zero(0)))[0].tolist() == [0]
+
 
 def test_a_chosen_token_is_accepted_with_its_probability_and_a_twin_never_after_it():
     target = law(0.3, 0.2, 0.1, 0.4)
@@ -117,13 +125,16 @@ def test_every_draw_of_a_rule_has_a_stream_and_a_position_of_its_own():
             used.extend((stream, int(position)) for position in np.atleast_1d(positions))
             return super().at(stream, positions)
 
-    asked = Forward(continuation([1, 2], 4), (0, 1, 0, 3), (-1, -1, 0, 1), drafted=(law(1, 1, 1, 1),) * 4)
-    target = toy(vocab=VOCAB, sharp=0.5)
-    for seed in range(50):
+    target, streams = toy(vocab=VOCAB, sharp=2.0), set()
+    for seed in range(60):
         used.clear()
+        first, second = seed % 4, seed // 4 % 4
+        drafted = (law(1.0, 1.0, 1.0, 1.0),) * 4
+        asked = Forward(continuation([1, 2], 4), (first, second, 0, 3), (-1, -1, 0, 1), drafted=drafted)
         reject(asked, Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, Listening(seed)))
         assert len(set(used)) == len(used) > 0
-    assert {stream for stream, _ in used} <= {"text", "accept/0", "accept/1"}
+        streams |= {stream for stream, _ in used}
+    assert streams == {"text", "accept/0", "accept/1"}
 
 
 def test_greedy_reject_and_greedy_match_agree():

@@ -111,9 +111,11 @@ def test_a_draft_that_is_worth_asking_for_is_asked_before_an_unlikely_one():
 
 def test_equal_draws_from_laws_of_their_own_stay_two_tries():
     law = one_hot(1)
-    tree = grow([Branch([1], [0.5], laws=[law]), Branch([1], [0.5], laws=[law]), Branch([1], [0.4])], 9, 9)
-    assert tree.tokens == (1, 1, 1)
-    assert [known is law for known in tree.laws] == [True, True, False]
+    drawn, chosen = Branch([1], [0.5], laws=[law]), Branch([1], [0.4])
+    for offered in ([drawn, drawn, chosen, chosen], [chosen, drawn, drawn], [drawn, chosen, drawn]):
+        tree = grow(offered, 9, 9)
+        assert tree.tokens == (1, 1, 1)
+        assert [known is law for known in tree.laws] == [True, True, False]
 
 
 @given(forests, st.integers(0, 10))

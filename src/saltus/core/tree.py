@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,19 +55,18 @@ def grow(
     never merged: two equal draws are two tries (see `reject`).
     """
     offered, roots = _merge(branches, depth, calibrate, invest)
-    waiting = [(root, -1, 1.0, math.inf) for root in roots]  # place of its parent, its chance and value
+    waiting = [(root, -1, 1.0) for root in roots]  # node, place of its parent, chance of its parent
     heap: list[tuple[float, int, int, float]] = []
     rows = []
     while len(rows) < budget:
-        for node, parent, chance, bound in waiting:
+        for node, parent, chance in waiting:
             chance *= offered[node].chance
-            value = min(max(chance, offered[node].invested), bound)
-            heapq.heappush(heap, (-value, node, parent, chance))
+            heapq.heappush(heap, (-max(chance, offered[node].invested), node, parent, chance))
         if not heap:
             break
         negative, best, parent, chance = heapq.heappop(heap)
         node = offered[best]
-        waiting = [(child, len(rows), chance, -negative) for child in node.children]
+        waiting = [(child, len(rows), chance) for child in node.children]
         rows.append((node.token, parent, node.stated, node.source, -negative, node.law, node.worth))
     return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 7)
 
