@@ -95,10 +95,11 @@ def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
             except Exception as error:
                 why = first_line(error)
             else:
+                bound = 0.01 if own.dtype == torch.float32 else 0.2
                 own, ours = own.float(), ours.float()
                 if memory.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
-                elif own.isfinite().all() and (ours - own).norm() > 0.2 * (own - own.mean(-1, keepdim=True)).norm():
+                elif own.isfinite().all() and (ours - own).norm() > bound * (own - own.mean(-1, keepdim=True)).norm():
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
                     return network
