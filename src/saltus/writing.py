@@ -235,7 +235,7 @@ def calibrate(network: Network) -> dict[int, float]:
     """Seconds of a call by its rows next to a short text: the best of three, since noise only adds."""
     memory = network.memory()
     vocab = network.forward([Forward(continuation([0], 1))], [memory])[0].logits.shape[-1]
-    canvas = continuation(np.arange(128) % vocab, 2)
+    canvas = continuation(np.arange(48) % vocab, 2)
 
     def seconds(rows: int) -> float:
         nodes = np.arange(rows - 1) % vocab

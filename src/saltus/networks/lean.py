@@ -18,13 +18,20 @@ DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 def supports(model: Any) -> bool:
-    """Is this a decoder that `Lean` knows, on a machine with kernels?"""
+    """Is this a decoder that `Lean` knows, as its authors wrote it, on a machine with kernels?"""
     return (
         type(model).__name__ in DECODERS
+        and all(_untouched(module) for module in model.modules())
         and model.config.hidden_act == "silu"
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
     )
+
+
+def _untouched(module: Any) -> bool:
+    """No adapter in place of a layer, no hook, no forward of somebody's own: Lean would pass them by."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
 
 class Lean:
