@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from saltus.core.canvas import continuation
 from saltus.core.control import Controller
 from saltus.core.decode import run, speculate
-from saltus.core.forward import Forward
+from saltus.core.forward import Forward, Laws, Step
 from saltus.core.noise import Noise
-from saltus.core.rules import reject
+from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, law, pick
 from saltus.methods.jacobi import Guess, Iterate, Jacobi, Pool, Window, path
 from saltus.testing import Toy, toy, writing
@@ -145,6 +145,20 @@ def test_a_chain_that_was_cut_short_goes_on_where_it_was():
     assert iterate.settled == [True, False, False, False]
 
 
+def test_a_drafter_that_was_not_asked_for_some_calls_goes_on_at_the_right_hole():
+    """Its guesses for holes that were decided meanwhile are gone; the last call has answered the next ones."""
+    drafter = Jacobi(block=6, **ALONE).drafter(Noise(0), SAMPLED, match)
+    guesses = drafter(continuation(PROMPT, 20), None, 6)[0].tokens
+    written = write(3, toy(sharp=1.0), method="plain", sampling=SAMPLED).tokens
+    later = continuation(PROMPT, 20).fill(np.array(written[:2]))
+    asked = Forward(later, tokens=(4, 5), parents=(-1, 0))
+    target = toy(sharp=1.0)
+    laws = Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, Noise(0))
+    last = Step(later, asked, laws.reply, laws, np.array(written[2:]), -1)
+    chain = drafter(later.fill(last.tokens), last, 6)[0].tokens
+    assert chain[:3] == [laws.pick(0), laws.pick(1), guesses[5]]
+
+
 def test_a_guess_ends_the_answers_that_led_to_it():
     """Each token of a trail is the answer to the one before it, a call earlier."""
     iterate = Iterate(ngram=3)
@@ -177,8 +191,13 @@ def test_the_latest_recycled_ngrams_come_first():
     assert pool.starting_with(0, 2) == [(3,), (2,)]
 
 
-def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call():
+def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call(monkeypatch):
     """A branch beside the chain, taken at least once, saves calls."""
+    looked_up, find = [], Pool.starting_with
+    monkeypatch.setattr(Pool, "starting_with", lambda pool, *key: looked_up.append(key[0]) or find(pool, *key))
+    written = write(20, toy(sharp=1.5), sampling=SAMPLED)
+    assert looked_up == [step.canvas.decided[-1] for step in written.steps][: len(looked_up)]
+
     target = partial(toy, sharp=1.5)
     taken = 0
     for seed in range(10):

@@ -41,6 +41,11 @@ def test_repeats_are_those_that_a_slow_search_finds(text: list[int], longest: in
     assert index.repeats() == repeats_of(text, max(longest, FAR), places)
 
 
+def test_a_longer_repeat_is_found_however_long_ago_it_was():
+    text = [1, 2, 3, 9, *[0, 3] * 20, 1, 2, 3]
+    assert offer(text, places=2)[0].tokens == [9]
+
+
 @given(texts, st.data())
 def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
     whole, parts = Index(8, 5), Index(8, 5)
