@@ -93,11 +93,9 @@ class Exact(TorchFunctionMode):
         if weight.t().is_contiguous() or not isinstance(weight, Parameter):
             return weight.t()
         now = weight.data_ptr(), weight.dtype, 0 if weight.is_inference() else weight._version
-        before, turned = self.turned.get(weight, (None, weight))
-        if now != before:
-            turned = weight.detach().t().contiguous()
-            self.turned[weight] = now, turned
-        return turned
+        if weight not in self.turned or self.turned[weight][0] != now:
+            self.turned[weight] = now, weight.detach().t().contiguous()
+        return self.turned[weight][1]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
