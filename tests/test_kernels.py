@@ -315,9 +315,9 @@ def test_a_row_of_attention_does_not_see_what_other_branches_hold(dtype, other):
 
 @each_dtype
 def test_what_is_not_a_number_in_a_text_is_not_hidden(dtype):
-    for place in ("text", "text_v"):
+    for kind in (0, 1):  # keys, values
         rows = Rows(dtype)
-        getattr(rows, place)[..., 5, :] = float("nan")
+        rows.text[kind, :, 5] = float("nan")
         assert rows.attend([], [0, 1]).isnan().all()
 
 

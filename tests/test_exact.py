@@ -1,0 +1,127 @@
+"""Bit for bit: however a token's logits are asked for, they are the same; and what comes back when shapes are free."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from architectures import chain, random_tree, read, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.networks.causal import ROWS, CausalNetwork
+
+DTYPES = [torch.bfloat16, torch.float32]
+TRUNK = list(range(-1, 40))
+
+
+def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
+    """The logits after each token behind the prompt, where every call takes `width` of them as nodes."""
+    memory, found = network.memory(), []
+    for start in range(prompt, len(tokens), width):
+        nodes = tokens[start : start + width]
+        logits = read(network, tokens[:start], nodes, TRUNK[: len(nodes)], memory)
+        found.append(logits[1:])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtype):
+    """The same weights, the library's products and attention: wide calls round otherwise than narrow ones."""
+    tokens = text(200)
+    ours, free = (CausalNetwork(tiny(name).to(dtype), free=free) for free in (False, True))
+    one, eight = (by_width(ours, tokens, 40, width) for width in (1, 8))
+    assert torch.equal(one, eight)
+    one, eight = (by_width(free, tokens, 40, width) for width in (1, 8))
+    different = (one != eight).any(-1).float().mean().item()
+    assert different > 0.2, "if free shapes round alike here, this test proves nothing"
+    assert (one - eight).norm() < 0.05 * one.norm(), "but it is rounding only"
+
+
+# The default model
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["bfloat16", "float32"])
+def network(request, model_folder) -> CausalNetwork:
+    return CausalNetwork(AutoModelForCausalLM.from_pretrained(model_folder, dtype=request.param))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    """A text of the model's vocabulary; what it says does not matter to rounding."""
+    return np.random.default_rng(0).integers(100, 40_000, 400)
+
+
+@pytest.fixture(scope="module")
+def one_by_one(network, tokens) -> torch.Tensor:
+    """The logits after tokens 64 to 96 as plain decoding gets them."""
+    memory = network.memory()
+    return torch.cat([read(network, tokens[:length], memory=memory) for length in range(65, 98)])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("width", [2, 4, 8, 16, 33])
+def test_the_default_models_logits_do_not_depend_on_the_width_of_a_call(network, tokens, one_by_one, width):
+    assert torch.equal(by_width(network, tokens[:97], 64, width), one_by_one)
+
+
+@pytest.mark.model
+def test_the_default_models_logits_do_not_depend_on_how_the_prompt_was_read(network, tokens, one_by_one):
+    for length in (65, 80, 97):
+        assert torch.equal(read(network, tokens[:length])[0], one_by_one[length - 65])
+    assert torch.equal(chain(network, tokens[:97])[64:], one_by_one)
+
+
+@pytest.mark.model
+def test_the_default_models_logits_do_not_depend_on_branches_beside_them(network, tokens, one_by_one):
+    """Right tokens scattered over a tree of wrong ones, at other rows and slots than a chain's."""
+    memory, start = network.memory(), 64
+    for size in (5, 9, 30):
+        draws = np.random.default_rng(size)
+        nodes, parents, trunk = [], [], [-1]
+        while len(nodes) < size:
+            if draws.random() < 0.4:
+                parents.append(trunk[-1])
+                nodes.append(int(tokens[start + len(trunk) - 1]))
+                trunk.append(len(nodes) - 1)
+            else:
+                parents.append(int(draws.integers(-1, len(nodes))) if nodes else -1)
+                nodes.append(int(draws.integers(100, 40_000)))
+        laws = read(network, tokens[:start], nodes, parents, memory)
+        for depth, node in enumerate(trunk[1:]):
+            assert torch.equal(laws[node + 1], one_by_one[start - 64 + depth])
+        start += len(trunk) - 1
+
+
+@pytest.mark.model
+def test_the_default_models_logits_do_not_depend_on_a_batch_or_its_extents(network, tokens):
+    places = [slice(0, 30), slice(0, ROWS + 70), slice(50, 63)]
+    asks = [
+        Forward(continuation(tokens[place], 40), *random_tree(nodes, seed=nodes))
+        for place, nodes in zip(places, (7, 3, 12), strict=True)
+    ]
+    memories = [network.memory() for _ in asks]
+    for _ in range(2):  # the prompts, then the same trees over memories of unlike extents
+        replies = network.forward(asks, memories)
+        for ask, reply in zip(asks, replies, strict=True):
+            assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+
+
+@pytest.mark.model
+@torch.inference_mode()
+def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_forward(network, tokens, model_folder):
+    """Run lean and through Transformers' layers, against the same weights in float32."""
+    assert network.lean is not None
+    ways = [chain(network, tokens[:60]).float()]
+    lean, network.lean = network.lean, None
+    try:
+        ways.append(chain(network, tokens[:60]).float())
+    finally:
+        network.lean = lean
+    rows = torch.tensor(tokens[None, :60])
+    own = AutoModelForCausalLM.from_pretrained(model_folder, dtype=network.model.dtype)
+    theirs = own(rows).logits[0].float()
+    truth = own.float()(rows).logits[0]
+    rounding = 1e-5 * truth.norm() + (theirs - truth).norm()
+    for ours in ways:
+        assert (ours - truth).norm() < 1.1 * rounding
