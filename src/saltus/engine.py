@@ -144,17 +144,17 @@ def _statistics(text: Text) -> Statistics:
 class Engine:
     """A model and how it writes. Not for several threads at once."""
 
-    target: Checkpoint
+    target: Checkpoint = field(repr=False)
     method: str
     rule: str
     options: Mapping[str, Mapping[str, Any]]
     budget: int
     adaptive: bool
     batch_size: int
-    load: Callable[[str], Checkpoint]  # for a method's own models
-    costs: Costs = field(default_factory=Costs)
-    ensembles: dict[str, Ensemble] = field(default_factory=dict)
-    shelf: Shelf = field(default_factory=Shelf)
+    load: Callable[[str], Checkpoint] = field(repr=False)  # for a method's own models
+    costs: Costs = field(default_factory=Costs, repr=False)
+    ensembles: dict[str, Ensemble] = field(default_factory=dict, repr=False)
+    shelf: Shelf = field(default_factory=Shelf, repr=False)
 
     @property
     def network(self):
