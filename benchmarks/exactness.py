@@ -1,0 +1,49 @@
+"""Count texts that are those of plain decoding, over methods, temperatures and dtypes; methods write in one batch.
+
+    python benchmarks/exactness.py --prompts spec_bench.jsonl --every 12 --drafter path/to/a/smaller/model
+
+Plain writes each prompt alone; every method writes all prompts as a batch with a fixed budget of nodes, so that trees
+are large and calls are shared. Exits with 1 if any text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import saltus
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns (the first counts)")
+    options.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    options.add_argument("--model", default="smollm2-135m")
+    options.add_argument("--drafter", help="a smaller model with the same vocabulary: small_model joins")
+    options.add_argument("--dtypes", default="bfloat16,float32")
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    args = options.parse_args()
+    prompts = [json.loads(line)["turns"][0] for line in args.prompts.read_text().splitlines()][:: args.every]
+    methods = ["plain", "lookup", "jacobi", "jacobi+lookup"]
+    methods += ["small_model", "small_model+lookup"] if args.drafter else []
+    drafter = {"small_model": {"model": args.drafter}} if args.drafter else {}
+    differing = 0
+    for dtype in args.dtypes.split(","):
+        engine = saltus.load(args.model, dtype=dtype, method="plain", adaptive=False, budget=8, options=drafter)
+        for temperature in (0.0, 0.8):
+            settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": 1}
+            alone = [engine.generate(prompt, **settings).tokens for prompt in prompts]
+            for method in methods:
+                engine.shelf.kept.clear()
+                written = engine.generate(prompts, method=method, **settings)
+                same = sum(one.tokens == own for one, own in zip(written, alone, strict=True))
+                differing += len(prompts) - same
+                rate = sum(len(one.tokens) for one in written) / sum(one.statistics.calls for one in written)
+                print(f"{dtype:9} T={temperature}  {method:20} {same}/{len(prompts)} same  {rate:.2f} tokens a call")
+    sys.exit(differing > 0)
+
+
+if __name__ == "__main__":
+    main()
