@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -16,7 +16,7 @@ from saltus.core.forward import Forward, Laws, Step
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, law, pick
-from saltus.methods.jacobi import Guess, Iterate, Jacobi, Pool, Window, path
+from saltus.methods.jacobi import EACH, Guess, Iterate, Jacobi, Pool, Window, path
 from saltus.testing import Toy, toy, writing
 
 PROMPT = [1, 2, 3, 4]
@@ -112,6 +112,7 @@ def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
     assert window.end(31, []) == 40
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4), st.booleans())
 def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size: int, most: int, running: bool):
     window, done = Window(size, most, size, running), 0
@@ -169,26 +170,56 @@ def test_a_guess_ends_the_answers_that_led_to_it():
     assert [guess.trail for guess in iterate.guesses] == [(8,), (1, 8), (5, 2, 8), (6, 3, 8), (7, 4, 8)]
 
 
-def test_the_pool_is_bounded_and_forgets_the_oldest():
+def tails(pool: Pool, token: int, count: int = 99) -> list[tuple[int, ...]]:
+    return [tail for tail, _ in pool.starting_with(token, count)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), max_size=60), st.integers(1, 20))
+def test_the_pool_is_bounded(ngrams, most: int):
+    pool = Pool(most)
+    for ngram in ngrams:
+        pool.add(tuple(ngram))
+        assert tails(pool, ngram[0], 1) == [tuple(ngram[1:])], "the latest is there, and first"
+        assert pool.size == sum(map(len, pool.tails.values())) <= most
+        assert all(0 < len(kept) <= EACH for kept in pool.tails.values())
+
+
+def test_a_full_pool_forgets_what_was_not_added_to_for_longest():
     pool = Pool(most=3)
-    for ngram in [(1, 2), (1, 3), (2, 2), (1, 2), (4, 4, 4)]:
+    for ngram in [(1, 2), (1, 3), (2, 2), (1, 4), (4, 4, 4)]:
         pool.add(ngram)
-    assert pool.starting_with(1, 9) == [(2,)], "(1, 3) was the oldest, (1, 2) was seen again"
-    assert pool.starting_with(2, 9) == [(2,)]
-    assert pool.starting_with(4, 9) == [(4, 4)]
-    assert pool.starting_with(9, 9) == []
-    for i in range(100):
-        pool.add((i % 7, i))
-    assert sum(map(len, pool.tails.values())) == len(pool.order) == 3
-    pool.add((5,))
-    assert pool.starting_with(5, 9) == []
+    assert [tails(pool, token) for token in (1, 2, 4)] == [[(4,), (3,)], [], [(4, 4)]]
 
 
-def test_the_latest_recycled_ngrams_come_first():
+def test_an_ngram_takes_the_place_of_the_one_it_has_grown_from():
+    pool = Pool(most=9)
+    for ngram in [(1, 2), (1, 5), (1, 2, 3)]:
+        pool.add(ngram)
+    assert tails(pool, 1) == [(2, 3), (5,)]
+
+
+def test_the_latest_recycled_ngrams_come_first_and_agreeing_ones_are_likelier():
     pool = Pool(most=9)
     for last in (1, 2, 3):
         pool.add((0, last))
-    assert pool.starting_with(0, 2) == [(3,), (2,)]
+    assert tails(pool, 0, 2) == [(3,), (2,)]
+    chances = [chance[0] for _, chance in pool.starting_with(0, 9)]
+    assert chances == sorted(chances, reverse=True)
+    pool.add((0, 3, 4))
+    pool.add((0, 3, 5))
+    assert pool.starting_with(0, 9)[0][1][0] > chances[0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+def test_chances_of_recycled_ngrams_are_chances(firsts):
+    pool = Pool(most=99)
+    for first in firsts:
+        pool.add((9, first))
+    found = {tail[0]: chances[0] for tail, chances in pool.starting_with(9, 99)}
+    assert all(0 < chance < 1 for chance in found.values())
+    assert sum(found.values()) < 1
 
 
 def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call(monkeypatch):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -20,7 +20,7 @@ forests = st.lists(st.tuples(pairs, st.sampled_from("ab"), st.sampled_from([0.0,
 
 def forest(offered) -> list[Branch]:
     return [
-        Branch([token for token, _ in pairs], [chance for _, chance in pairs], source, worth=worth)
+        Branch([token for token, _ in pairs], [chance for _, chance in pairs], source, worths=[worth] * len(pairs))
         for pairs, source, worth in offered
     ]
 
@@ -37,7 +37,7 @@ def trie(offered: list[Branch], depth: int) -> dict[tuple[int, ...], float]:
         for end in range(1, min(len(branch.tokens), depth) + 1):
             key = tuple(branch.tokens[:end])
             best[key] = max(best.get(key, 0.0), branch.chances[end - 1])
-            worth[key] = max(worth.get(key, 0.0), branch.worth)
+            worth[key] = max(worth.get(key, 0.0), branch.worths[end - 1])
     values: dict[tuple[int, ...], float] = {(): math.inf}
     for key in sorted(best, key=len):
         chance = math.prod(best[key[:end]] for end in range(1, len(key) + 1))
@@ -46,6 +46,7 @@ def trie(offered: list[Branch], depth: int) -> dict[tuple[int, ...], float]:
     return values
 
 
+@settings(deadline=None)
 @given(forests, st.integers(0, 6), st.integers(0, 4))
 def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
     """Against all subtrees of the merged branches."""
@@ -67,6 +68,7 @@ def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
     assert sum(tree.values) == pytest.approx(best)
 
 
+@settings(deadline=None)
 @given(forests, st.integers(0, 8), st.integers(0, 8))
 def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int, size: int):
     tree = grow(forest(offered), budget, 3).cut(size)
@@ -76,6 +78,7 @@ def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int,
     assert {len(column) for column in vars(tree).values()} == {len(tree.tokens)}
 
 
+@settings(deadline=None)
 @given(forests)
 def test_no_node_is_deeper_than_there_is_room(offered):
     for depth in range(4):
@@ -84,7 +87,7 @@ def test_no_node_is_deeper_than_there_is_room(offered):
 
 
 def test_nothing_offered_is_the_empty_tree():
-    assert grow([], 5, 5) == Tree((), (), (), (), (), (), ())
+    assert grow([], 5, 5) == Tree(*((),) * 8)
     assert grow([Branch([], [])], 5, 5) == grow([Branch([1], [0.5])], 0, 5) == grow([Branch([1], [0.5])], 5, 0)
 
 
@@ -104,7 +107,7 @@ def test_chances_are_calibrated_but_kept_as_stated():
 
 
 def test_a_draft_that_is_worth_asking_for_is_asked_before_an_unlikely_one():
-    chain, other = Branch([1, 2, 3], [0.01] * 3, "chain", worth=0.1), Branch([4], [0.05], "other")
+    chain, other = Branch([1, 2, 3], [0.01] * 3, "chain", worths=[0.1] * 3), Branch([4], [0.05], "other")
     assert grow([chain, other], 3, 9).tokens == (1, 2, 3)
     assert grow([chain, other], 3, 9, invest=lambda source, worth: worth / 10).tokens[0] == 4
 
@@ -118,15 +121,17 @@ def test_equal_draws_from_laws_of_their_own_stay_two_tries():
         assert [known is law for known in tree.laws] == [True, True, False]
 
 
+@settings(deadline=None)
 @given(forests, st.integers(0, 10))
 def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: int):
     """The place of a drawn token in the tree, its presence too, must not depend on the token (see `reject`)."""
     laws = [one_hot(0)] * 4
-    drawn = [Branch(b.tokens, b.chances, b.source, laws[: len(b.tokens)], b.worth) for b in forest(offered)]
-    other = [Branch([5 + token for token in b.tokens], b.chances, b.source, b.laws, b.worth) for b in drawn]
+    drawn = [Branch(b.tokens, b.chances, b.source, laws[: len(b.tokens)], b.worths) for b in forest(offered)]
+    other = [Branch([5 + token for token in b.tokens], b.chances, b.source, b.laws, b.worths) for b in drawn]
     assert grow(drawn, budget, 3).parents == grow(other, budget, 3).parents
 
 
+@settings(deadline=None)
 @given(forests, st.lists(st.integers(0, 2), max_size=5))
 def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
     tree = grow(forest(offered), 50, 9)

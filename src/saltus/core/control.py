@@ -14,15 +14,14 @@ class Acceptance:
     """How often the drafts of a source are right, against the chances that the source gave them.
 
     Each third of the scale of chances keeps how many drafts were right and how many should have been by their
-    chances; old observations fade. For branches that are worth asking for what they bring later, a drafter's tokens
-    are counted against the nodes that it asked for.
+    chances; old observations fade. Where nodes are asked for what they bring later, all of the drafter's tokens are
+    counted against what its nodes were said to be worth.
     """
 
     prior: float = 5.0  # right drafts, as many as stated, that are taken for observed at first
     memory: float = 400.0  # observations after which the past has faded to a third
-    trial: float = 64.0  # nodes that are asked for on a drafter's word for what they are worth
     counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (right, stated)
-    returns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (tokens, nodes)
+    returns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (tokens, stated worths)
 
     @staticmethod
     def _third(source: str, chance: float) -> tuple[str, int]:
@@ -40,16 +39,16 @@ class Acceptance:
         self.counts[key] = (count * fade + right, stated * fade + chance)
 
     def worth(self, source: str, stated: float) -> float:
-        """Tokens that a node brings, as stated or as the record of its drafter ("jacobi" of "jacobi/chain") says."""
-        tokens, nodes = self.returns.get(source.partition("/")[0], (0.0, 0.0))
-        return (tokens + self.trial * stated) / (nodes + self.trial)
+        """The stated worth, corrected by the record of the drafter ("jacobi" of "jacobi/chain")."""
+        tokens, worths = self.returns.get(source.partition("/")[0], (0.0, 0.0))
+        return stated * (tokens + self.prior) / (worths + self.prior)
 
-    def harvest(self, source: str, tokens: int, nodes: int) -> None:
-        """A step brought a drafter's tokens for its nodes. A record fades with steps, so what rests is tried again."""
+    def harvest(self, source: str, tokens: int, worths: float) -> None:
+        """A call brought a drafter's tokens for its nodes. A record fades by calls, so what rests is tried again."""
         key = source.partition("/")[0]
         before = self.returns.get(key, (0.0, 0.0))
         fade = 1 - 1 / self.memory
-        self.returns[key] = (before[0] * fade + tokens, before[1] * fade + nodes)
+        self.returns[key] = (before[0] * fade + tokens, before[1] * fade + worths)
 
 
 @dataclass
@@ -149,10 +148,10 @@ class Controller:
                 self.acceptance.observe(tree.sources[node], tree.chances[node], right)
                 if right:
                     depths[node] = depth
-        for source in {source for source, worth in zip(tree.sources, tree.worths, strict=True) if worth}:
-            mine = [node for node in range(asked) if _same_drafter(tree.sources[node], source)]
-            tokens = sum(node in depths for node in mine)
-            self.acceptance.harvest(source, tokens, sum(tree.worths[node] > 0 for node in mine))
+        for investor in set(tree.investors) - {""}:
+            mine = [node for node in range(asked) if _same_drafter(tree.sources[node], investor)]
+            worths = sum((tree.worths[node] for node in range(asked) if tree.investors[node] == investor), 0.0)
+            self.acceptance.harvest(investor, sum(node in depths for node in mine), worths)
         if drafting and self.costs.seconds:
             spent = drafting + self.costs.of(len(step.asked.tokens) + 1)
             self.gain += (len(decided) * self.costs.of(1) / spent - self.gain) / 8

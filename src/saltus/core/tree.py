@@ -21,7 +21,7 @@ class Branch:
     chances: Sequence[float]
     source: str = ""  # who offers it: acceptance is learned apart for each source
     laws: Sequence[Law] | None = None
-    worth: float = 0.0  # tokens that asking one of its nodes brings in later calls, whether it is right or not
+    worths: Sequence[float] | None = None  # tokens that asking a node brings in later calls, right or not; falling
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Tree:
     sources: tuple[str, ...]
     values: tuple[float, ...]  # tokens that a node brings: chances multiplied down to it, or its worth; falling
     laws: tuple[Law | None, ...]
-    worths: tuple[float, ...]  # as stated by the source
+    worths: tuple[float, ...]  # as stated
+    investors: tuple[str, ...]  # the source that stated the worth; "" where there is none
 
     def cut(self, size: int) -> Tree:
         """The `size` best nodes: still a tree, since a node never stands before its parent."""
@@ -67,8 +68,8 @@ def grow(
         negative, best, parent, chance = heapq.heappop(heap)
         node = offered[best]
         waiting = [(child, len(rows), chance) for child in node.children]
-        rows.append((node.token, parent, node.stated, node.source, -negative, node.law, node.worth))
-    return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 7)
+        rows.append((node.token, parent, node.stated, node.source, -negative, node.law, node.worth, node.investor))
+    return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 8)
 
 
 @dataclass
@@ -81,6 +82,7 @@ class _Node:
     stated: float = 0.0
     source: str = ""
     worth: float = 0.0
+    investor: str = ""
     invested: float = 0.0  # its worth, calibrated
     children: list[int] = field(default_factory=list)
 
@@ -92,7 +94,6 @@ def _merge(branches: Sequence[Branch], depth: int, calibrate, invest) -> tuple[l
     known: dict[tuple[int, int], int] = {}
     for branch in branches:
         at = -1
-        invested = invest(branch.source, branch.worth) if branch.worth else 0.0
         for i in range(min(len(branch.tokens), depth)):
             token, stated = int(branch.tokens[i]), branch.chances[i]
             place = known.get((at, token)) if branch.laws is None else None
@@ -105,7 +106,7 @@ def _merge(branches: Sequence[Branch], depth: int, calibrate, invest) -> tuple[l
             node, chance = nodes[place], calibrate(branch.source, stated)
             if chance > node.chance:
                 node.chance, node.stated, node.source = chance, stated, branch.source
-            if invested > node.invested:
-                node.worth, node.invested = branch.worth, invested
+            if branch.worths and (invested := invest(branch.source, branch.worths[i])) > node.invested:
+                node.worth, node.invested, node.investor = branch.worths[i], invested, branch.source
             at = place
     return nodes, roots

@@ -14,7 +14,7 @@ from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
-WORTH = 0.06  # tokens that asking a guess brings later, at a first estimate: its answer is the next guess
+EACH = 12  # n-grams kept that start with the same token
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,22 @@ class Jacobi:
             if last is not None:
                 iterate.start_at(last.canvas.done)
                 nodes = path(last, iterate.tokens)
-                iterate.correct([last.asked.tokens[i] for i in nodes], [answer(last, i) for i in [-1, *nodes]])
+                asked, answers = [last.asked.tokens[i] for i in nodes], [answer(last, i) for i in [-1, *nodes]]
+                for guess in iterate.correct(asked, answers):
+                    for start in range(len(guess.trail) - 1):
+                        pool.add(guess.trail[start:])
                 iterate.start_at(canvas.done)
-                for guess in iterate.guesses:
-                    pool.add(guess.trail)
             end = window.end(canvas.done, iterate.settled)
             missing = range(len(iterate.guesses), min(end - canvas.done, room))
             text = canvas.decided
             for u in noise.at("jacobi/guess", canvas.open[missing.start : missing.stop]):
                 iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
             chain = iterate.guesses[: min(end - canvas.done, room)]
-            found = pool.starting_with(int(text[-1]), self.candidates)
+            tokens, worths = [guess.trail[-1] for guess in chain], [_worth(depth) for depth in range(len(chain))]
+            recycled = pool.starting_with(int(text[-1]), self.candidates)
             return [
-                Branch([guess.trail[-1] for guess in chain], _chances(chain), "jacobi/chain", worth=WORTH),
-                *(Branch(tail[:room], _recycled(min(len(tail), room)), "jacobi/pool") for tail in found),
+                Branch(tokens, _chances(chain), "jacobi/chain", worths=worths),
+                *(Branch(tail[:room], chances[:room], "jacobi/pool") for tail, chances in recycled),
             ]
 
         return offer
@@ -108,7 +110,7 @@ class Iterate:
         del self.guesses[: done - self.done]
         self.done = done
 
-    def correct(self, asked: Sequence[int], answers: Sequence[int]) -> None:
+    def correct(self, asked: Sequence[int], answers: Sequence[int]) -> list[Guess]:
         """Every guess at once: `asked` was evaluated, `answers[i]` follows what stands before hole i (Eq. 3).
 
         Holes behind the answers keep their guesses: the chain was cut short.
@@ -122,6 +124,7 @@ class Iterate:
             trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
             corrected.append(Guess(trail, True, i < len(asked) and asked[i] == token))
         self.guesses[: len(answers)] = corrected
+        return corrected
 
 
 def path(last: Step, guesses: Sequence[int]) -> list[int]:
@@ -170,32 +173,48 @@ class Window:
 
 
 class Pool:
-    """Recycled n-grams by their first token, the latest first; of more than `most`, the oldest are dropped."""
+    """N-grams of answers by their first token, the latest last: `most` in all, `EACH` of a first token."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.tails: dict[int, dict[tuple[int, ...], None]] = {}
-        self.order: dict[tuple[int, ...], None] = {}
+        self.size = 0
+        self.tails: dict[int, list[tuple[int, ...]]] = {}  # the first token that was added to last comes last
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Keep an n-gram of two tokens or more."""
-        if len(ngram) < 2:
-            return
-        if ngram in self.order:
-            del self.order[ngram]
-        self.order[ngram] = None
-        tails = self.tails.setdefault(ngram[0], {})
-        tails.pop(ngram[1:], None)
-        tails[ngram[1:]] = None
-        if len(self.order) > self.most:
-            oldest = next(iter(self.order))
-            del self.order[oldest], self.tails[oldest[0]][oldest[1:]]
-            if not self.tails[oldest[0]]:
-                del self.tails[oldest[0]]
+        """Keep an n-gram of two tokens or more; it takes the place of the one that it has grown from."""
+        first, tail = ngram[0], ngram[1:]
+        tails = self.tails.pop(first, [])
+        self.tails[first] = tails
+        if tail[:-1] in tails:
+            tails.remove(tail[:-1])
+            self.size -= 1
+        tails.append(tail)
+        self.size += 1
+        if len(tails) > EACH:
+            del tails[0]
+            self.size -= 1
+        while self.size > self.most:
+            oldest = next(iter(self.tails))
+            del self.tails[oldest][0]
+            self.size -= 1
+            if not self.tails[oldest]:
+                del self.tails[oldest]
 
-    def starting_with(self, token: int, count: int) -> list[tuple[int, ...]]:
-        """What followed the token in the latest `count` n-grams that start with it."""
-        return list(reversed(self.tails.get(token, {})))[:count]
+    def starting_with(self, token: int, count: int) -> list[tuple[tuple[int, ...], list[float]]]:
+        """What followed the token in the latest `count` n-grams that start with it, and first estimates of chances.
+
+        The first token's comes from a vote, later answers weighing more; all were fitted on an untrained chat model.
+        """
+        latest = self.tails.get(token, [])[::-1]
+        weights: dict[int, float] = {}
+        for age, tail in enumerate(latest):
+            weights[tail[0]] = weights.get(tail[0], 0.0) + 0.75**age
+        total = sum(weights.values()) + 0.6
+        found = []
+        for tail in list(dict.fromkeys(latest))[:count]:
+            first = max(weights[tail[0]] - 0.3, 0.1) / total
+            found.append((tail, [first, *[0.3] * (len(tail) - 1)]))
+        return found
 
 
 def _chances(chain: Sequence[Guess]) -> list[float]:
@@ -214,6 +233,6 @@ def _chances(chain: Sequence[Guess]) -> list[float]:
     return chances
 
 
-def _recycled(length: int) -> list[float]:
-    """First estimates for the tokens of a recycled n-gram."""
-    return [0.18, 0.2, *[0.35] * length][:length]
+def _worth(depth: int) -> float:
+    """Tokens that the answer to a guess brings later, through the next iterate and the pool: measured likewise."""
+    return 0.2 * (depth + 1) ** -1.5
