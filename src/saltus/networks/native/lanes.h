@@ -1,4 +1,4 @@
-// Vectors of 16 floats, and the number formats that weights come in.
+// Vectors of floats, as wide as the processor's registers, and the number formats that weights come in.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -8,7 +8,11 @@
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8  // compilers split wider vectors badly: four times slower
+#endif
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef float four __attribute__((vector_size(4 * sizeof(float))));
 typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -119,7 +123,7 @@ static inline four sum_four(lanes a, lanes b, lanes c, lanes d) {
 #endif
 }
 
-// Turn 16 vectors of 16 around their diagonal, by exchanges at distance 1, 2, 4 and 8.
+// Turn a square of vectors around its diagonal, by exchanges at distance 1, 2, 4 and, of 16, 8.
 #define EXCHANGE(half)                                                                                               \
   for (int i = 0; i < LANES; i++)                                                                                    \
     if (!(i & half)) {                                                                                               \
@@ -135,7 +139,10 @@ static inline void turn(lanes *x) {
     for (int j = 0; j < LANES; j++) y[j][i] = x[i][j];
   memcpy(x, y, sizeof y);
 #else
-  EXCHANGE(1) EXCHANGE(2) EXCHANGE(4) EXCHANGE(8)
+  EXCHANGE(1) EXCHANGE(2) EXCHANGE(4)
+#if LANES == 16
+  EXCHANGE(8)
+#endif
 #endif
 }
 
