@@ -15,6 +15,7 @@ from saltus.cli.check import check
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.generate import generate
+from saltus.cli.lm_eval import PASSED_ON, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
 
@@ -65,5 +66,6 @@ app.command(rich_help_panel=WRITE)(generate)
 app.command(rich_help_panel=WRITE)(chat)
 app.command(rich_help_panel=WRITE)(demo)
 app.command(rich_help_panel=PROVE)(check)
+app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
 app.command(rich_help_panel=KNOW)(pull)
 app.command(rich_help_panel=KNOW)(methods)

@@ -1,0 +1,76 @@
+"""Run lm-evaluation-harness by its own command line, in which the model `saltus` exists and is the default."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+COMMANDS = ("run", "ls", "validate")
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
+
+def lm_eval(context: typer.Context) -> None:
+    r"""Score a model on the tasks of lm-evaluation-harness, with any method.
+
+    [dim]All arguments go to its own command, lm_eval; only the model is ours.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus lm-eval --tasks gsm8k --limit 20
+
+        saltus lm-eval --tasks ifeval --model_args method=jacobi+lookup,seed=1
+
+        saltus lm-eval --tasks hellaswag --batch_size 8 --output_path results
+
+        saltus lm-eval ls tasks
+
+        saltus lm-eval run --help
+
+    The last two show the tasks, and [bold]all options of lm_eval[/bold].
+
+    [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder), method,
+    dtype, device, seed, rule, budget, options of methods like lookup.longest=5,
+    and of lm_eval's own max_length, max_gen_toks and add_bos_token.
+
+    [bold]Scores[/bold] are those of [bold]--model hf[/bold], up to rounding. What a task has the
+    model generate is written by the method; given answers are scored by the
+    model alone, all answers to a question in one call where they fit.
+
+    It needs a package more: [bold]pip install "saltus\[lm-eval]"[/bold].
+    """
+    from saltus.evaluation.harness import model_class
+
+    model_class()
+    _run(completed(context.args))
+
+
+def completed(arguments: Sequence[str]) -> list[str]:
+    """The arguments with what they leave out: the command `run`, and there the model."""
+    given = list(arguments)
+    if not given or given[0] not in (*COMMANDS, "-h", "--help"):
+        given.insert(0, "run")
+    names_one = any(one in ("--model", "-M") or one.startswith("--model=") for one in given)
+    if given[0] == "run" and len(given) > 1 and not names_one:
+        given[1:1] = ["--model", "saltus"]
+    return given
+
+
+def _run(arguments: list[str]) -> None:
+    """lm_eval's own command. What goes wrong inside it keeps its traceback: it is no fault of ours."""
+    import traceback
+
+    from lm_eval.__main__ import cli_evaluate
+
+    before = sys.argv
+    sys.argv = ["lm_eval", *arguments]
+    try:
+        cli_evaluate()
+    except (ValueError, OSError, ModuleNotFoundError, MemoryError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise typer.Exit(1) from error
+    finally:
+        sys.argv = before

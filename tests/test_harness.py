@@ -1,0 +1,408 @@
+"""lm-evaluation-harness on our models: the scores of its own class, with fewer calls."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import saltus
+from conftest import space_tokenizer, tiny_llama
+from saltus.cli.app import app
+from saltus.cli.lm_eval import completed
+from saltus.evaluation.harness import model_class
+from saltus.evaluation.likelihood import score
+
+pytest.importorskip("lm_eval")
+
+WORDS = "the cat sat on the mat and the dog sat on the log"
+QUESTIONS = [
+    {"ask": "the cat sat on", "choices": ["the mat", "the log", "the", "a dog"], "gold": 0},
+    {"ask": "the dog  ", "choices": ["sat on the log", "sat on the mat", "Zürich – 🐈"], "gold": 1},
+    {"ask": f"{WORDS} {WORDS} and", "choices": ["the cat", "then " * 50, "then " * 50 + "the cat"], "gold": 2},
+    {"ask": "so. " * 300, "choices": ["the mat", "the log"], "gold": 0},  # longer than the model reads
+]
+TEXTS = [WORDS, "", "the ca", (WORDS + "; ") * 40, "é" * 700]
+PROMPTS = [WORDS, "the cat", "on the log " * 80, "<|user|>the dog<|end|><|assistant|>"]
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder) -> str:
+    return str(tiny_folder())
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(folder, device="cpu", dtype="float32", batch_size=2)
+
+
+def ours(model: object, **arguments):
+    return model_class()(model, **{"dtype": "float32", "device": "cpu", **arguments})
+
+
+def tasks(place: Path) -> list[dict]:
+    """Three tasks over files in a folder, one of each kind of request."""
+
+    def task(name: str, kind: str, rows: list[dict], **more) -> dict:
+        file = place / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        source = {"data_files": {"test": str(file)}, "cache_dir": str(place / "cache")}
+        return {
+            "task": name, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", "output_type": kind,
+        } | more  # fmt: skip
+
+    return [
+        task(
+            "choose", "multiple_choice", QUESTIONS, doc_to_text="{{ask}}", doc_to_choice="choices",
+            doc_to_target="gold",
+        ),
+        task(
+            "perplexity", "loglikelihood_rolling", [{"text": text} for text in TEXTS if text], doc_to_text="",
+            doc_to_target="{{text}}", metric_list=[{"metric": "bits_per_byte"}],
+        ),
+        task(
+            "write", "generate_until", [{"text": text} for text in PROMPTS], doc_to_text="{{text}}", doc_to_target="",
+            generation_kwargs={"until": ["d", " m"], "max_gen_toks": 40, "do_sample": False},
+            metric_list=[{"metric": "exact_match"}],
+        ),
+    ]  # fmt: skip
+
+
+def evaluated(model: object, asked: list[dict], **settings) -> dict:
+    """Scores by task, and what the model answered, document by document."""
+    from lm_eval import simple_evaluate
+
+    results = simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, **settings)
+    answers = {
+        task: [row["resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
+        for task, rows in results["samples"].items()
+    }
+    return {"results": results["results"], "answers": answers}
+
+
+def counted(model) -> list:
+    """The Forwards that a model's network will be asked, and how many decided tokens each had to read."""
+    network, asked = model.engine.network, []
+    before = network.forward
+
+    def forward(asks, memories):
+        replies = before(asks, memories)
+        asked.append([(ask, reply.read) for ask, reply in zip(asks, replies, strict=True)])
+        return replies
+
+    network.forward = forward
+    return asked
+
+
+def requests(*arguments: tuple) -> list:
+    from lm_eval.api.instance import Instance
+
+    return [Instance("generate_until", {}, each, i) for i, each in enumerate(arguments)]
+
+
+@pytest.mark.parametrize(("method", "together"), [("plain", 1), ("lookup", 1), ("jacobi+lookup", 3)])
+def test_scores_are_those_of_lm_eval_s_own_class(folder, theirs, tmp_path, method, together):
+    asked = tasks(tmp_path)
+    one, two = evaluated(theirs, asked), evaluated(ours(folder, method=method, batch_size=together), asked)
+    assert one["results"]["choose"]["acc,none"] == two["results"]["choose"]["acc,none"]
+    for a, b in zip(one["answers"]["choose"], two["answers"]["choose"], strict=True):
+        for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):
+            assert likelihood_ == pytest.approx(likelihood, abs=1e-4, rel=1e-6)
+            assert greedy_ is greedy
+    for a, b in zip(one["answers"]["perplexity"], two["answers"]["perplexity"], strict=True):
+        assert b[0][0] == pytest.approx(a[0][0], abs=1e-4, rel=1e-6)
+    assert one["answers"]["write"] == two["answers"]["write"]
+    assert len({str(answer) for answer in two["answers"]["write"]}) > 2
+
+
+def test_what_greedy_decoding_would_write_is_found_at_any_length(folder, theirs):
+    model = ours(folder)
+    prompt = model.tok_encode(WORDS)
+    written = saltus.load(folder, "plain", dtype="float32").generate(
+        WORDS, raw=True, max_new_tokens=CONTEXT - len(prompt), ignore_eos=True
+    )
+    tokens = written.tokens
+    assert len(tokens) > 450
+    other = [*tokens[:-1], (tokens[-1] + 1) % 300]
+    pairs = [(prompt, tokens[:n]) for n in (1, 2, 199, 200, 201, 202, 401, len(tokens))] + [(prompt, other)]
+    asked = [(None, context, continuation) for context, continuation in pairs]
+    for together in (1, 2, 16):
+        model.batch_size = together
+        found = model._loglikelihood_tokens(asked, disable_tqdm=True)
+        assert [greedy for _, greedy in found] == [True] * 8 + [False]
+        for one, two in zip(theirs._loglikelihood_tokens(asked, disable_tqdm=True), found, strict=True):
+            assert two[0] == pytest.approx(one[0], abs=1e-4, rel=1e-6)
+            assert one[1] is two[1]
+
+
+def test_choices_of_one_question_take_one_call_and_examples_are_read_once(folder):
+    model = ours(folder)
+    asked = counted(model)
+    shots, questions = [5, 6, 7, 8] * 30, [[9, 10], [11, 12], [13, 14]]
+    pairs = [([*shots, *question], [20, 21, choice]) for question in questions for choice in (30, 31, 32, 33)]
+    score(model.engine.network, pairs)
+    calls = [call for each in asked for call in each]
+    assert len(calls) == 3
+    assert [read for _, read in calls] == [122, 2, 2]
+    assert [len(ask.tokens) for ask, _ in calls] == [2, 2, 2]  # 20 and 21 are shared, the choices only scored
+
+
+def test_a_call_never_has_more_nodes_than_there_is_room_for(folder):
+    model = ours(folder)
+    asked = counted(model)
+    pairs = [([1, 2, 3 + i % 5], [10 + i, *range(50), i]) for i in range(40)] + [([1, 2], list(range(100)) * 3)]
+    alone = score(model.engine.network, pairs)
+    together = score(model.engine.network, pairs, lanes=4)
+    assert max(sum(len(ask.tokens) for ask, _ in call) for call in asked) <= 200
+    for one, two in zip(alone, together, strict=True):
+        assert one.log_likelihood == pytest.approx(two.log_likelihood, abs=1e-4)
+
+
+def test_prompts_that_begin_alike_are_read_once(folder):
+    model = ours(folder, method="plain")
+    asked = counted(model)
+    settings = {"until": [], "max_gen_toks": 2}
+    prompts = [f"{WORDS}. {WORDS}. the {animal}" for animal in ("cat", "dog", "log", "mat", "sun")]
+    written = model.generate_until(requests(*((prompt, settings) for prompt in prompts)), disable_tqdm=True)
+    read = sorted((reply for call in asked for _, reply in call), reverse=True)
+    length = len(model.tok_encode(prompts[0]))
+    assert read[1] > length / 2 > read[2]  # the first two meet an empty shelf
+    afresh = [ours(folder, method="plain").generate_until(requests((prompt, settings)), True) for prompt in prompts]
+    assert written == [text for [text] in afresh]
+
+
+def test_answers_are_kept_and_not_asked_for_again(folder, tmp_path):
+    asked = tasks(tmp_path)
+    model = ours(folder)
+    first = evaluated(model, asked, use_cache=str(tmp_path / "kept"))
+    calls = counted(model)
+    again = evaluated(model, asked, use_cache=str(tmp_path / "kept"))
+    assert not calls
+    as_lists = json.loads(json.dumps(first["answers"]))
+    assert json.loads(json.dumps(again["answers"])) == as_lists
+
+
+def test_every_answer_reaches_the_cache_as_soon_as_it_is_known(folder):
+    class Kept:
+        def __init__(self):
+            self.told = []
+
+        def add_partial(self, kind, request, answer):
+            self.told.append((kind, request, answer))
+
+    model = ours(folder)
+    model.set_cache_hook(Kept())
+    found = model.loglikelihood(requests(("the cat", " sat"), ("", "the dog")), disable_tqdm=True)
+    rolled = model.loglikelihood_rolling(requests((WORDS,)), disable_tqdm=True)
+    settings = {"until": ["d"], "max_gen_toks": 8}
+    written = model.generate_until(requests((WORDS, settings)), disable_tqdm=True)
+    told = {(kind, str(request)): answer for kind, request, answer in model.cache_hook.told}
+    assert told == {
+        ("loglikelihood", str(("the cat", " sat"))): found[0],
+        ("loglikelihood", str(("", "the dog"))): found[1],
+        ("loglikelihood_rolling", str((WORDS,))): rolled[0],
+        ("generate_until", str((WORDS, settings))): written[0],
+    }
+
+
+def test_sampled_repetitions_differ_and_methods_do_not(folder):
+    settings = {"until": [], "max_gen_toks": 24, "do_sample": True, "temperature": 1.0, "top_k": 0}
+    asked = requests(*[(WORDS, settings)] * 3, ("the dog", settings))
+    written = [
+        ours(folder, method=method, batch_size=together, seed=3).generate_until(asked, disable_tqdm=True)
+        for method, together in (("plain", 1), ("lookup", 1), ("jacobi", 4))
+    ]
+    assert written[0] == written[1] == written[2]
+    assert len(set(written[0])) == 4
+    assert ours(folder, seed=4).generate_until(asked, disable_tqdm=True) != written[0]
+
+
+def test_a_task_that_does_not_sample_is_greedy_whatever_its_temperature(folder):
+    texts = [
+        ours(folder).generate_until(requests((WORDS, {"until": ["zz"], "max_gen_toks": 12, **law})), True)
+        for law in ({}, {"do_sample": False, "temperature": 0.9}, {"temperature": 0.0, "top_p": 0.9, "num_beams": 1})
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_unset_laws_are_the_model_s_own_and_then_those_of_transformers(folder):
+    from saltus.evaluation.harness_requests import sampling_of
+
+    model = ours(folder).engine.network.model
+    sampled = {"do_sample": True, "temperature": 0.7}
+    assert sampling_of(sampled, model).top_k == 50
+    model.generation_config.repetition_penalty = 1.3
+    model.generation_config.top_k = 7
+    assert sampling_of(sampled, model).top_k == 7
+    assert sampling_of({**sampled, "top_k": 3}, model).top_k == 3
+    assert sampling_of({"do_sample": False}, model) == saltus_sampling(repetition_penalty=1.3)
+
+
+def saltus_sampling(**law):
+    from saltus.core.sampling import Sampling
+
+    return Sampling(**law)
+
+
+def test_stop_strings_may_be_special_tokens(folder, theirs):
+    stops = ["<|user|>", "<|assistant|>", "<|pad|>", "<|system|>", *"aeiou"]
+    for prompt in (WORDS, "the dog", "on on on"):
+        asked = requests((prompt, {"until": list(stops), "max_gen_toks": 100}))
+        assert ours(folder).generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("begin", [None, True, False])
+def test_begin_tokens_and_chats_are_those_of_lm_eval_s_own_class(tmp_path, folder, theirs, begin):
+    from lm_eval.models.huggingface import HFLM
+
+    tiny_llama(vocab_size=300, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
+    space_tokenizer().save_pretrained(tmp_path)
+    one = HFLM(str(tmp_path), device="cpu", add_bos_token=begin)
+    two = ours(str(tmp_path), add_bos_token=begin)
+    assert one.prefix_token_id == two.prefix_token_id
+    for text in ("the cat", "<s>the cat", " the", "the cat "):
+        assert one.tok_encode(text) == two.tok_encode(text)
+        assert one.tok_encode(text, add_special_tokens=False) == two.tok_encode(text, add_special_tokens=False)
+    asked = requests(*((text, {"until": ["sat"], "max_gen_toks": 9}) for text in ("the cat", "<s>the cat", " the")))
+    assert one.generate_until(asked, disable_tqdm=True) == two.generate_until(asked, disable_tqdm=True)
+    talk = [{"role": "user", "content": "the cat"}]
+    assert ours(folder).apply_chat_template(talk) == theirs.apply_chat_template(talk)
+    assert ours(folder).chat_template(True) == theirs.chat_template(True)
+    assert ours(folder).tokenizer_name == theirs.tokenizer_name
+
+
+def test_wrong_arguments_are_refused_in_a_line(folder):
+    for arguments, said in [
+        ({"metod": "plain"}, "model argument metod is unknown to saltus; did you mean method?"),
+        ({"lookup.longset": 3}, "method lookup: "),
+        ({"method": "lokup"}, "unknown method 'lokup'; did you mean lookup"),
+        ({"batch_size": "many"}, "batch_size is many, but must be 1 or more, or auto"),
+        ({"seed": -1}, "seed is -1"),
+        ({"enable_thinking": True}, "enable_thinking needs think_end_token"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            ours(folder, **arguments)
+    model = ours(folder)
+    for settings, said in [
+        ({"max_gen_toks": 512}, "max_gen_toks is 512"),
+        ({"num_beams": 4}, "num_beams must be 1"),
+        ({"typical_p": 0.4}, "typical_p is unknown"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            model.generate_until(requests((WORDS, {"until": [], **settings})), disable_tqdm=True)
+    with pytest.raises(ValueError, match="reads at most 512"):
+        model._loglikelihood_tokens([(None, [1], [2] * 513)], disable_tqdm=True)
+
+
+def test_options_and_devices_of_a_command_line_reach_the_engine(folder):
+    made = model_class().create_from_arg_string(
+        f"pretrained={folder},method=lookup,lookup.longest=3,budget=5,dtype=float32",
+        {"batch_size": "auto:4", "max_batch_size": 8, "device": None if torch.cuda.is_available() else "cuda:0"},
+    )
+    assert made.engine.options == {"lookup": {"longest": 3}}
+    assert (made.engine.budget, made.batch_size) == (5, 8)
+    assert made.get_model_info()["saltus_method"] == "lookup"
+
+
+def test_the_thoughts_of_a_model_are_no_part_of_its_answer(folder):
+    settings = {"until": [], "max_gen_toks": 60}
+    [whole] = ours(folder).generate_until(requests((WORDS, settings)), disable_tqdm=True)
+    mark = whole[10:12]
+    [answer] = ours(folder, think_end_token=mark).generate_until(requests((WORDS, settings)), disable_tqdm=True)
+    assert answer == whole.split(mark)[-1].lstrip() != whole
+
+
+# The command
+
+
+def test_the_harness_is_light_until_it_is_used():
+    code = "import sys, saltus.evaluation.harness; print({'lm_eval', 'datasets', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r'which is not installed; pip install "saltus\[lm-eval\]"$'):
+        model_class.__wrapped__()
+
+
+def test_arguments_are_completed_by_what_they_leave_out():
+    run = ["run", "--model", "saltus"]
+    assert completed(["--tasks", "x"]) == [*run, "--tasks", "x"]
+    assert completed(["run", "-t", "x"]) == [*run, "-t", "x"]
+    assert completed(["--tasks", "x", "--model", "hf"]) == ["run", "--tasks", "x", "--model", "hf"]
+    assert completed(["--model=hf"]) == ["run", "--model=hf"]
+    assert completed(["--model_args", "seed=1"]) == [*run, "--model_args", "seed=1"]
+    assert completed(["ls", "tasks"]) == ["ls", "tasks"]
+    assert completed(["--help"]) == ["--help"]
+
+
+def command(*arguments: object, code: int = 0):
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["lm-eval", *map(str, arguments)], prog_name="saltus")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_scores_a_task_of_one_s_own(folder, tmp_path):
+    import yaml
+
+    for task in tasks(tmp_path):
+        (tmp_path / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    given = ["--tasks", "write,choose", "--include_path", tmp_path, "--limit", 2]
+    texts = []
+    for method in ("plain", "lookup"):
+        out = tmp_path / method
+        settings = f"pretrained={folder},method={method},dtype=float32"
+        said = command(*given, "--model_args", settings, "--output_path", out, "--log_samples")
+        assert "|choose|" in said.stdout
+        texts.append([json.loads(line)["resps"] for line in next(out.rglob("samples_write*")).open()])
+        results = json.loads(next(out.rglob("results*")).read_text())
+        assert results["config"]["saltus_method"] == method
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
+
+
+def test_the_command_teaches_and_complains_in_a_line(folder, tmp_path):
+    assert "saltus lm-eval run --help" in command("--help").stdout
+    assert "--num_fewshot" in command("run", "--help").stdout
+    (tmp_path / "none.yaml").write_text("task: none\n")
+    wrong = command("--tasks", "no_such_task", "--include_path", tmp_path, code=2)
+    assert re.search(r"^saltus: .*no_such_task.*", wrong.stderr, re.MULTILINE)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_scores_alike(model_folder, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    facts = [
+        ("The capital of France is", ["Paris", "London", "Rome", "a river"], 0),
+        ("Water freezes at zero degrees", ["Celsius", "Fahrenheit", "west"], 0),
+        ("Two and two are", ["four", "five", "three apples"], 0),
+        ("The opposite of hot is", ["cold", "warm", "a kettle", "cold and wet"], 0),
+    ]
+    asked = tasks(tmp_path)
+    rows = [{"ask": ask, "choices": choices, "gold": gold} for ask, choices, gold in facts]
+    (tmp_path / "choose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "write.jsonl").write_text("".join(json.dumps({"text": f"Q: {row['ask']}\nA:"}) + "\n" for row in rows))
+    asked[2]["generation_kwargs"]["until"] = ["\n\n"]
+    asked = [asked[0], asked[2]]
+    folder = str(model_folder)
+    one = evaluated(HFLM(folder, device="cpu", dtype="float32"), asked)
+    plain, lookup = (evaluated(ours(folder, method=method), asked) for method in ("plain", "lookup"))
+    assert one["results"]["choose"]["acc,none"] == lookup["results"]["choose"]["acc,none"] > 0.5
+    for a, b in zip(one["answers"]["choose"], lookup["answers"]["choose"], strict=True):
+        for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):
+            assert (likelihood_, greedy_) == (pytest.approx(likelihood, abs=1e-2), greedy)
+    assert plain["answers"] == lookup["answers"]
+    assert one["answers"]["write"] == lookup["answers"]["write"]
