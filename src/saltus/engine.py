@@ -330,12 +330,12 @@ def load(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make(method, options)  # a wrong name costs no loading
+    nodes = 16 if budget is None else budget
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
-        return load_checkpoint(name, device, dtype, exact, progress)
+        return load_checkpoint(name, device, dtype, exact, progress, nodes)
 
-    budget = 16 if budget is None else budget
-    engine = Engine(checkpoint(model), method, rule, options or {}, budget, adaptive, batch_size, checkpoint)
+    engine = Engine(checkpoint(model), method, rule, options or {}, nodes, adaptive, batch_size, checkpoint)
     engine._ensemble(method)
     return engine

@@ -28,6 +28,7 @@ from saltus import methods
 from saltus.core.control import Acceptance, Controller, Costs
 from saltus.core.sampling import Sampling
 from saltus.networks.causal import CausalNetwork
+from saltus.networks.fixed import width
 from saltus.networks.loading import Checkpoint, load_checkpoint, serve
 from saltus.writing import Ensemble, Text, checked_rule, write
 
@@ -80,7 +81,7 @@ def custom_generate(
 
     @lru_cache
     def drafter(name: str, device: str) -> Checkpoint:
-        return load_checkpoint(name, device, exact=exact)
+        return load_checkpoint(name, device, exact=exact, budget=budget)
 
     def generate(
         model: Any,
@@ -103,7 +104,7 @@ def custom_generate(
             ends, length = _ending(stopping_criteria or (), input_ids[i], generation_config.max_length)
             dice = (own_seed if seed is None else seed) + i % returns
             texts.append(Text(prompt.tolist(), length, dice, sampling, ends))
-        with _lent(model, exact, tested=model in learned) as network:
+        with _lent(model, exact, budget, tested=model in learned) as network:
             known = learned.setdefault(model, _Learned())
             networks, contexts = {"target": network}, {}
             for name, where in (pair for one in made for pair in one.models.items()):
@@ -130,11 +131,12 @@ def _write(ensemble: Ensemble, texts: list[Text], input_ids: Tensor, streamer: A
 
 
 @contextmanager
-def _lent(model: Any, exact: bool, tested: bool) -> Iterator[CausalNetwork]:
+def _lent(model: Any, exact: bool, budget: int, tested: bool) -> Iterator[CausalNetwork]:
     """The network of a model that goes back as it was."""
     attention, training = model.config._attn_implementation, model.training
     try:
-        yield CausalNetwork(model, free=not exact) if tested else serve(model, "this model", exact)
+        known = CausalNetwork(model, not exact, width(budget)) if tested else None
+        yield known or serve(model, "this model", exact, budget)
     finally:
         model.set_attn_implementation(attention)
         model.train(training)

@@ -12,6 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -74,13 +75,20 @@ class Call:
     free: bool = False
 
 
+@runtime_checkable
+class Attends(Protocol):
+    """A call that does the arithmetic itself."""
+
+    def attend(self, module, query, key, value, scale, window, softcap) -> torch.Tensor: ...
+
+
 _local = threading.local()
 
 
 class during:
     """Make `call` the one that attention serves, in this thread."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call | Attends) -> None:
         self.call = call
 
     def __enter__(self) -> None:
@@ -92,13 +100,15 @@ class during:
 
 def attend(module, query, key, value, attention_mask=None, scaling=None, sliding_window=None, softcap=None, **kwargs):
     """The attention function that Transformers calls in each layer: [1, heads, rows, dim] → [1, rows, heads, dim]."""
-    call: Call = _local.call
+    call: Call | Attends = _local.call
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
     if isinstance(attention_mask, Window):
         sliding_window = attention_mask.size
-    query, key, value = query[0], key[0], value[0]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if not isinstance(call, Call):
+        return call.attend(module, query, key, value, scale, sliding_window, softcap), None
+    query, key, value = query[0], key[0], value[0]
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
     compiled = None if call.free else native.kernel("attend", query.dtype, query.device)
     start = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -15,9 +16,12 @@ import torch
 from saltus.core.forward import Forward, Reply
 from saltus.networks import attention, native
 from saltus.networks.attention import Call, Part
+from saltus.networks.fixed import WIDTH, Fixed, unfit
 from saltus.networks.lean import Lean, supports
 from saltus.networks.linear import Exact
 from saltus.networks.memory import Memory
+
+log = logging.getLogger("saltus")
 
 ROWS = 256  # rows of one call at most, so that a long prompt needs little room
 
@@ -34,31 +38,50 @@ class _Read:
 
 @dataclass
 class CausalNetwork:
-    """A causal model behind Forward and Reply. `free` gives up equal rounding for the library's own attention."""
+    """A causal model behind Forward and Reply. `free` gives up equal rounding for the library's own attention.
+
+    On CUDA equal rounding comes from fixed shapes, elsewhere from kernels (`shaped` says otherwise, for tests).
+    `width` is then the rows of a decoding call, and the depth of a tree at most.
+    """
 
     model: Any
     free: bool = False
+    width: int = WIDTH
+    shaped: bool | None = None
     layers: int = field(init=False)
     lean: Lean | None = field(init=False, default=None)  # a quicker way through the same model, where there is one
+    fixed: Fixed | None = field(init=False, default=None)
     busy: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
 
     def __post_init__(self) -> None:
         self.model.set_attn_implementation(attention.NAME)
+        shaped = not self.free and (self.model.device.type == "cuda" if self.shaped is None else self.shaped)
+        if shaped and (why := unfit(self.model)):
+            log.warning("%s: calls round as their shapes have it, and texts may differ by that", why)
+            self.free, shaped = True, False
         if not self.free:  # experts as linear layers, which Exact sees; grouped products round by their shapes
             self.model.set_experts_implementation("eager")
         self.model.eval()
         self.layers = self.model.config.get_text_config().num_hidden_layers
-        if not self.free and supports(self.model):
+        if shaped:
+            device = self.model.device
+            graphs = device.type == "cuda"
+            self.fixed = Fixed(self._evaluate, self.layers, device, self.width, graphs=graphs)
+        elif not self.free and supports(self.model):
             self.lean = Lean(self.model, ROWS)
 
-    def memory(self) -> Memory:
-        return Memory()
+    def memory(self) -> Any:
+        """What is kept of one text between calls."""
+        return Memory() if self.fixed is None else self.fixed.memory()
 
     @torch.inference_mode()
-    def forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
-        """Evaluate every Forward, each on its own memory, in as few calls as ROWS allows."""
+    def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
+        """Evaluate every Forward, each on its own memory, in as few calls as ROWS or fixed shapes allow."""
         with self.busy:
-            return self._forward(asks, memories)
+            if self.fixed is None:
+                return self._forward(asks, memories)
+            with native.in_charge() if self.model.device.type == "cpu" else torch.cuda.device(self.model.device):
+                return [self.fixed.forward(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
 
     def _forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
         started = time.perf_counter()
@@ -91,6 +114,13 @@ class CausalNetwork:
             Reply(logits[i], features[i] if ask.features else None, seconds, read[i], rows)
             for i, ask in enumerate(asks)
         ]
+
+    def _evaluate(self, tokens: torch.Tensor, positions: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and features of the last rows (0: of all); tokens and positions are [1, rows]."""
+        exact = Exact() if tokens.device.type == "cpu" else contextlib.nullcontext()
+        with self._listen() as heard, exact:
+            out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=last, use_cache=False)
+        return out.logits[0], heard[-1][0]
 
     def _call(self, reads: Sequence[_Read]) -> tuple[torch.Tensor, torch.Tensor]:
         """One call of the model: logits and features of the wanted rows, text by text."""

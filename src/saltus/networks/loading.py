@@ -15,6 +15,7 @@ from transformers.utils import logging
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.networks.causal import CausalNetwork
+from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
 from saltus.networks.sources import resolve
 
@@ -38,9 +39,14 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    name: str, device: str = "auto", dtype: str = "auto", exact: bool = True, progress: Progress | None = None
+    name: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    exact: bool = True,
+    progress: Progress | None = None,
+    budget: int = 16,
 ) -> Checkpoint:
-    """A causal model by short name, folder or hub id. Errors: ValueError of one line."""
+    """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError."""
     device, kind = _device(device), _choice("dtype", dtype, DTYPES)
     folder = resolve(name, progress=progress)
     with _quietly():
@@ -51,7 +57,7 @@ def load_checkpoint(
             raise ValueError(
                 f"{name} has no tokenizer that loads ({first_line(error)}); put its tokenizer files into {folder}"
             ) from error
-    network = serve(model, name, exact)
+    network = serve(model, name, exact, budget)
     return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))
 
 
@@ -75,7 +81,7 @@ def _model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
+def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> CausalNetwork:
     """The network of a model, after a look at whether ours and the model's own attention agree on a small tree.
 
     A sibling stands between text and branch, so that attention which does not see our mask is found out.
@@ -88,7 +94,7 @@ def serve(model: Any, name: str, exact: bool = True) -> CausalNetwork:
         with torch.inference_mode(), _quietly():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
-                network = CausalNetwork(model, free=not exact)
+                network = CausalNetwork(model, not exact, width(budget))
                 ask = Forward(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 memory = network.memory()
                 ours = network.forward([ask], [memory])[0].logits[[0, 2, 3]]

@@ -1,0 +1,226 @@
+"""Fixed shapes, run without graphs: a row's arithmetic follows from its position and its tokens, not from who asks."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+import saltus
+from architectures import VOCAB, chain, random_tree, read, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.networks import canonical
+from saltus.networks.causal import CausalNetwork
+from saltus.networks.fixed import extent, unfit
+
+DTYPES = [torch.float32, torch.bfloat16]
+NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
+LENGTH = 70
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+def small(name: str, dtype: torch.dtype = torch.float32, **changes) -> CausalNetwork:
+    """Fixed shapes with borders so near that short texts cross them."""
+    network = CausalNetwork(tiny(name, **changes).to(dtype), width=16, shaped=True)
+    assert network.fixed is not None
+    network.fixed.chunk, network.fixed.least = 16, 32
+    return network
+
+
+@pytest.fixture(scope="module")
+def networks():
+    made: dict[tuple[str, torch.dtype], CausalNetwork] = {}
+
+    def network(name: str, dtype: torch.dtype) -> CausalNetwork:
+        return made.setdefault((name, dtype), small(name, dtype))
+
+    return network
+
+
+def written(network, tokens, prompt: int, memory=None) -> torch.Tensor:
+    """The logits after the prompt and after each token behind it, as plain decoding gets them."""
+    canvas, memory, rows = continuation(tokens[:prompt], len(tokens) - prompt + 1), memory or network.memory(), []
+    for token in [*tokens[prompt:], None]:
+        rows.append(network.forward([Forward(canvas)], [memory])[0].logits[0])
+        canvas = canvas if token is None else canvas.fill(np.array([token]))
+    return torch.stack(rows)
+
+
+@each_dtype
+@each_name
+def test_logits_are_those_of_the_models_own_forward(networks, name, dtype):
+    network, tokens = networks(name, dtype), text(LENGTH)
+    network.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            own = network.model(torch.tensor(tokens[None]), use_cache=False).logits[0, 39:].float()
+    finally:
+        network.model.set_attn_implementation("saltus")
+    off = (written(network, tokens, 40).float() - own).norm(dim=-1) / own.norm(dim=-1)
+    assert off.max() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@each_dtype
+@each_name
+def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name, dtype):
+    """Token by token, by right branches among wrong ones that are moved when they become text, and read at once."""
+    network, tokens = networks(name, dtype), text(LENGTH)
+    plain = written(network, tokens, 20)
+    draws, memory, canvas = np.random.default_rng(1), network.memory(), continuation(tokens[:20], LENGTH - 19)
+    while canvas.done <= LENGTH - 20:
+        done = canvas.done
+        nodes, parents, trunk = [], [], [-1]
+        for _ in range(draws.integers(0, 12)):
+            if draws.random() < 0.6 and len(trunk) < LENGTH - 19 - done:
+                parents.append(trunk[-1])
+                nodes.append(int(tokens[20 + done + len(trunk) - 1]))
+                trunk.append(len(nodes) - 1)
+            else:
+                parents.append(int(draws.integers(-1, len(nodes))) if nodes else -1)
+                nodes.append(int(draws.integers(3, VOCAB)))
+        ask = Forward(canvas, tuple(nodes), tuple(parents))
+        logits = network.forward([ask], [memory])[0].logits
+        assert torch.equal(logits[[node + 1 for node in trunk]], plain[done : done + len(trunk)])
+        kept = int(draws.integers(1, len(trunk) + 1))
+        canvas = canvas.fill(np.append(tokens, 3)[20 + done : 20 + done + kept])
+    for done in (0, 3, 40):
+        fresh = continuation(tokens[:20], LENGTH).fill(tokens[20 : 20 + done])
+        assert torch.equal(network.forward([Forward(fresh)], [network.memory()])[0].logits[0], plain[done])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
+def test_a_batch_a_long_prompt_and_a_tree_wider_than_a_call_give_the_same_bits(networks, name):
+    network = networks(name, torch.float32)
+    asks = [
+        Forward(continuation(text(5), 20), (3, 4, 5), (-1, 0, -1)),
+        Forward(continuation(text(61, seed=2), 40), *random_tree(60, seed=3), features=True),
+        Forward(continuation(text(300, seed=1), 20), *random_tree(9)),
+    ]
+    replies = network.forward(asks, [network.memory() for _ in asks])
+    for ask, reply in zip(asks, replies, strict=True):
+        assert len(reply.logits) == len(ask.tokens) + 1
+        for node in range(-1, len(ask.tokens), 5):
+            path = np.array(ask.path(node), dtype=np.int64)
+            grown = Forward(ask.canvas.fill(path), features=ask.features)
+            alone = network.forward([grown], [network.memory()])[0]
+            assert torch.equal(reply.logits[node + 1], alone.logits[0])
+            if ask.features:
+                assert torch.equal(reply.features[node + 1], alone.features[0])
+
+
+def test_the_default_shapes_agree_with_small_ones_but_for_rounding():
+    tokens = text(60)
+    wide = CausalNetwork(tiny("Llama"), shaped=True)
+    torch.testing.assert_close(written(wide, tokens, 30), written(small("Llama"), tokens, 30), rtol=1e-4, atol=1e-4)
+
+
+def test_every_decoding_call_has_one_width_and_extents_follow_positions(networks, monkeypatch):
+    network, seen = small("Llama"), []
+    evaluate = network.fixed._evaluate
+
+    def watched(seat, board, reach):
+        seen.append((board.rows, reach))
+        return evaluate(seat, board, reach)
+
+    monkeypatch.setattr(network.fixed, "_evaluate", watched)
+    network.fixed.chunk, memory = 32, network.memory()
+    network.forward([Forward(continuation(text(62), 40))], [memory])
+    assert seen == [(32, 32), (32, 64), (16, 64)]
+    seen.clear()
+    grown = continuation(text(62), 40).fill(np.array([5]))
+    network.forward([Forward(grown, (5, 6, 7, 8, 9), (-1, 0, 0, 1, 1))], [memory])
+    assert seen == [(16, 64), (16, 128)], "nodes at position 64 and beyond look further"
+    seen.clear()
+    network.forward([Forward(grown.fill(np.array([5, 7, 4])))], [memory])
+    assert seen == [(16, 128)]
+
+
+def test_a_text_that_is_gone_leaves_its_seat_to_the_next(networks):
+    network = small("Llama")
+    first, second = network.memory(), network.memory()
+    before = [read(network, text(40), memory=memory) for memory in (first, second)]
+    assert torch.equal(*before)
+    assert first.keys.data_ptr() != second.keys.data_ptr()
+    place = first.keys.data_ptr()
+    del first
+    gc.collect()
+    third = network.memory()
+    assert torch.equal(read(network, text(40), memory=third), before[0])
+    assert third.keys.data_ptr() == place
+    assert not network.fixed.free
+
+
+def test_a_seat_grows_with_its_text_and_keeps_what_it_knew():
+    network, memory, tokens = small("Llama"), None, text(120)
+    memory = network.memory()
+    read(network, tokens[:20], memory=memory)
+    capacity = memory.keys.shape[1]
+    grown = read(network, tokens, memory=memory)
+    assert memory.keys.shape[1] > capacity
+    assert torch.equal(grown, read(network, tokens))
+
+
+def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
+    network = small("Llama")
+    memory, decided = network.memory(), text(20)
+    read(network, decided, *random_tree(6), memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(canonical.Canonical, "attend", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError):
+            read(network, [*decided, *Forward(continuation(decided, 9), *random_tree(6)).path(5), 4], memory=memory)
+    assert torch.equal(read(network, decided, memory=memory), read(network, decided))
+
+
+def test_a_tree_deeper_than_a_call_is_refused():
+    network = small("Llama")
+    with pytest.raises(ValueError, match=r"17 deep.*larger budget"):
+        chain(network, text(18))
+
+
+def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
+    with caplog.at_level("WARNING", logger="saltus"):
+        network = CausalNetwork(tiny("Mixtral"), shaped=True)
+    assert network.free
+    assert network.fixed is None
+    assert "experts" in caplog.text
+    assert "furthest" in unfit(
+        tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    )
+    assert unfit(tiny("Gemma3")) is None
+
+
+@pytest.mark.parametrize(("position", "expected"), [(0, 32), (31, 32), (32, 64), (63, 64), (64, 128), (200, 256)])
+def test_an_extent_holds_its_positions(position, expected):
+    assert extent(position, 32) == expected
+
+
+# Whole texts
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_folder):
+    """The same model by kernels and by fixed shapes."""
+    ours, fixed = (saltus.load(str(tiny_folder(max_position_embeddings=160)), "plain", device="cpu") for _ in range(2))
+    network = CausalNetwork(fixed.network.model, shaped=True)
+    network.fixed.chunk, network.fixed.least = 16, 32
+    object.__setattr__(fixed.target, "network", network)
+    fixed.ensembles.clear()
+    return ours, fixed
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "jacobi", "jacobi+lookup"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
+    """Long enough to reach the end of the context; in float32 no token of these is near enough to flip."""
+    ours, fixed = engines
+    settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
+    prompts = ["the cat sat on the mat and the cat sat on the", "the dog"]
+    expected = [ours.generate(prompt, method="plain", **settings).tokens for prompt in prompts]
+    fixed.shelf.kept.clear()
+    got = [fixed.generate(prompt, method=method, **settings).tokens for prompt in prompts]
+    together = [one.tokens for one in fixed.generate(prompts, method=method, **settings)]
+    assert got == expected
+    assert together == expected
