@@ -17,24 +17,29 @@ COLUMNS, LINES = 64, 24
 UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {127: 0x2421}
 
 
-def typical(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The record to show: of the side with most tokens per call, the text nearest to its mean, short ones apart."""
+def most_a_call(results: Mapping[str, Any]) -> str | None:
+    """The side with most tokens per call, plain apart."""
     sides = results["methods"]
     able = {side: one["tokens_per_call"] for side, one in sides.items() if one["tokens_per_call"] and side != "plain"}
-    if not able:
-        return None
-    best = max(able, key=lambda side: able[side])
+    return max(able, key=lambda side: able[side]) if able else None
+
+
+def typical(
+    results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], best: str | None
+) -> Mapping[str, Any] | None:
+    """The record to show of a side: the text nearest to the side's mean of tokens per call, short texts apart."""
     own = [record for record in records if record["side"] == best and record["calls"]]
-    if not own:
+    if best is None or not own:
         return None
+    mean = results["methods"][best]["tokens_per_call"]
     long = sorted(len(record["tokens"]) for record in own)[len(own) // 2]
     own = [record for record in own if len(record["tokens"]) >= long]
-    return min(own, key=lambda record: abs(len(record["tokens"]) / len(record["calls"]) - able[best]))
+    return min(own, key=lambda record: abs(len(record["tokens"]) / len(record["calls"]) - mean))
 
 
-def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], width: float) -> Any:
-    """A typical answer of the side with most tokens per call, and its calls counted. `width` in inches."""
-    record = typical(results, records)
+def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], wide: float) -> Any:
+    """A typical answer of the side with most tokens per call, and its calls counted. `wide` in pixels, a hundred an inch."""
+    record = typical(results, records, most_a_call(results))
     if record is None:
         return None
     from matplotlib.figure import Figure
@@ -46,15 +51,16 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
     lines = lines[:LINES]
     counts = [count for count in (calls, len(record["calls"])) if count]
     high = max(86 + 17 * len(lines), 54 + sum(_squares_height(count) + 22 for count in counts))
-    figure = Figure(figsize=(width, high / 100))
+    figure = Figure(figsize=(wide / 100, high / 100))
     axes = figure.add_axes((0, 0, 1, 1))  # in pixels, from the top left
-    axes.set_xlim(0, 100 * width)
+    axes.set_xlim(0, wide)
     axes.set_ylim(high, 0)
     axes.axis("off")
     tokens, own = len(record["tokens"]), len(record["calls"])
     axes.text(14, 12, f"{record['side']}: {tokens} tokens in {own} calls", size=12.5, weight="bold", va="top")
-    said = f"every colour is one call; underlined where it decided several tokens · {record['category']}, task {record['task']}"
-    axes.text(14, 35, said + (", the beginning" if cut else ""), size=9, color=MUTED, va="top")
+    said = f"every colour is one call; underlined where it decided several tokens · task {record['task']}"
+    said += f", {record['category']}" + (", the beginning" if cut else "")
+    axes.text(14, 35, said, size=9, color=MUTED, va="top")
     decided = [call["decided"] for call in record["calls"]]
     for row, line in enumerate(lines):
         _draw_line(axes, line, 76 + 17 * row, decided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 Box = tuple[float, float, float, float]
@@ -46,7 +47,7 @@ def label(
 def _along(points: Any, inside: Box) -> list[Box]:
     """Small boxes along a line, those in the axes."""
     boxes = []
-    for (x, y), (to_x, to_y) in zip(points[:-1], points[1:], strict=True):
+    for (x, y), (to_x, to_y) in pairwise(points):
         steps = max(1, min(400, round(max(abs(to_x - x), abs(to_y - y)) / 4)))
         spots = [(x + (to_x - x) * step / steps, y + (to_y - y) * step / steps) for step in range(steps + 1)]
         boxes += [box for box in (_around(spot, 2.5) for spot in spots) if _overlap(box, inside)]

@@ -11,8 +11,8 @@ from saltus.evaluation.coloured_text import draw_coloured_text
 from saltus.evaluation.labels import label
 from saltus.evaluation.palette import ALARM, BAND, INK, LINE, MUTED, PAPER, Colour, colours
 
-WIDTH = 7.2  # inches; 720 pixels wide where an inch is 100
-STYLE = {
+WIDE, NARROW = 720, 620  # pixels, a hundred an inch
+STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "saltus", "text.parse_math": False, "font.size": 10,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"], "text.color": INK,
     "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.labelsize": 9.5, "axes.linewidth": 0.8,
@@ -23,7 +23,7 @@ STYLE = {
 
 
 def figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write every figure that the run has data for, each as SVG and as PNG (1,440 pixels wide). The files' paths."""
+    """Write every figure that the run has data for, each as SVG and as PNG of twice the pixels. The files' paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in draw(results, records).items():
@@ -40,7 +40,7 @@ def draw(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> di
     drawings = {"speed-up": _speed_up, "calls": _calls, "acceptance": _acceptance}
     with matplotlib.rc_context(STYLE):
         drawn = {name: drawing(results) for name, drawing in drawings.items()}
-        drawn["text"] = draw_coloured_text(results, records, WIDTH)
+        drawn["text"] = draw_coloured_text(results, records, WIDE)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
@@ -63,12 +63,11 @@ def rendered(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _figure(height: float, title: str, subtitle: str, left: float, right: float) -> tuple[Any, Any]:
-    """A figure of so many pixels and its axes, between 76 below and 49 above the rest; left and right are their margins."""
+def _figure(wide: float, height: float, title: str, subtitle: str, left: float, right: float) -> tuple[Any, Any]:
+    """A figure of so many pixels and its axes, under 76 pixels and over 49; left and right are their margins."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height / 100))
-    wide = 100 * WIDTH
+    figure = Figure(figsize=(wide / 100, height / 100))
     axes = figure.add_axes((left / wide, 49 / height, (wide - left - right) / wide, (height - 125) / height))
     figure.text(14 / wide, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
     figure.text(14 / wide, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
@@ -87,7 +86,7 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
     height = 22 * len(shown) + 14 + len(categories) * (pitch * len(shown) + gap)
     names = max(map(len, [*shown, *categories]))
     figure, axes = _figure(
-        height + 125, "Speed-up over plain decoding",
+        WIDE, height + 125, "Speed-up over plain decoding",
         "tokens per second relative to plain decoding in the same run, prefill included; lines: 95 % intervals",
         max(120, 8.4 * names + 26), 152,
     )  # fmt: skip
@@ -121,8 +120,8 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
     axes.set_axisbelow(True)
     axes.annotate("plain", (1, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
                   ha="center", size=8.5, color=MUTED)  # fmt: skip
-    axes.annotate("all texts", (0, 1), xycoords="axes fraction", xytext=(-10, 2), textcoords="offset points", ha="right",
-                  size=8.5, color=MUTED)  # fmt: skip
+    axes.annotate("all texts", (0, 1), xycoords="axes fraction", xytext=(-10, 2), textcoords="offset points",
+                  ha="right", size=8.5, color=MUTED)  # fmt: skip
     _notes(figure, results, height + 125)
     return figure
 
@@ -151,7 +150,7 @@ def _notes(figure: Any, results: Mapping[str, Any], height: float) -> None:
             said.append(f"{side}: {len(one['problems'])} problem{'s' * (len(one['problems']) > 1)}")
     if said:
         more = f"; and {len(said) - 3} more" if len(said) > 3 else ""
-        figure.text(14 / (100 * WIDTH), 7 / height, "; ".join(said[:3]) + more, size=8.5, color=ALARM)
+        figure.text(14 / WIDE, 7 / height, "; ".join(said[:3]) + more, size=8.5, color=ALARM)
 
 
 def _calls(results: Mapping[str, Any]) -> Any:
@@ -162,10 +161,10 @@ def _calls(results: Mapping[str, Any]) -> Any:
     paint = colours(results["methods"])
     silent = [side for side in results["methods"] if side not in shown]
     subtitle = "prefill apart; lines through the points: 95 % intervals; lines across: equal speed"
-    figure, axes = _figure(480, "What a call brings, and what it costs", subtitle, 64, 138)
+    figure, axes = _figure(NARROW, 450, "What a call brings, and what it costs", subtitle, 56, 132)
     if silent:
         names = ", ".join(silent[:3]) + (" …" if len(silent) > 3 else "")
-        figure.text(14 / (100 * WIDTH), 7 / 480, f"not told by {names}", size=8.5, color=MUTED)
+        figure.text(14 / NARROW, 7 / 450, f"not told by {names}", size=8.5, color=MUTED)
     bars = []
     for side, one in shown.items():
         x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[side]
@@ -197,8 +196,8 @@ def _equal_speeds(axes: Any, plain: Mapping[str, Any] | None) -> list[Any]:
     slowest, fastest = 1000 * low / right, 1000 * high / max(left, 1e-9)
     own = 1000 * plain["tokens_per_call"] / plain["ms_per_call"] if plain else None
     reach = 1000 * high / right  # the ray that leaves through the corner
-    speeds = [speed for speed in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
-              if slowest < speed < fastest]  # fmt: skip
+    rounded = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
+    speeds = [speed for speed in rounded if slowest < speed < fastest]
     taken: list[tuple[float, float]] = []
     strong: list[Any] = []
     for speed in ([own] if own else []) + speeds:
@@ -239,7 +238,7 @@ def _acceptance(results: Mapping[str, Any]) -> Any:
         return None
     paint = colours(results["methods"])
     subtitle = "share of the calls with drafts in which the k-th drafted token was accepted"
-    figure, axes = _figure(400, "How far drafts hold", subtitle, 64, 20)
+    figure, axes = _figure(NARROW, 350, "How far drafts hold", subtitle, 56, 16)
     drawn = []
     for side, shares in shown.items():
         colour = paint[side]
