@@ -78,8 +78,10 @@ def tasks(place: Path) -> list[dict]:
 def evaluated(model: object, asked: list[dict], **settings) -> dict:
     """Scores by task, and what the model answered, document by document."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-    results = simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, **settings)
+    own = TaskManager(include_defaults=False)  # thousands of others take their time
+    results = simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, task_manager=own, **settings)
     answers = {
         task: [row["resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
         for task, rows in results["samples"].items()
@@ -353,6 +355,7 @@ def command(*arguments: object, code: int = 0):
     return result
 
 
+@pytest.mark.slow
 def test_the_command_scores_a_task_of_one_s_own(folder, tmp_path):
     import yaml
 
@@ -372,6 +375,7 @@ def test_the_command_scores_a_task_of_one_s_own(folder, tmp_path):
     assert len(texts[0]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_teaches_and_complains_in_a_line(folder, tmp_path):
     assert "saltus lm-eval run --help" in command("--help").stdout
     assert "--num_fewshot" in command("run", "--help").stdout

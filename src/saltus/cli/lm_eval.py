@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 COMMANDS = ("run", "ls", "validate")
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-def lm_eval(context: typer.Context) -> None:
-    r"""Score a model on the tasks of lm-evaluation-harness, with any method.
+def lm_eval(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="What lm_eval is given: options, or a command.")
+    ] = None,
+) -> None:
+    r"""Score a model by lm-evaluation-harness, with any method.
 
     [dim]All arguments go to its own command, lm_eval; only the model is ours.[/dim]
 
@@ -43,7 +48,7 @@ def lm_eval(context: typer.Context) -> None:
     from saltus.evaluation.harness import model_class
 
     model_class()
-    _run(completed(context.args))
+    _run(completed(arguments or ()))
 
 
 def completed(arguments: Sequence[str]) -> list[str]:
