@@ -1,0 +1,158 @@
+"""Tell what the time of a network call goes to: embedding, attention, products with weights, unembedding, the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from saltus.evaluation.step import Clock, ask, quartiles
+from saltus.evaluation.stopwatch import Stopwatch, Wrap, replaced
+from saltus.networks import attention, lean
+
+EMBEDDING, ATTENTION, LINEAR, UNEMBEDDING, NORMS, REST = PARTS = (
+    "embedding", "attention", "linear layers", "unembedding", "norms and rotary", "rest",
+)  # fmt: skip
+LABEL = "saltus: "
+
+
+def call_parts(
+    network: Any,
+    nodes: int,
+    length: int,
+    vocabulary: int,
+    rounds: int = 7,
+    clock: Clock = time.perf_counter,
+    settle: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Milliseconds of a call by part, of the round whose whole is the median; `rest` is what no part accounts for.
+
+    Where kernels do several things at once (norms, SiLU and sums of the lean decoder) they count as linear layers.
+    `overhead` is how much watching slows the call. On CUDA the parts are the time of kernels, called without graphs,
+    and the whole is a call as it is made: `rest` may then be negative.
+    """
+    memory, one = network.memory(), ask(nodes, length, vocabulary)
+
+    def call() -> float:
+        settle()
+        started = clock()
+        network.forward([one], [memory])
+        settle()
+        return clock() - started
+
+    cuda = network.model.device.type == "cuda"
+    watched = _by_profiler if cuda else _by_stopwatch
+    call()  # reads the text
+    call()
+    watched(network, call, clock)
+    found, alone = [], []
+    for _ in range(rounds):
+        alone.append(call())
+        found.append(watched(network, call, clock))
+    unprofiled = quartiles(alone)[1]
+    whole, parts = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+    overhead = None if cuda else whole / unprofiled - 1
+    whole = unprofiled if cuda else whole
+    ms = {part: 1000 * parts.get(part, 0.0) for part in PARTS[:-1]}
+    ms[REST] = 1000 * (whole - sum(parts.values()))
+    return {
+        "nodes": nodes, "length": length, "ms": 1000 * whole, "unprofiled_ms": 1000 * unprofiled,
+        "overhead": overhead, "parts": ms,
+    }  # fmt: skip
+
+
+def _by_stopwatch(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+    watch = Stopwatch(clock)
+    with watching(network, watch.timed):
+        whole = call()
+    return whole, watch.seconds
+
+
+def _by_profiler(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+    """Seconds that kernels ran which a part has launched."""
+    fixed, activities = network.fixed, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with ExitStack() as stack:
+        if fixed is not None:
+            stack.enter_context(replaced(fixed, "graphs", False))
+        stack.enter_context(watching(network, _labelled))
+        with profile(activities=activities) as profiled:
+            whole = call()
+    events = [event for event in profiled.key_averages() if event.key.startswith(LABEL)]
+    seconds: dict[str, float] = {}
+    for event in events:  # a label has an event of the processor and one of the device
+        part = event.key.removeprefix(LABEL)
+        seconds[part] = max(seconds.get(part, 0.0), event.device_time_total / 1e6)
+    return whole, seconds
+
+
+def _labelled(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **settings: Any) -> Any:
+        with record_function(LABEL + part):
+            return function(*args, **settings)
+
+    return run
+
+
+@contextmanager
+def watching(network: Any, wrap: Wrap) -> Iterator[None]:
+    """Let every part of a network's calls run through `wrap` while the context is open."""
+    with ExitStack() as stack:
+        for context in _lean(network.lean, wrap) if network.lean is not None else _layers(network.model, wrap):
+            stack.enter_context(context)
+        yield
+
+
+def _lean(decoder: Any, wrap: Wrap) -> Iterator[AbstractContextManager[None]]:
+    for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS)):
+        yield replaced(decoder, name, _kernel(wrap, part, getattr(decoder, name)))
+    yield replaced(lean, "F", SimpleNamespace(**{**vars(F), "embedding": wrap(EMBEDDING, F.embedding)}))
+    yield replaced(lean, "linear", wrap(UNEMBEDDING, lean.linear))
+    for module in (decoder.base.norm, decoder.base.rotary_emb):
+        yield replaced(module, "forward", wrap(NORMS, module.forward))
+
+
+def _kernel(wrap: Wrap, part: str, kernel: Any) -> Callable[..., Any]:
+    """A function of C has no name to copy, so another one stands before it."""
+    return wrap(part, lambda struct: kernel(struct))
+
+
+def _layers(model: Any, wrap: Wrap) -> Iterator[AbstractContextManager[None]]:
+    out = model.get_output_embeddings()
+    for module in model.modules():
+        if (part := _part(module, out)) is not None:
+            yield replaced(module, "forward", wrap(part, module.forward))
+    yield _attention(wrap)
+
+
+def _part(module: Any, out: Any) -> str | None:
+    """What a module without modules of its own does; what is told by no name or weight is rest."""
+    if module is out:
+        return UNEMBEDDING
+    if any(True for _ in module.children()):
+        return None
+    name, weight = type(module).__name__.lower(), getattr(module, "weight", None)
+    if isinstance(module, torch.nn.Embedding):
+        return EMBEDDING
+    if "norm" in name or "rotary" in name:
+        return NORMS
+    return LINEAR if weight is not None and weight.ndim == 2 else None
+
+
+@contextmanager
+def _attention(wrap: Wrap) -> Iterator[None]:
+    own = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    AttentionInterface.register(attention.NAME, wrap(ATTENTION, own))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(attention.NAME, own)
