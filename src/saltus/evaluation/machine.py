@@ -1,0 +1,64 @@
+"""Say on what a benchmark ran: the machine, the versions, and the commit of the package."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import saltus
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GB (10⁹ bytes), GPU or None, system, and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": _processor(),
+        "cores": cores,
+        "memory_gb": _memory(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "saltus": saltus.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The commit of the repository that holds the package, `+` behind it where tracked files were changed; or None."""
+    folder = Path(saltus.__file__).parent
+    try:
+        if not _git(folder, "ls-files", "__init__.py"):  # a repository around an environment is not ours
+            return None
+        return _git(folder, "rev-parse", "--short", "HEAD") + (
+            "+" if _git(folder, "diff", "HEAD", "--name-only") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _memory() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
