@@ -27,7 +27,7 @@ QUESTIONS = [
     {"ask": "so. " * 300, "choices": ["the mat", "the log"], "gold": 0},  # longer than the model reads
 ]
 TEXTS = [WORDS, "", "the ca", (WORDS + "; ") * 40, "é" * 700]
-PROMPTS = [WORDS, "the cat", "on the log " * 80, "<|user|>the dog<|end|><|assistant|>"]
+PROMPTS = [WORDS, "the cat", "on the log " * 80 + "a cat", "<|user|>the dog<|end|><|assistant|>"]
 CONTEXT = 512
 
 
@@ -148,7 +148,7 @@ def test_choices_of_one_question_take_one_call_and_examples_are_read_once(folder
     model = ours(folder)
     asked = counted(model)
     shots, questions = [5, 6, 7, 8] * 30, [[9, 10], [11, 12], [13, 14]]
-    pairs = [([*shots, *question], [20, 21, choice]) for question in questions for choice in (30, 31, 32, 33)]
+    pairs = [([*shots, *question], [20, 21, choice]) for choice in (30, 31, 32, 33) for question in questions]
     score(model.engine.network, pairs)
     calls = [call for each in asked for call in each]
     assert len(calls) == 3
@@ -260,6 +260,18 @@ def test_stop_strings_may_be_special_tokens(folder, theirs):
         assert ours(folder).generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
 
 
+def test_a_text_ends_with_any_end_token_and_with_special_tokens_that_are_stop_strings(folder):
+    from saltus.evaluation.harness_requests import Ending
+
+    tokenizer = ours(folder).tokenizer
+    user, pad = tokenizer.convert_tokens_to_ids(["<|user|>", "<|pad|>"])
+    letters = tokenizer.encode("cat")
+    ending = Ending(tokenizer, frozenset({pad}), ("<|user|>", "tc"))
+    assert [ending(token) for token in (*letters, pad, *letters, user)] == [
+        *[False] * len(letters), True, *[False] * len(letters), True,
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("begin", [None, True, False])
 def test_begin_tokens_and_chats_are_those_of_lm_eval_s_own_class(tmp_path, folder, theirs, begin):
     from lm_eval.models.huggingface import HFLM
@@ -272,7 +284,14 @@ def test_begin_tokens_and_chats_are_those_of_lm_eval_s_own_class(tmp_path, folde
     for text in ("the cat", "<s>the cat", " the", "the cat "):
         assert one.tok_encode(text) == two.tok_encode(text)
         assert one.tok_encode(text, add_special_tokens=False) == two.tok_encode(text, add_special_tokens=False)
-    asked = requests(*((text, {"until": ["sat"], "max_gen_toks": 9}) for text in ("the cat", "<s>the cat", " the")))
+    settings = {"until": ["sat"], "max_gen_toks": 9}
+    for text in ("the cat", "<s>the cat", " the"):
+        read = one.tok_batch_encode([text], left_truncate_len=512 - 9)[0][0].tolist()
+        assert two._job(text, settings, 0).text.prompt == read
+    long = "the cat sat " * 200 + "the cat"
+    read = one.tok_batch_encode([long], left_truncate_len=512 - 9)[0][0].tolist()
+    assert two._job(long, settings, 0).text.prompt == read
+    asked = requests(*((text, settings) for text in ("the cat", "<s>the cat", " the")))
     assert one.generate_until(asked, disable_tqdm=True) == two.generate_until(asked, disable_tqdm=True)
     talk = [{"role": "user", "content": "the cat"}]
     assert ours(folder).apply_chat_template(talk) == theirs.apply_chat_template(talk)

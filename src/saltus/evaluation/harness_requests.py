@@ -59,7 +59,7 @@ def sampling_of(wanted: Mapping[str, Any], model: Any) -> Any:
         name: value for name in LAW if (value := getattr(own, name, None)) is not None
     }
     law |= {name: value for name, value in given.items() if value is not None}
-    temperature = float(wanted.get("temperature") or 0.0) if wanted.get("do_sample") else 0.0
+    temperature = float(wanted.get("temperature") or 0.0)  # lm_eval has set it to 0 where do_sample is false
     if not temperature:
         law = {name: law[name] for name in ("repetition_penalty",) if name in law}
     return Sampling(temperature=temperature, **law)
