@@ -17,8 +17,6 @@ FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", r
 PYTHON = ("python", "python3", "py", "")
 STATEMENT = re.compile(r"^[^\s)\]}]", re.MULTILINE)  # a line at column 0 that does not close a bracket from above
 BEGINS = re.compile(r"^(?:(?:import|from|async def|def|class)\b|@|\w+ *=[^=])", re.MULTILINE)  # code out of a fence
-    r"^(?:import|from|async def|def|class|@)\b|^@", re.MULTILINE
-)  # what code out of a fence begins with
 
 
 def humaneval(row: Mapping[str, Any], text: str) -> str:
