@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,26 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "saltus": saltus.__version__,
+    }
+
+
+def circumstances(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a page of results must name: command, date, commit, machine, model and settings."""
+    model = engine.network.model
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "model": {
+            "name": engine.target.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "context": engine.target.context,
+            "path": "lean" if engine.network.lean else "transformers",
+        },
+        "settings": settings,
     }
 
 

@@ -1,0 +1,32 @@
+"""Show on stderr how far something long has come, where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+
+def bar(total: int, what: str) -> Any:
+    """Entering gives what advances it. It is drawn between calls of that only, and so takes no time from the rest."""
+    if not sys.stderr.isatty():
+        return nullcontext(lambda: None)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class Bar(Progress):
+        """A bar that draws itself when it is told to."""
+
+        def __enter__(self) -> Any:
+            super().__enter__()
+            task = self.add_task(what, total=total)
+            self.refresh()
+
+            def advance() -> None:
+                self.advance(task)
+                self.refresh()
+
+            return advance
+
+    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
+    return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)

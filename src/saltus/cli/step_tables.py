@@ -1,0 +1,119 @@
+"""Show what `saltus bench step` has measured as tables on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Every table that there is something for."""
+    from rich.text import Text
+
+    from saltus.cli.painting import terminal
+
+    console = terminal(soft_wrap=False)
+    model, settings = result["model"], result["settings"]
+    console.print(Text(f"{model['name']}, {model['dtype']}, {model['device']}", "bold"))
+    for number, (title, table) in enumerate(_tables(result, settings["batch_length"])):
+        console.print(*([""] if number else []), Text(title, "dim"), table, sep="\n")
+    if can := result["speed"]:
+        console.print()
+        console.print(Text(_machine(can), "dim"))
+    if not result["complete"]:
+        console.print(Text("interrupted: this is what was measured until then", "yellow"))
+
+
+def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]:
+    calls, rounds = result["calls"], result["settings"]["rounds"]
+    alone = [row for row in calls if row["batch"] == 1]
+    if alone:
+        yield (
+            f"milliseconds of a call by its nodes, median of {_count(rounds, 'round')}",
+            _by_length(alone, result["prefill"]),
+        )
+    if any(row["batch"] > 1 for row in calls):
+        together = [row for row in calls if row["length"] == length]
+        yield f"texts that share a call, {length:,} tokens and so many nodes each", _by_batch(together)
+    if alone and result["speed"]:
+        here = [row for row in alone if row["length"] == length]
+        yield f"the least that it could cost, behind {length:,} tokens", _floors(here)
+        yield "the knee, in nodes", _knees(result["knees"])
+    if result["parts"]:
+        heads = [_count(one["nodes"], "node") for one in result["parts"]]
+        yield f"where the milliseconds of a call go, behind {length:,} tokens", _parts(result["parts"], heads)
+    if result["loop"]:
+        heads = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in result["loop"]]
+        yield f"where those of a step go, by {result['loop'][0]['method']}", _parts(result["loop"], heads)
+
+
+def _table(*heads: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _by_length(rows: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]) -> Any:
+    nodes, read = _values(rows, "nodes"), {row["length"]: _ms(row["ms"]) for row in prefill}
+    table = _table("text", *map(str, nodes), "reading it")
+    for length in _values(rows, "length"):
+        here = {row["nodes"]: _ms(row["ms"]) for row in rows if row["length"] == length}
+        table.add_row(f"{length:,} tokens", *(here.get(count, "–") for count in nodes), read.get(length, "–"))
+    return table
+
+
+def _by_batch(rows: Sequence[Mapping[str, Any]]) -> Any:
+    nodes = _values(rows, "nodes")
+    table = _table("texts", *map(str, nodes))
+    for batch in _values(rows, "batch"):
+        here = {row["nodes"]: _ms(row["ms"]) for row in rows if row["batch"] == batch}
+        table.add_row(str(batch), *(here.get(count, "–") for count in nodes))
+    return table
+
+
+def _floors(rows: Sequence[Mapping[str, Any]]) -> Any:
+    table = _table("nodes", "reading", "computing", "floor", "measured", "spread", "floor/measured")
+    for row in rows:
+        spread = f"{_ms(row['low'])}–{_ms(row['high'])}"
+        times = (_ms(row[name]) for name in ("memory_ms", "compute_ms", "floor_ms", "ms"))
+        table.add_row(str(row["nodes"]), *times, spread, f"{row['efficiency']:.0%}")
+    return table
+
+
+def _knees(knees: Sequence[Mapping[str, Any]]) -> Any:
+    table = _table("text", "computing passes reading", "a call costs 1.25 × one node's")
+    for knee in knees:
+        found = "not within these nodes" if knee["measured"] is None else f"{knee['measured']:.1f}"
+        table.add_row(f"{knee['length']:,} tokens", f"{knee['predicted']:.1f}", found)
+    return table
+
+
+def _parts(found: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> Any:
+    table = _table("", *heads)
+    for part in found[0]["parts"]:
+        table.add_row(part, *(f"{one['parts'][part]:.2f}" for one in found))
+    table.add_section()
+    table.add_row("together", *(f"{one['ms']:.2f}" for one in found))
+    table.add_row("unwatched", *(f"{one['unprofiled_ms']:.2f}" for one in found))
+    return table
+
+
+def _machine(can: Mapping[str, Any]) -> str:
+    memory, compute = can["bytes_per_second"] / 1e9, can["flops_per_second"] / 1e9
+    return f"this machine, measured: {memory:.1f} GB/s, {compute:,.0f} GFLOP/s, {_count(can['threads'], 'thread')}"
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[int]:
+    return sorted({row[name] for row in rows})
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

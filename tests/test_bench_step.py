@@ -1,0 +1,353 @@
+"""What a step costs: the clock, the floor, the parts, and the command that shows them."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import saltus
+from conftest import tiny_llama
+from saltus.cli.app import Commands
+from saltus.cli.bench_step import numbers, step
+from saltus.core.forward import Reply
+from saltus.evaluation import call_parts, loop_parts, machine, roofline
+from saltus.evaluation import step as steps
+from saltus.evaluation.roofline import Demand, Speed
+from saltus.evaluation.step import Cell, Grid, Timings
+from saltus.evaluation.stopwatch import Stopwatch, replaced
+from saltus.networks.causal import CausalNetwork
+
+app = typer.Typer(cls=Commands)
+app.callback()(lambda: None)
+app.command()(step)
+TINY = ("--nodes", "1,3,8", "--lengths", "16,32", "--batches", "1,2", "--rounds", "2")
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Planted:
+    """A network whose calls take known seconds; the first of each kind is slow, as first calls are."""
+
+    def __init__(self, clock: Clock, seconds=lambda asks, turn: float(sum(len(ask.tokens) + 1 for ask in asks))):
+        self.clock, self.seconds, self.turns, self.order = clock, seconds, {}, []
+
+    def memory(self):
+        return SimpleNamespace(tokens=np.empty(0, dtype=np.int64))
+
+    def forward(self, asks, memories):
+        assert len(asks) == len(memories)
+        cell = Cell(len(asks[0].tokens) + 1, len(asks[0].canvas.decided), len(asks))
+        fresh = not len(memories[0].tokens)
+        turn = self.turns[cell, fresh] = self.turns.get((cell, fresh), -1) + 1
+        for ask, memory in zip(asks, memories, strict=True):
+            memory.tokens = ask.canvas.decided
+        self.order.append((cell, fresh))
+        self.clock.now += 1000.0 if turn == 0 else self.seconds(asks, turn) + (50.0 if fresh else 0.0)
+        return [Reply(torch.zeros(1, 1)) for _ in asks]
+
+
+def measured(grid: Grid, **settings) -> tuple[Timings, Planted, int]:
+    clock, timings = Clock(), Timings()
+    network = Planted(clock, **settings)
+    calls = sum(1 for _ in steps.measure(network, grid, 100, timings, clock))
+    return timings, network, calls
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder) -> str:
+    return str(tiny_folder())
+
+
+def bench(*arguments: object, code: int = 0):
+    done = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["step", *map(str, arguments)], prog_name="bench")
+    assert done.exit_code == code, done.output
+    return done
+
+
+# The clock
+
+
+def test_the_grid_has_every_cell_and_each_costs_what_it_costs():
+    grid = Grid((1, 2, 8), (16, 32, 64), (1, 2, 4), rounds=3)
+    timings, _, _ = measured(grid)
+    alone = {Cell(n, length, 1) for n in (1, 2, 8) for length in (16, 32, 64)}
+    assert set(timings.calls) == alone | {Cell(n, 32, batch) for n in (1, 2, 8) for batch in (1, 2, 4)}
+    for cell, seconds in timings.calls.items():
+        assert seconds == [cell.nodes * cell.batch] * 3, cell
+
+
+def test_a_warm_up_does_not_count_be_it_of_a_call_or_of_a_prefill():
+    timings, _, _ = measured(Grid((1, 2), (16, 32), (1, 2), rounds=1))
+    assert max(seconds for column in timings.calls.values() for seconds in column) == 4
+    assert timings.prefill == {16: [51.0], 32: [51.0]}
+
+
+def test_progress_knows_how_many_calls_there_will_be():
+    for grid in (Grid((1, 2), (16, 32), (1, 2), rounds=1), Grid((4,), (8,), (3,), rounds=5)):
+        assert measured(grid)[2] == grid.calls
+
+
+def test_rounds_go_forwards_and_backwards_so_that_drift_hurts_all_alike():
+    grid = Grid((1, 2, 4), (16,), (1,), rounds=4)
+    timings, _, _ = measured(grid, seconds=lambda asks, turn: 100.0)
+    clock, drifting = Clock(), Timings()
+    network = Planted(clock, lambda asks, turn: 1.0 + 0.01 * len(network.order))
+    list(steps.measure(network, grid, 100, drifting, clock))
+    means = [sum(seconds) / 4 for seconds in drifting.calls.values()]
+    assert max(means) - min(means) < 1e-9
+    assert all(seconds == [100.0] * 4 for seconds in timings.calls.values())
+
+
+def test_an_outlier_moves_neither_median_nor_quartiles():
+    timings, _, _ = measured(Grid((1,), (16,), (1,), rounds=5), seconds=lambda asks, turn: 900.0 if turn == 3 else 2.0)
+    summed = steps.spread(timings.calls[Cell(1, 16)])
+    assert summed == {"ms": 2000, "low": 2000, "high": 2000, "rounds": 5}
+    assert steps.spread([0.004]) == {"ms": 4, "low": 4, "high": 4, "rounds": 1}
+    assert steps.spread([0.001, 0.002, 0.003, 0.004, 0.1]) == pytest.approx({"ms": 3, "low": 2, "high": 4, "rounds": 5})
+
+
+def test_what_was_measured_stays_where_measuring_ends_early():
+    clock, timings = Clock(), Timings()
+    running = steps.measure(Planted(clock), Grid((1, 2), (16,), (1,), rounds=9), 100, timings, clock)
+    for _ in range(7):
+        next(running)
+    running.close()
+    assert timings.calls == {Cell(2, 16): [2.0], Cell(1, 16): [1.0]}
+    assert timings.prefill == {16: [51.0]}
+
+
+def test_a_call_has_its_nodes_on_paths_that_are_not_too_deep():
+    one = steps.ask(64, 32, 300)
+    assert (len(one.tokens), len(one.canvas.decided), max(one.depths)) == (63, 32, steps.DEEP - 1)
+    assert set(one.tokens) <= set(range(300))
+    assert not np.array_equal(one.canvas.decided, steps.ask(64, 32, 300, seat=1).canvas.decided)
+
+
+# The floor
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_floor_counts_tied_embeddings_once(tied):
+    model = tiny_llama(tie_word_embeddings=tied).to(torch.bfloat16)
+    vocabulary, hidden, inner, layers, kv = 300, 32, 48, 2, 2 * 8
+    matrices = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    norms = (2 * layers + 1) * hidden
+    needs = roofline.demand(model)
+    assert needs.weight_bytes == 2 * (matrices + norms + vocabulary * hidden)
+    assert needs.row_bytes == (0 if tied else 2 * hidden)
+    assert needs.row_flops == 2 * (matrices + vocabulary * hidden)
+    assert needs.token_bytes == 2 * 2 * layers * kv
+    assert needs.pair_flops == 4 * layers * hidden
+
+
+def test_bytes_of_a_token_are_those_of_the_memory():
+    network = CausalNetwork(tiny_llama())
+    memory = network.memory()
+    network.forward([steps.ask(1, 16, 300)], [memory])
+    assert memory.keys is not None
+    assert memory.values is not None
+    held = sum(buffer[:, :, 0].nbytes for buffer in (memory.keys, memory.values))
+    assert roofline.demand(network.model).token_bytes == held
+    assert steps.memory_growth(network, 300, 512) == {"slots_over_decided_tokens": 0}
+
+
+def test_the_floor_is_what_takes_longer_and_bends_at_the_knee():
+    needs = Demand(weight_bytes=1000, row_bytes=0, token_bytes=10, row_flops=40, pair_flops=1)
+    can = Speed(100.0, 50.0, {}, 1)  # behind 20 tokens: 12 s of reading, 1.2 s of computing a node
+    assert roofline.predicted_knee(needs, can, 20) == pytest.approx(10)
+    few, many = (roofline.floor(needs, can, Cell(n, 20)) for n in (9, 11))
+    assert (few["bound_by"], few["floor_ms"]) == ("memory", pytest.approx(12_000))
+    assert (many["bound_by"], many["floor_ms"]) == ("compute", pytest.approx(13_200))
+    both = roofline.floor(needs, can, Cell(4, 20, 3))
+    assert (both["bytes"], both["flops"]) == (1000 + 3 * 200, 12 * 60)
+
+
+def test_the_measured_knee_is_where_a_call_costs_a_quarter_more():
+    assert roofline.measured_knee([1, 2, 4, 8], [10.0, 10.0, 11.0, 15.0]) == pytest.approx(4 + 4 * 1.5 / 4)
+    assert roofline.measured_knee([1, 2], [10.0, 12.0]) is None
+    assert roofline.measured_knee([2, 4], [10.0, 20.0]) is None
+
+
+def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
+    ticks = iter(range(0, 100_000))
+
+    def clock() -> float:
+        return float(next(ticks))  # everything takes a second
+
+    can = roofline.speed(torch.float32, torch.device("cpu"), megabytes=2, size=128, repeats=1, clock=clock)
+    assert can.bytes_per_second == 2 * 2 * 2**20  # of a copy: read and written
+    assert can.flops_per_second == 2 * 128**3
+
+
+# The parts
+
+
+def test_parts_within_parts_count_once():
+    clock = Clock()
+    watch = Stopwatch(clock)
+
+    def spend(seconds: float) -> None:
+        clock.now += seconds
+
+    inner = watch.timed("inner", lambda: spend(3))
+
+    def work() -> None:
+        spend(1)
+        inner()
+        spend(2)
+
+    watch.timed("outer", work)()
+    spend(100)
+    inner()
+    assert watch.seconds == {"outer": 3, "inner": 6}
+
+
+def test_what_is_replaced_comes_back_even_after_an_error():
+    class Owner:
+        name = 1
+
+    one = Owner()
+
+    def fail() -> None:
+        with replaced(one, "name", 2), replaced(Owner, "name", 3):
+            assert (one.name, Owner.name) == (2, 3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (vars(one), Owner.name) == ({}, 1)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("lean", [True, False])
+def test_the_parts_of_a_call_add_up_and_none_is_missing(lean, free):
+    network = CausalNetwork(tiny_llama(), free=free)
+    if not lean:
+        network.lean = None
+    one = steps.ask(8, 64, 300)
+    before = network.forward([one], [network.memory()])[0].logits
+    found = call_parts.call_parts(network, 8, 64, 300, rounds=3)
+    assert tuple(found["parts"]) == call_parts.PARTS
+    assert sum(found["parts"].values()) == pytest.approx(found["ms"])
+    assert all(value > 0 for value in found["parts"].values()), found
+    assert found["overhead"] == pytest.approx(found["ms"] / found["unprofiled_ms"] - 1)
+    assert torch.equal(network.forward([one], [network.memory()])[0].logits, before)
+
+
+def test_watching_leaves_nothing_behind_and_changes_no_logits():
+    for lean in (True, False):
+        network = CausalNetwork(tiny_llama())
+        network.lean = network.lean if lean else None
+        one, seen = steps.ask(4, 16, 300), []
+
+        def wrap(part, function, seen=seen):
+            return lambda *args, **settings: (seen.append(part), function(*args, **settings))[1]
+
+        plain = network.forward([one], [network.memory()])[0].logits
+        with call_parts.watching(network, wrap):
+            assert torch.equal(network.forward([one], [network.memory()])[0].logits, plain)
+        assert set(seen) == set(call_parts.PARTS[:-1])
+        seen.clear()
+        network.forward([one], [network.memory()])
+        assert not seen
+        assert all("forward" not in vars(module) for module in network.model.modules())
+
+
+def test_the_parts_of_a_step_add_up_at_any_temperature(folder):
+    engine = saltus.load(folder)
+    for temperature in (0.0, 0.8):
+        found = loop_parts.loop_parts(engine, temperature=temperature, tokens=12, rounds=1)
+        assert sum(found["parts"].values()) == pytest.approx(found["ms"])
+        assert all(value > 0 for value in found["parts"].values()), found
+        assert found["steps"] >= 1
+    assert "forward" not in vars(engine.network)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_profiler_finds_the_parts():
+    network = CausalNetwork(tiny_llama().cuda())
+    found = call_parts.call_parts(network, 8, 64, 300, rounds=2, settle=torch.cuda.synchronize)
+    assert sum(found["parts"].values()) == pytest.approx(found["ms"])
+    assert all(found["parts"][part] > 0 for part in call_parts.PARTS[:-1]), found
+
+
+# The command
+
+
+def test_the_command_writes_what_it_shows(folder, tmp_path):
+    shown = bench("--model", folder, *TINY, "--out", tmp_path / "new").stdout
+    found = json.loads((tmp_path / "new" / "step.json").read_text())
+    cells = {(row["nodes"], row["length"], row["batch"]) for row in found["calls"]}
+    assert cells == {(n, length, 1) for n in (1, 3, 8) for length in (16, 32)} | {(n, 16, 2) for n in (1, 3, 8)}
+    assert found["complete"]
+    assert all(row["efficiency"] == pytest.approx(row["floor_ms"] / row["ms"]) for row in found["calls"])
+    assert [row["length"] for row in found["prefill"]] == [16, 32]
+    assert [part["nodes"] for part in found["parts"]] == [1, 3, 8]
+    assert found["machine"] == machine.machine()
+    assert found["model"]["dtype"] == "float32"
+    for said in ("reading it", "floor", "knee", "linear layers", "sampling", "GB/s"):
+        assert said in shown
+    names = ("step_calls", "step_roofline", "step_parts")
+    for name in names:
+        assert (tmp_path / "new" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</svg>" in (tmp_path / "new" / f"{name}.svg").read_text()
+
+
+def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
+    own, calls = CausalNetwork.forward, []
+
+    def interrupted(self, asks, memories):
+        calls.append(len(asks))
+        if len(calls) > 40:
+            raise KeyboardInterrupt
+        return own(self, asks, memories)
+
+    monkeypatch.setattr(CausalNetwork, "forward", interrupted)
+    bench("--model", folder, *TINY[:-1], 9, "--out", tmp_path, code=130)
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert not found["complete"]
+    assert found["calls"]
+    assert found["parts"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--nodes", "0,4"), "nodes has 0, but each must lie in 1…128"),
+        (("--nodes", "129"), "nodes has 129, but each must lie in 1…128"),
+        (("--nodes", ""), "--nodes is empty"),
+        (("--lengths", "16,x"), "--lengths is '16,x', but must be whole numbers"),
+        (("--lengths", "0"), "lengths has 0, but each must be 1 or more"),
+        (("--lengths", "500"), "a text of 500 tokens.*reads 512; give shorter lengths"),
+        (("--batches", ","), "--batches is empty"),
+        (("--rounds", "0"), "rounds is 0, but must be 1 or more"),
+        (("--dtype", "int3"), "dtype is 'int3', but must be one of"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(folder, given, said):
+    complaint = bench("--model", folder, *given, code=2).stderr
+    assert re.fullmatch(f"saltus: [^\n]*{said}[^\n]*\n", complaint), complaint
+
+
+def test_usual_lengths_are_those_that_fit():
+    assert steps.fitting(None) == steps.LENGTHS
+    assert steps.fitting(512) == (128, 256)
+    assert steps.fitting(40) == (20,)
+    assert numbers("--nodes", "4, 1,") == (4, 1)
+
+
+def test_a_commit_is_told_by_its_name_and_whether_files_were_changed():
+    told = machine.commit()
+    assert told is None or re.fullmatch(r"[0-9a-f]{7,40}\+?", told)
