@@ -1,6 +1,8 @@
 """Fixed shapes, run without graphs: a row's arithmetic follows from its position and its tokens, not from who asks."""
 
 import gc
+from contextlib import contextmanager
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -221,6 +223,100 @@ def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
 @pytest.mark.parametrize(("position", "expected"), [(0, 32), (31, 32), (32, 64), (63, 64), (64, 128), (200, 256)])
 def test_an_extent_holds_its_positions(position, expected):
     assert extent(position, 32) == expected
+
+
+# Graphs
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Stand in for CUDA: a graph repeats the call that was captured, into the tensors that came out of it."""
+    network, captured = small("Llama"), []
+    evaluate = network.fixed._evaluate
+
+    class Graph:
+        def replay(self):
+            (seat, board, reach, place), out = self.call
+            assert seat.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
+            for old, new in zip(out, evaluate(seat, board, reach), strict=True):
+                old.copy_(new)
+
+    @contextmanager
+    def graph(made, **_):
+        calls = []
+
+        def recorded(seat, board, reach):
+            out = evaluate(seat, board, reach)
+            calls.append(((seat, board, reach, seat.keys.data_ptr()), tuple(x.clone() for x in out)))
+            return calls[-1][1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(network.fixed, "_evaluate", recorded)
+            yield
+        (made.call,) = calls
+        captured.append(made.call[0][1:3])
+
+    @contextmanager
+    def nothing(*_):
+        yield
+
+    for name, stand_in in {
+        "Stream": MagicMock(), "current_stream": MagicMock(), "stream": nothing, "CUDAGraph": Graph, "graph": graph,
+        "graph_pool_handle": lambda: 1,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    network.fixed.graphs = True
+    return network, captured
+
+
+def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed):
+    """Over accepted branches, borders of extents, and a text whose seat grows."""
+    network, captured = replayed
+    tokens, plain = text(LENGTH), small("Llama")
+    expected = written(plain, tokens, 20)
+    memory, canvas = network.memory(), continuation(tokens[:20], LENGTH - 19)
+    while canvas.done < LENGTH - 20:
+        rest = tokens[len(canvas.decided) :][:6].tolist()
+        ask = Forward(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
+        logits = network.forward([ask], [memory])[0].logits
+        assert torch.equal(logits[[0, *range(2, len(logits))]], expected[canvas.done :][: len(rest) + 1])
+        canvas = canvas.fill(np.array([*rest, 3])[:5])
+    assert len({(board.rows, reach) for board, reach in captured}) == len(captured) == 3  # chunks are as wide here
+    longer = text(150, seed=5)
+    assert torch.equal(read(network, longer, *random_tree(9), memory), read(plain, longer, *random_tree(9)))
+    assert memory.seat.capacity == 256
+    assert torch.equal(read(network, tokens, memory=memory), read(plain, tokens))
+
+
+def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, caplog):
+    network, _ = replayed
+
+    @contextmanager
+    def refusing(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", refusing)
+    with caplog.at_level("WARNING", logger="saltus"):
+        assert torch.equal(read(network, text(40)), read(small("Llama"), text(40)))
+    assert not network.fixed.graphs
+    assert caplog.text.count("cannot be captured") == 1
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])
+def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, dtype):
+    network, tokens = CausalNetwork(tiny(name).to("cuda", dtype)), text(LENGTH)
+    network.fixed.chunk, network.fixed.least = 16, 32
+    plain, memory, canvas = written(network, tokens, 20), fresh(network), continuation(tokens[:20], LENGTH - 19)
+    while canvas.done < LENGTH - 20:
+        rest = tokens[len(canvas.decided) :][:6].tolist()
+        ask = Forward(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
+        logits = network.forward([ask], [memory])[0].logits
+        assert torch.equal(logits[[0, *range(2, len(logits))]], plain[canvas.done :][: len(rest) + 1])
+        canvas = canvas.fill(np.array([*rest, 3])[:5])
+    assert network.fixed.graphs, "it was captured"
 
 
 # Whole texts
