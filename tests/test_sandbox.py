@@ -220,7 +220,7 @@ while frame:
         for value in list(space.values()):
             for text in list(value) if isinstance(value, (list, tuple)) else [value]:
                 text = text.encode() if isinstance(text, str) else text
-                if isinstance(text, bytes) and len(text) == 32:
+                if isinstance(text, bytes) and len(text) == 32 and b" " not in text:
                     found.append(text)
     frame = frame.f_back
 text = found[0] if found else b""
