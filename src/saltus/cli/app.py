@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import saltus
+from saltus.cli.bench import bench
 from saltus.cli.chat import chat
 from saltus.cli.check import check
 from saltus.cli.demo import demo
@@ -66,6 +67,7 @@ app.command(rich_help_panel=WRITE)(generate)
 app.command(rich_help_panel=WRITE)(chat)
 app.command(rich_help_panel=WRITE)(demo)
 app.command(rich_help_panel=PROVE)(check)
+app.add_typer(bench, name="bench", rich_help_panel=PROVE)
 app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
 app.command(rich_help_panel=KNOW)(pull)
 app.command(rich_help_panel=KNOW)(methods)

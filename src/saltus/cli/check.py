@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
-from saltus.cli.prompts import Conversation, Prompt, gather
+from saltus.prompts import Conversation, Prompt, gather
 
 PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",

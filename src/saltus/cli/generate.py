@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
-from saltus.cli.prompts import Conversation, Prompt, gather
+from saltus.prompts import Conversation, Prompt, gather
 
 
 def generate(

@@ -49,7 +49,7 @@ def load_checkpoint(
     """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError."""
     device, kind = _device(device), _choice("dtype", dtype, DTYPES)
     folder = resolve(name, progress=progress)
-    with _quietly():
+    with quietly():
         model = _model(name, folder, kind).to(device).eval()
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -91,7 +91,7 @@ def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> Causal
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
     why = next((f"it keeps a state in {kind} layers" for kind in _recurrent(model)), None)
     if why is None:
-        with torch.inference_mode(), _quietly():
+        with torch.inference_mode(), quietly():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
                 network = CausalNetwork(model, not exact, width(budget))
@@ -162,7 +162,7 @@ def _choice(what: str, given: str, choices: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without Transformers' bars and warnings: a library is silent, or raises."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ class Prompt:
 
     turns: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the object it was read from
 
     @property
     def opening(self) -> str:
@@ -98,7 +99,7 @@ def _prompt(line: str, where: str) -> Prompt:
     if kinds == ["prompt"]:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{where}: prompt must be a text that is not empty")
-        return Prompt((value,))
+        return Prompt((value,), record=record)
     if kinds == ["turns"]:
         if (
             not isinstance(value, list)
@@ -106,10 +107,10 @@ def _prompt(line: str, where: str) -> Prompt:
             or not all(isinstance(turn, str) and turn.strip() for turn in value)
         ):
             raise ValueError(f"{where}: turns must be a list of texts that are not empty")
-        return Prompt(tuple(value))
+        return Prompt(tuple(value), record=record)
     if not isinstance(value, list) or not value or not all(map(_is_message, value)):
         raise ValueError(f'{where}: messages must be a list of objects such as {{"role": "user", "content": "Why?"}}')
-    return Prompt(messages=tuple(value))
+    return Prompt(messages=tuple(value), record=record)
 
 
 def _is_message(value: Any) -> bool:

@@ -1,0 +1,82 @@
+"""Watch the network's calls from outside, and find out whether a text was really decided by them.
+
+What a benchmark counts comes from here, not from the account that a method or the engine gives of itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from saltus.core.forward import Forward, Reply
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A call that was made: what was asked, how many decided tokens it had to read, and its wall time."""
+
+    ask: Forward
+    read: int
+    seconds: float
+
+
+@dataclass
+class Witness:
+    """A network that keeps a record of what it is asked; everything else is the network's own."""
+
+    network: Any
+    calls: list[Seen] = field(default_factory=list, init=False)
+
+    def memory(self) -> Any:
+        return self.network.memory()
+
+    def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
+        started = time.perf_counter()
+        replies = self.network.forward(asks, memories)
+        seconds = time.perf_counter() - started
+        self.calls += [Seen(ask, reply.read, seconds) for ask, reply in zip(asks, replies, strict=True)]
+        return replies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+
+def decided(calls: Sequence[Seen], prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """How many of the text's tokens each call decided, by where the next one took up."""
+    text = len(prompt) + len(tokens)
+    begins = [min(len(seen.ask.canvas.decided), text) for seen in calls]
+    return [end - begin for begin, end in zip(begins, [*begins[1:], text], strict=True)]
+
+
+def problems(calls: Sequence[Seen], prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """What is wrong with the claim that these calls decided these tokens after this prompt; nothing, if it is true.
+
+    The first call reads the whole prompt. Each further one stands behind the tokens of the one before, and all of
+    these but the last were nodes of that call's tree, one below the other: the network has seen each in its place.
+    """
+    text = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
+    if not calls:
+        return [f"{len(tokens)} tokens came without a call of the model"] if len(tokens) else []
+    found = []
+    first = calls[0]
+    if first.read < len(prompt):
+        found.append(f"only {first.read} of the prompt's {len(prompt)} tokens were read")
+    ends = [*(len(seen.ask.canvas.decided) for seen in calls[1:]), len(text)]
+    for number, (seen, end) in enumerate(zip(calls, ends, strict=True)):
+        before = seen.ask.canvas.decided
+        if not np.array_equal(before, text[: len(before)]):
+            found.append(f"call {number} stood behind another text than the one that was given out")
+            break
+        checked = len(seen.ask.follow(text[len(before) : end].tolist()))
+        if end > len(before) + checked + 1:
+            position = len(before) + checked + 1 - len(prompt)
+            found.append(f"token {position} was given out, but never checked by the model")
+            break
+        if end <= len(before):
+            found.append(f"call {number} decided nothing")
+            break
+    return found
