@@ -224,11 +224,11 @@ def _bars(axes: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str], pa
     axes.tick_params(axis="y", labelcolor=INK)
     axes.set_xlabel("ms")
     axes.spines["left"].set_visible(False)
-    axes.annotate(title, (0, 1), xycoords="axes fraction", xytext=(0, 24), textcoords="offset points", size=9.5,
+    axes.annotate(title, (0, 1), xycoords="axes fraction", xytext=(-48, 22), textcoords="offset points", size=9.5,
                   weight="bold", color=INK)  # fmt: skip
     handles = [Patch(color=PARTS[part], label=part) for part in parts]
     axes.legend(
-        handles=handles, ncol=len(parts), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8.5,
-        handlelength=0.9, handleheight=0.9, handletextpad=0.45, columnspacing=1.1, borderaxespad=0.3, borderpad=0,
-        labelcolor=MUTED,
+        handles=handles, ncol=len(parts), loc="lower left", bbox_to_anchor=(-70 / (WIDE - 150), 1), frameon=False,
+        fontsize=8.5, handlelength=0.9, handleheight=0.9, handletextpad=0.45, columnspacing=0.9, borderaxespad=0.3,
+        borderpad=0, labelcolor=MUTED,
     )  # fmt: skip
