@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -99,11 +97,12 @@ class Total:
 def compare(engine: Any, asked: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The result of a check. Plain and method take turns in going first."""
     from saltus.cli.answering import warm_up
+    from saltus.cli.progress import bar
 
     totals = {"plain": Total(), "method": Total()}
     names = {"plain": "plain", "method": method}
     flips: list[dict[str, Any]] = []
-    with _progress(len(asked)) as advance:
+    with bar(len(asked), "comparing") as advance:
         warm_up(engine, next(Conversation(asked[0]).asks()).given, (method, "plain"), settings)
         for number, prompt in enumerate(asked):
             written = {}
@@ -161,31 +160,6 @@ def logit_gap(engine: Any, plain: Any, other: Any, at: int) -> float:
         logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
     row = logits.float()
     return abs(float(row[plain.tokens[at]] - row[other.tokens[at]]))
-
-
-def _progress(total: int) -> Any:
-    """A bar on stderr where it is a terminal; it is drawn between prompts only, and so takes no time from them."""
-    if not sys.stderr.isatty():
-        return nullcontext(lambda: None)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    class Bar(Progress):
-        """Entering gives what advances it."""
-
-        def __enter__(self) -> Any:
-            super().__enter__()
-            task = self.add_task("comparing", total=total)
-            self.refresh()
-
-            def advance() -> None:
-                self.advance(task)
-                self.refresh()
-
-            return advance
-
-    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
-    return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
 
 
 def _show(result: Mapping[str, Any], asked: list[Prompt], method: str) -> None:
