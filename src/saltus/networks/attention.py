@@ -2,8 +2,9 @@
 
 Row by row the arithmetic is the same whatever else is in the call, so that a token's logits do not depend on the
 method that asked for them. The compiled kernel does that by construction (native.c). Without a compiler each row is
-evaluated by operations whose shapes depend on the row alone. `free` shapes, as every other engine uses them, are
-kept for devices without such a kernel, and to show the flips that come with them.
+evaluated by operations whose shapes depend on the row alone. On an accelerator fixed shapes take this place
+(canonical.py). `free` shapes, as every other engine uses them, are kept for models that neither serves, and to show
+the flips that come with them.
 """
 
 from __future__ import annotations

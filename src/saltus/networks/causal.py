@@ -108,6 +108,8 @@ class CausalNetwork:
         for ask, memory in zip(asks, memories, strict=True):
             memory.tokens = ask.canvas.decided.copy()
             memory.tree = ask if ask.tokens else None
+        if self.model.device.type == "cuda":  # so that seconds are those of the call
+            torch.cuda.current_stream(self.model.device).synchronize()
         seconds = time.perf_counter() - started
         rows = sum(read) + sum(len(ask.tokens) for ask in asks)
         return [
