@@ -242,7 +242,7 @@ def replayed(monkeypatch):
                 old.copy_(new)
 
     @contextmanager
-    def graph(made, **_):
+    def graph(made, *_, **__):
         calls = []
 
         def recorded(seat, board, reach):

@@ -88,7 +88,8 @@ class Fixed:
     graphs: bool = False
     free: list[Seat] = field(default_factory=list)  # seats whose texts are gone
     boards: dict[int, Board] = field(default_factory=dict)
-    pool: Any = None
+    pool: Any = None  # memory of the graphs, which are replayed one at a time
+    stream: Any = None  # for captures: matrix libraries keep a workspace for each stream
 
     def memory(self) -> SeatedMemory:
         return SeatedMemory()
@@ -166,16 +167,17 @@ class Fixed:
     def _capture(self, seat: Seat, board: Board, reach: int) -> None:
         """Record a call over this seat, after two idle ones that load kernels and make buffers."""
         board.clear()
-        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
                 self._evaluate(seat, board, reach)
-        current.wait_stream(stream)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        current.wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                 out = self._evaluate(seat, board, reach)
         except RuntimeError as error:
             self.graphs = False
