@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, no_type_check
 
 import typer
 
@@ -19,6 +19,7 @@ bench.command(rich_help_panel="Also")(step)
 
 
 @bench.callback()
+@no_type_check  # typer calls it with the context of its own click
 def run(
     context: typer.Context,
     methods: Annotated[

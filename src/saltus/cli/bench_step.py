@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -101,9 +99,12 @@ def numbers(option: str, given: str) -> tuple[int, ...]:
 
 def measured(engine: Any, grid: Any) -> dict[str, Any]:
     """Everything of step.json; after Ctrl-C what there is, and `complete` is false."""
+    from dataclasses import asdict
+
     from saltus.cli.progress import bar
     from saltus.evaluation import call_parts, loop_parts, roofline
     from saltus.evaluation import step as steps
+    from saltus.evaluation.machine import circumstances
 
     network, model = engine.network, engine.network.model
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -131,7 +132,7 @@ def measured(engine: Any, grid: Any) -> dict[str, Any]:
         done = True
     memory = {"bytes_of_a_token": needs.token_bytes, **growth}
     return {
-        **circumstances(engine, grid),
+        **circumstances(engine, {**asdict(grid), "batch_length": grid.middle}),
         "complete": done,
         **summary(grid, timings, needs, can),
         "parts": parts,
@@ -150,31 +151,6 @@ def settling(device: Any) -> Any:
     import torch
 
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-
-
-def circumstances(engine: Any, grid: Any) -> dict[str, Any]:
-    """Command, date, commit, machine, model and settings."""
-    from dataclasses import asdict
-    from datetime import UTC, datetime
-
-    from saltus.evaluation.machine import commit, machine
-
-    model = engine.network.model
-    return {
-        "command": shlex.join(["saltus", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
-        "model": {
-            "name": engine.target.name,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "context": engine.target.context,
-            "path": "lean" if engine.network.lean else "transformers",
-        },
-        "settings": {**asdict(grid), "batch_length": grid.middle},
-    }
 
 
 def summary(grid: Any, timings: Any, needs: Any, can: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,8 @@ class Witness:
 def decided(calls: Sequence[Seen], prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
     """How many of the text's tokens each call decided, by where the next one took up."""
     text = len(prompt) + len(tokens)
-    begins = [min(len(seen.ask.canvas.decided), text) for seen in calls]
-    return [end - begin for begin, end in zip(begins, [*begins[1:], text], strict=True)]
+    places = [*(min(len(seen.ask.canvas.decided), text) for seen in calls), text]
+    return [end - begin for begin, end in pairwise(places)]
 
 
 def problems(calls: Sequence[Seen], prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:

@@ -32,7 +32,7 @@ class Checkpoint:
     """A network and what belongs to it."""
 
     name: str
-    network: CausalNetwork
+    network: Any  # a CausalNetwork, or what watches one
     tokenizer: Any
     ends: frozenset[int]  # tokens that end a text
     context: int | None  # tokens that it reads at most

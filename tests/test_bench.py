@@ -1,0 +1,390 @@
+"""A benchmark counts what really happened, notices who cheats, and says how certain it is."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import saltus
+from saltus.cli.app import app
+from saltus.core.sampling import Sampling
+from saltus.evaluation import results as results_
+from saltus.evaluation.graders import GRADERS
+from saltus.evaluation.results import summarise
+from saltus.evaluation.run import Bench, open_notebook
+from saltus.evaluation.sides import MethodSide, method_sides
+from saltus.evaluation.suites import Task
+from saltus.prompts import Prompt
+
+TASKS = [
+    Task("a", "cats", Prompt(("the cat sat on the mat and the cat sat on the",))),
+    Task("b", "cats", Prompt(("the dog sat on the log", "and the cat?"))),
+    Task("c", "dogs", Prompt(("the dog and the cat and the dog and the cat and",))),
+]
+WRITING = {"max_new_tokens": 24, "seed": 3, "sampling": Sampling(temperature=0.7), "ignore_eos": False}
+METHODS = ["plain", "lookup", "jacobi"]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder) -> saltus.Engine:
+    return saltus.load(str(tiny_folder()), "plain")
+
+
+def bench(engine, sides=None, tasks=TASKS, **changes) -> Bench:
+    return Bench(engine, sides or method_sides(engine, METHODS), tasks, WRITING | changes)
+
+
+def measured(run: Bench) -> list[dict]:
+    run.warm_up()
+    return [record for number in range(len(run.tasks)) for record in run.measure(number)]
+
+
+# What is counted
+
+
+def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
+    told = summarise(measured(bench(engine)))
+    for name in METHODS:
+        own = saltus.load(str(tiny_folder()), name)
+        texts = []
+        for task in TASKS:
+            history: list[dict[str, str]] = []
+            for turn in task.prompt.turns:
+                history.append({"role": "user", "content": turn})
+                own.shelf.kept.clear()
+                texts.append(own.generate(history, max_new_tokens=24, seed=3, temperature=0.7))
+                history.append({"role": "assistant", "content": texts[-1].text})
+        assert told[name]["tokens"] == sum(len(text.tokens) for text in texts)
+        assert told[name]["identical"] == told[name]["texts"] == 4
+        assert told[name]["problems"] == []
+        if name == "plain":  # what others ask depends on the times that the controller sees
+            assert told[name]["calls"] == sum(len(text.steps) for text in texts) == told[name]["tokens"]
+    assert list(told) == METHODS
+
+
+def test_records_hold_every_step(engine):
+    for record in measured(bench(engine)):
+        calls = record["calls"]
+        assert sum(call["decided"] for call in calls) == record["new_tokens"] == len(record["tokens"])
+        assert all(1 <= call["decided"] <= call["nodes"] + 1 for call in calls)
+        assert calls[0]["read"] == record["prompt_tokens"]
+        assert sum(call["seconds"] for call in calls) < record["seconds"]
+        assert record["prefill_seconds"] == calls[0]["seconds"]
+
+
+def test_every_turn_reads_what_plain_decoding_answered_before(engine):
+    records = [record for record in measured(bench(engine)) if record["task"] == "b"]
+    assert [(record["turn"], record["side"]) for record in records] == [(t, m) for t in (0, 1) for m in METHODS]
+    answer = next("".join(record["pieces"]) for record in records if record["side"] == "plain")
+    messages = [("user", "the dog sat on the log"), ("assistant", answer), ("user", "and the cat?")]
+    prompt = engine.encode([{"role": role, "content": content} for role, content in messages])
+    assert {record["prompt_tokens"] for record in records if record["turn"] == 1} == {len(prompt)}
+
+
+def test_another_side_begins_each_time(engine):
+    began = []
+
+    @dataclasses.dataclass
+    class Listed(MethodSide):
+        def write(self, question):
+            began.append(self.name)
+            return super().write(question)
+
+    sides = [Listed(side.name, side.engine, side.witness) for side in method_sides(engine, METHODS)]
+    measured(bench(engine, sides, [TASKS[0], TASKS[2]]))
+    assert began[3:] == ["plain", "lookup", "jacobi", "lookup", "jacobi", "plain"]
+
+
+def test_answers_are_graded_by_the_task_s_own_reference(engine):
+    task = Task("1", "math", Prompt(("what?",)), reference={"answer": "#### 123456"})
+    run = Bench(engine, method_sides(engine, ["plain"]), [task], WRITING, grader=GRADERS["gsm8k"])
+    (record,) = run.measure(0)
+    assert record["score"] == {"correct": False}
+    record["score"] = {"correct": True}
+    told = summarise([record])["plain"]
+    assert (told["accuracy"], told["accuracy_of"]) == (1.0, "exact answer")
+
+
+# Who cheats
+
+
+@dataclasses.dataclass
+class Early(MethodSide):
+    """Stops half-way, and so is done sooner."""
+
+    def write(self, question):
+        return super().write(dataclasses.replace(question, max_new_tokens=question.max_new_tokens // 2))
+
+
+@dataclasses.dataclass
+class Unverified(MethodSide):
+    """Asks the model for half of the text, and gives out a guess for the rest: even a right one is no decoding."""
+
+    def write(self, question):
+        half = dataclasses.replace(question, max_new_tokens=question.max_new_tokens // 2)
+        pieces, _, calls = super().write(half)
+        _, whole, _ = super().write(question)
+        return pieces, whole, calls
+
+
+@dataclasses.dataclass
+class Warm(MethodSide):
+    """Has read the prompt before the clock starts."""
+
+    def write(self, question):
+        super().write(question)
+        shelf, self.witness.calls[:] = self.engine.shelf, []
+        shelf.kept[:] = [(0, memories) for _, memories in shelf.kept]
+        stream = self.engine.stream(
+            question.given,
+            method=self.name,
+            max_new_tokens=question.max_new_tokens,
+            seed=question.seed,
+            temperature=0.7,
+        )
+        pieces = [chunk.text for chunk in stream]
+        return pieces, stream.generation, list(self.witness.calls)
+
+
+@dataclasses.dataclass
+class Remembering(MethodSide):
+    """Gives out what it wrote before."""
+
+    def write(self, question):
+        pieces, generation, _ = super().write(question)
+        return pieces, generation, []
+
+
+@pytest.mark.parametrize(
+    ("cheat", "said"),
+    [
+        (Early, "ended after 12 of 24 tokens"),
+        (Unverified, "never checked by the model"),
+        (Warm, "tokens were read"),
+        (Remembering, "24 tokens came without a call"),
+    ],
+)
+def test_a_cheat_is_caught(engine, cheat, said):
+    sides = method_sides(engine, ["plain", "lookup"])
+    honest = MethodSide("lookup", sides[1].engine, sides[1].witness)
+    planted = cheat("lookup", sides[1].engine, sides[1].witness)
+    for side, caught in ((honest, False), (planted, True)):
+        told = summarise(measured(bench(engine, [sides[0], side], [TASKS[0]], ignore_eos=cheat is not Warm)))
+        assert any(said in problem for problem in told["lookup"]["problems"]) is caught
+        assert told["plain"]["problems"] == []
+
+
+def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
+    records = measured(bench(engine))
+    next(record for record in records if record["side"] == "jacobi")["tokens"][-1] ^= 1
+    assert summarise(records)["jacobi"]["identical"] == 3
+
+
+# How certain it is
+
+
+def invented(speedup: float, tasks: int = 40, seed: int = 0, noise: float = 0.2) -> list[dict]:
+    """Records of two sides whose true ratio is known."""
+    random, found = np.random.default_rng(seed), []
+    for task in range(tasks):
+        tokens = int(random.integers(20, 100))
+        for side, pace in (("plain", 1.0), ("fast", speedup)):
+            calls = [{"decided": 1, "nodes": 0, "seconds": 0.01, "read": 1}] * tokens
+            seconds = tokens * 0.01 / pace * random.lognormal(0, noise)
+            found.append(
+                {
+                    "task": str(task), "category": "xy"[task % 2], "turn": 0, "side": side, "kind": "method",
+                    "prompt_tokens": 5, "tokens": list(range(tokens)), "new_tokens": tokens, "pieces": ["a"] * tokens,
+                    "finish_reason": "length", "seconds": seconds, "prefill_seconds": 0.0, "draft_calls": 0,
+                    "calls": calls, "problems": [], "score": None, "accuracy_of": None, "other_dice": False,
+                }
+            )  # fmt: skip
+    return found
+
+
+def test_a_known_ratio_is_found():
+    told = summarise(invented(1.5, noise=0.0))["fast"]
+    assert told["speedup"] == pytest.approx(1.5)
+    assert told["decode_speedup"] == pytest.approx(1.5)
+    assert told["ci95"]["speedup"] == pytest.approx([1.5, 1.5])
+    assert told["ms_per_call"] * (told["calls"] - told["texts"]) == pytest.approx(1000 * told["seconds"])
+    assert told["by_category"]["x"]["speedup"] == pytest.approx(1.5)
+    assert told["by_category"]["x"]["texts"] + told["by_category"]["y"]["texts"] == told["texts"] == 40
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr(results_, "RESAMPLES", 400)
+    results_._resamples.cache_clear()
+    held = 0
+    for seed in range(200):
+        low, high = summarise(invented(1.5, seed=seed))["fast"]["ci95"]["speedup"]
+        held += low <= 1.5 <= high
+    results_._resamples.cache_clear()
+    assert 178 <= held <= 199  # 95 % of 200 is 190; a bootstrap of 40 tasks holds a little less
+
+
+def test_acceptance_by_position_counts_calls_that_checked_drafts():
+    (record,) = [r for r in invented(1.0, tasks=1) if r["side"] == "plain"]
+    shapes = [(1, 0), (3, 4), (1, 4), (2, 1), (1, 0)]
+    record["calls"] = [{"decided": d, "nodes": n, "seconds": 0.01, "read": 1} for d, n in shapes]
+    assert summarise([record])["plain"]["acceptance_by_position"] == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_side_that_does_not_tell_its_calls_has_none():
+    records = invented(2.0)
+    for record in records:
+        if record["side"] == "fast":
+            record |= {"calls": None, "kind": "peer"}
+    told = summarise(records)["fast"]
+    assert told["speedup"] > 1.5
+    assert told["calls"] is told["tokens_per_call"] is told["ms_per_call"] is told["acceptance_by_position"] is None
+    assert told["ci95"]["tokens_per_call"] is None
+    assert told["identical"] == 40  # by its characters
+
+
+# What is kept
+
+
+def plan(**changes) -> dict:
+    return {"sides": METHODS, "max_new_tokens": 24} | changes
+
+
+def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
+    run = bench(engine)
+    first = open_notebook(tmp_path, plan(), TASKS)
+    first.add(run.measure(0))
+    first.add(run.measure(1))
+    file = tmp_path / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
+    second = open_notebook(tmp_path, plan(), TASKS)
+    assert second.done == 1
+    for number in range(second.done, len(TASKS)):
+        second.add(run.measure(number))
+    third = open_notebook(tmp_path, plan(), TASKS)
+    keys = [(record["task"], record["turn"], record["side"]) for record in third.records]
+    assert len(set(keys)) == len(keys) == 4 * 3
+    assert third.done == 3
+
+
+def test_a_folder_keeps_one_run_only(tmp_path):
+    open_notebook(tmp_path, plan(), TASKS).add([{"task": "a"}])
+    with pytest.raises(ValueError, match=r"another run \(max_new_tokens: 24, now 32\); give another --out, or --fresh"):
+        open_notebook(tmp_path, plan(max_new_tokens=32), TASKS)
+    assert open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, fresh=True).records == []
+
+
+def test_out_must_be_a_folder(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        open_notebook(file, plan(), TASKS)
+
+
+# The command
+
+
+def saltus_(*arguments: object, code: int = 0):
+    told = [str(each) for each in arguments]
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, told, prog_name="saltus")
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def asked(tiny_folder, tmp_path) -> list[object]:
+    file = tmp_path / "asked.jsonl"
+    rows = [{"prompt": f"the cat sat on the mat {'and the dog ' * n}", "reference": "the cat"} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["bench", "-m", str(tiny_folder()), "--suite", f"prompts:{file}", "--methods", "lookup", "-n", 12]
+
+
+def test_bench_writes_all_that_it_promises(asked, tmp_path):
+    out = tmp_path / "out"
+    shown = saltus_(*asked, "--out", out, "--peers", "transformers").stdout
+    assert all(name in shown for name in ("plain", "lookup", "transformers", "3 of 3", "ROUGE-L"))
+    names = {path.name for path in out.iterdir()}
+    assert {"results.json", "records.jsonl", "page.html", "speed-up.png", "speed-up.svg", "calls.svg"} <= names
+    told = json.loads((out / "results.json").read_text())
+    assert list(told["methods"]) == ["plain", "lookup", "transformers"]
+    assert told["methods"]["transformers"]["identical"] == 3
+    assert {"command", "date", "commit", "machine", "model", "suite", "settings"} <= set(told)
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    assert told["methods"] == json.loads(json.dumps(summarise(records)))
+
+
+def test_bench_again_measures_nothing_twice(asked, tmp_path):
+    out = tmp_path / "out"
+    saltus_(*asked, "--out", out)
+    before = (out / "records.jsonl").read_bytes()
+    assert "3 of 3 tasks were measured before" in saltus_(*asked, "--out", out).stderr
+    assert (out / "records.jsonl").read_bytes() == before
+    saltus_(*asked, "--out", out, "--fresh")
+    assert (out / "records.jsonl").read_bytes() != before
+
+
+def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    measure = Bench.measure
+
+    def interrupted(self, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return measure(self, number)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    told = saltus_(*asked, "--out", out, code=130)
+    assert "interrupted after 2 of 3 tasks; the same command goes on from there" in told.stderr
+    assert json.loads((out / "results.json").read_text())["suite"]["tasks"] == 2
+    monkeypatch.undo()
+    saltus_(*asked, "--out", out)
+    assert json.loads((out / "results.json").read_text())["suite"]["tasks"] == 3
+
+
+def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
+    account = MethodSide.account
+
+    def planted(self, question, made):
+        written = account(self, question, made)
+        return written if self.name == "plain" else dataclasses.replace(written, tokens=[*written.tokens[:-1], 7])
+
+    monkeypatch.setattr(MethodSide, "account", planted)
+    assert "0 of 3" in saltus_(*asked, code=1).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "lokup"], "did you mean lookup"),
+        (["--suite", "humanevil"], "did you mean humaneval"),
+        (["--suite", "prompts"], "prompts:FILE"),
+        (["--suite", "gsm8k:nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["--peers", "vllm"], "servers by --endpoint"),
+        (["--peers", "transformers-assistant"], "--assistant MODEL"),
+        (["-t", "-1"], "temperature"),
+    ],
+)
+def test_bad_input_is_told_in_a_line_before_a_model_is_loaded(arguments, said, monkeypatch):
+    monkeypatch.setattr("saltus.cli.loading.open_engine", lambda *a, **k: pytest.fail("a model was loaded"))
+    told = saltus_("bench", *arguments, code=2).stderr
+    assert said in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_server_that_is_not_there_is_told(asked):
+    told = saltus_(*asked, "--endpoint", "http://127.0.0.1:9", code=2).stderr
+    assert "127.0.0.1:9/v1/models does not answer" in told
+
+
+def test_the_quick_suite_comes_with_the_package(tiny_folder):
+    told = json.loads(saltus_("bench", "-m", tiny_folder(), "--limit", 2, "-n", 4, "--methods", "", "--json").stdout)
+    assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
+
+
+def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
+    deep = Path(tmp_path / "a" / "b")
+    saltus_(*asked, "--out", deep)
+    assert (deep / "results.json").exists()
