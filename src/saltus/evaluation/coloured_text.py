@@ -37,8 +37,8 @@ def typical(
     return min(own, key=lambda record: abs(len(record["tokens"]) / len(record["calls"]) - mean))
 
 
-def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], wide: float) -> Any:
-    """A typical answer of the side with most tokens per call, and its calls counted. `wide` in pixels, a hundred an inch."""
+def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], wide: int) -> Any:
+    """A typical answer of the side with most tokens per call, and its calls counted; `wide` in pixels."""
     record = typical(results, records, most_a_call(results))
     if record is None:
         return None
@@ -109,7 +109,7 @@ def _columns(letters: Sequence[tuple[str, int]]) -> int:
     )
 
 
-def _draw_line(axes: Any, line: list[tuple[str, int]], y: float, decided: Sequence[int]) -> None:
+def _draw_line(axes: Any, line: list[tuple[str, int]], y: float | int, decided: Sequence[int]) -> None:
     from matplotlib.patches import Rectangle
 
     cell, x = 7.1, 14.0

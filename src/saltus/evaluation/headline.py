@@ -13,7 +13,6 @@ class Headline:
 
     sentence: str
     side: str | None = None
-    good: bool = False  # faster beyond doubt, the same texts, and no problem
     beside: str = ""
 
 
@@ -35,12 +34,11 @@ def headline(results: Mapping[str, Any]) -> Headline:
         f"{best} wrote {'the same ' if same else ''}{texts} {one['speedup']:.2f} × as fast as plain decoding{bounds}"
     )
     sentence += _doubts(one, low, high) + "."
-    good = same and low > 1 and not one["problems"]
     beside = f"The fastest of {len(able)} {'methods' if ours else 'peers'}." if len(able) > 1 else ""
-    return Headline(sentence, best, good, beside)
+    return Headline(sentence, best, beside)
 
 
-def _doubts(one: Mapping[str, Any], low: float, high: float) -> str:
+def _doubts(one: Mapping[str, Any], low: float | int, high: float | int) -> str:
     doubts = []
     if high < 1:
         doubts.append("which is slower")

@@ -18,7 +18,10 @@ TALL, LETTER = 13.0, 6.3  # of bold letters of ten points
 
 
 def label(
-    axes: Any, places: Mapping[str, Sequence[tuple[float, float]]], inks: Mapping[str, str], drawn: Sequence[Any]
+    axes: Any,
+    places: Mapping[str, Sequence[tuple[float | int, float | int]]],
+    inks: Mapping[str, str],
+    drawn: Sequence[Any],
 ) -> None:
     """Name each side at one of its places (data coordinates), apart from each other and from the drawn lines."""
     figure = axes.figure
@@ -54,7 +57,7 @@ def _along(points: Any, inside: Box) -> list[Box]:
     return boxes
 
 
-def _around(point: Any, reach: float) -> Box:
+def _around(point: Any, reach: float | int) -> Box:
     return point[0] - reach, point[1] - reach, point[0] + reach, point[1] + reach
 
 

@@ -47,11 +47,12 @@ def page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> st
         categories=list(dict.fromkeys(name for one in sides.values() for name in one["by_category"])),
         data=_embedded(shown),
         shown=len(shown["tasks"]),
+        graded=any(one["accuracy"] is not None for one in sides.values()),
         facts=list(_facts(results)),
     )
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def _number(value: float | int | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 

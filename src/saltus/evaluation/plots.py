@@ -63,12 +63,14 @@ def rendered(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def _figure(wide: float, height: float, title: str, subtitle: str, left: float, right: float) -> tuple[Any, Any]:
-    """A figure of so many pixels and its axes, under 76 pixels and over 49; left and right are their margins."""
+def _figure(
+    wide: int, height: float | int, title: str, subtitle: str, left: float | int, right: int, under: int = 49
+) -> tuple[Any, Any]:
+    """A figure of so many pixels and its axes, 76 pixels below the top; left, right and under are their margins."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(wide / 100, height / 100))
-    axes = figure.add_axes((left / wide, 49 / height, (wide - left - right) / wide, (height - 125) / height))
+    axes = figure.add_axes((left / wide, under / height, (wide - left - right) / wide, (height - 76 - under) / height))
     figure.text(14 / wide, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
     figure.text(14 / wide, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
     return figure, axes
@@ -84,7 +86,7 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
     categories = categories if len(categories) > 1 else []
     pitch, gap = max(7.5, 11 - len(shown) / 2), 12
     height = 22 * len(shown) + 14 + len(categories) * (pitch * len(shown) + gap)
-    names = max(map(len, [*shown, *categories]))
+    names = max(len(_short(name)) for name in [*shown, *categories])
     figure, axes = _figure(
         WIDE, height + 125, "Speed-up over plain decoding",
         "tokens per second relative to plain decoding in the same run, prefill included; lines: 95 % intervals",
@@ -97,8 +99,9 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
     for number, (side, one) in enumerate(shown.items()):
         y = 11 + 22 * number
         _dot(axes, one, y, paint[side], one["kind"], 7)
-        axes.annotate(side, (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0), textcoords="offset points",
-                      ha="right", va="center", weight="bold", color=paint[side].light)  # fmt: skip
+        axes.annotate(_short(side), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+                      textcoords="offset points", ha="right", va="center", weight="bold",
+                      color=paint[side].light)  # fmt: skip
         said = f"{one['speedup']:.2f} ×{_bounds(one['ci95'].get('speedup'))}"
         axes.annotate(said, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                       va="center", size=8.5)  # fmt: skip
@@ -108,7 +111,7 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
         if number % 2 == 0:
             axes.axhspan(start, start + pitch * len(shown) + gap, color=BAND, lw=0, zorder=0)
         middle = start + (pitch * len(shown) + gap) / 2
-        axes.annotate(category.replace("_", " "), (0, middle), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+        axes.annotate(_short(category), (0, middle), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", size=9.5)  # fmt: skip
         for line, (side, one) in enumerate(shown.items()):
             if part := one["by_category"].get(category):
@@ -126,7 +129,7 @@ def _speed_up(results: Mapping[str, Any]) -> Any:
     return figure
 
 
-def _dot(axes: Any, one: Mapping[str, Any], y: float, colour: Colour, kind: str, size: float) -> None:
+def _dot(axes: Any, one: Mapping[str, Any], y: float | int, colour: Colour, kind: str, size: float | int) -> None:
     """A speed-up and its interval; a peer's mark is hollow."""
     if one["speedup"] is None:
         return
@@ -136,11 +139,15 @@ def _dot(axes: Any, one: Mapping[str, Any], y: float, colour: Colour, kind: str,
     axes.plot([one["speedup"]], [y], colour.mark, color=colour.light, mfc=face, ms=size, mew=1.3, zorder=3)
 
 
-def _bounds(bounds: Sequence[float] | None, form: str = ".2f") -> str:
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else name[:27] + "…"
+
+
+def _bounds(bounds: Sequence[float | int] | None, form: str = ".2f") -> str:
     return f"  [{bounds[0]:{form}}, {bounds[1]:{form}}]" if bounds else ""
 
 
-def _notes(figure: Any, results: Mapping[str, Any], height: float) -> None:
+def _notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
     """Below: whose texts are others than plain's, and who had problems."""
     said = []
     for side, one in results["methods"].items():
@@ -161,9 +168,11 @@ def _calls(results: Mapping[str, Any]) -> Any:
     paint = colours(results["methods"])
     silent = [side for side in results["methods"] if side not in shown]
     subtitle = "prefill apart; lines through the points: 95 % intervals; lines across: equal speed"
-    figure, axes = _figure(NARROW, 450, "What a call brings, and what it costs", subtitle, 56, 132)
+    figure, axes = _figure(
+        NARROW, 450, "What a call brings, and what it costs", subtitle, 56, 132, 62 if silent else 49
+    )  # fmt: skip
     if silent:
-        names = ", ".join(silent[:3]) + (" …" if len(silent) > 3 else "")
+        names = ", ".join(map(_short, silent[:3])) + (" …" if len(silent) > 3 else "")
         figure.text(14 / NARROW, 7 / 450, f"not told by {names}", size=8.5, color=MUTED)
     bars = []
     for side, one in shown.items():

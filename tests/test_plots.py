@@ -1,0 +1,177 @@
+"""The figures of a benchmark run say what the run measured, whoever is missing from it."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from invented_run import CATEGORIES, SIDES, invented_records, results_of
+from saltus.evaluation.coloured_text import most_a_call, typical, wrapped
+from saltus.evaluation.headline import headline
+from saltus.evaluation.palette import PLAIN, colours
+from saltus.evaluation.plots import figures
+
+pytest.importorskip("matplotlib")
+NAMES = ("speed-up", "calls", "acceptance", "text")
+
+
+def texts(path: Path) -> list[str]:
+    """What an SVG says, element by element."""
+    return ["".join(one.itertext()) for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def drawn(folder: Path, records, results=None) -> dict[str, list[str]]:
+    figures(results or results_of(records), records, folder)
+    return {path.stem: texts(path) for path in folder.glob("*.svg")}
+
+
+def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
+    records = invented_records()
+    paths = figures(results_of(records), records, tmp_path / "new")
+    assert [path.name for path in paths] == [f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")]
+    for path in paths:
+        assert path.stat().st_size > 5000
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+    said = {path.stem: texts(path) for path in paths if path.suffix == ".svg"}
+    assert set(SIDES) <= set(said["speed-up"])
+    assert set(CATEGORIES) <= set(said["speed-up"])
+    assert {"plain", "lookup", "jacobi", "jacobi+lookup"} <= set(said["calls"])
+    assert "not told by transformers, endpoint:b" in said["calls"]
+    assert {"lookup", "jacobi", "jacobi+lookup"} <= set(said["acceptance"])
+    assert "plain" not in said["acceptance"]
+
+
+def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
+    records = invented_records()
+    results = results_of(records)
+    said = drawn(tmp_path, records)
+    for side, one in results["methods"].items():
+        if side != "plain":
+            low, high = one["ci95"]["speedup"]
+            assert f"{one['speedup']:.2f} × [{low:.2f}, {high:.2f}]" in [" ".join(t.split()) for t in said["speed-up"]]
+    plain = results["methods"]["plain"]
+    assert f"plain: {1000 * plain['tokens_per_call'] / plain['ms_per_call']:.0f} tokens/s" in said["calls"]
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    records = invented_records(3)
+    for folder in ("one", "two"):
+        figures(results_of(records), records, tmp_path / folder)
+    for name in NAMES:
+        assert (tmp_path / "one" / f"{name}.svg").read_bytes() == (tmp_path / "two" / f"{name}.svg").read_bytes()
+
+
+def test_one_category_is_not_shown_beside_all(tmp_path):
+    said = drawn(tmp_path, invented_records(3, ("writing",)))
+    assert "writing" not in said["speed-up"]
+    assert "lookup" in said["speed-up"]
+
+
+def test_many_categories_and_sides_stay_apart(tmp_path):
+    """No two of the sides' names or categories share a line."""
+    categories = tuple(f"category {number}" for number in range(13))
+    sides = SIDES | {"small_model": 0.6, "transformers-lookup": None}
+    records = invented_records(26, categories, sides)
+    figures(results_of(records), records, tmp_path)
+    heights = []
+    for one in ElementTree.parse(tmp_path / "speed-up.svg").iter("{http://www.w3.org/2000/svg}text"):
+        if "".join(one.itertext()) in (*categories, *sides):
+            place = one.get("transform") or one.attrib["y"]
+            heights.append(float(re.findall(r"[\d.]+", place)[-1]))
+    heights.sort()
+    assert len(heights) == len(categories) + len(sides)
+    assert min(high - low for low, high in pairwise(heights)) > 8
+
+
+def test_long_names_are_cut_and_leave_room(tmp_path):
+    said = drawn(tmp_path, invented_records(4, ("a" * 90, "b"), {"plain": 0.0, "endpoint:" + "c" * 90: None}))
+    assert {"a" * 27 + "…", "endpoint:" + "c" * 18 + "…"} <= set(said["speed-up"])
+
+
+def test_sides_without_calls_have_speed_ups_alone(tmp_path):
+    records = invented_records(4, sides={"plain": None, "transformers": None})
+    assert set(drawn(tmp_path, records)) == {"speed-up"}
+
+
+def test_plain_alone_has_a_point_and_nothing_else(tmp_path):
+    assert set(drawn(tmp_path, invented_records(4, sides={"plain": 0.0}))) == {"calls"}
+
+
+def test_a_run_without_records_has_no_figures(tmp_path):
+    assert figures(results_of([]), [], tmp_path) == []
+
+
+def test_texts_that_differ_and_problems_are_said(tmp_path):
+    records = invented_records(4)
+    for record in records:
+        if record["side"] == "jacobi":
+            record["pieces"] = ["something else"]
+            record["problems"] = ["ended early"]
+    said = drawn(tmp_path, records)
+    assert any("jacobi: 4 of 4 texts differ; jacobi: 4 problems" in text for text in said["speed-up"])
+
+
+def test_the_text_is_drawn_whole_and_not_read_as_mathematics(tmp_path):
+    [record] = invented_records(1, sides={"lookup": 0.4})
+    plain = record | {"side": "plain"}
+    pieces = ["It costs $5 & <b>$6</b>", " or", " \\frac{1}{2}"]
+    record |= {"pieces": pieces, "calls": [{"decided": d, "nodes": 8, "seconds": 0.02, "read": 1} for d in (7, 1, 6)]}
+    said = drawn(tmp_path, [plain, record])["text"]
+    assert "".join(pieces).replace(" ", "") in "".join(said).replace(" ", "")
+
+
+def test_lines_break_between_words_and_keep_every_letter():
+    pieces = ["one two", " three", "\nfour ", "verylongwordindeed", " 漢字漢字漢字"]
+    lines = ["".join(letter for letter, _ in line) for line in wrapped(pieces, 10)]
+    assert lines == ["one two", "three", "four", "verylongwo", "rdindeed", "漢字漢字漢", "字"]
+    owners = {number for line in wrapped(pieces, 10) for _, number in line}
+    assert owners == {0, 1, 2, 3, 4}
+
+
+def test_the_answer_shown_is_typical_and_not_the_best():
+    records = invented_records(20)
+    results = results_of(records)
+    best = most_a_call(results)
+    shown = typical(results, records, best)
+    assert shown is not None
+    rates = [len(r["tokens"]) / len(r["calls"]) for r in records if r["side"] == best]
+    assert min(rates) < len(shown["tokens"]) / len(shown["calls"]) < max(rates)
+
+
+def test_a_side_keeps_its_colour_whoever_is_beside_it():
+    alone, together = colours(["plain", "lookup"]), colours(["plain", "endpoint:x", *SIDES])
+    assert alone["lookup"] == together["lookup"]
+    assert together["plain"] == PLAIN
+    assert len(set(together.values())) == len(together)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "lookup wrote the same 40 texts 1.31 × as fast as plain decoding [1.24, 1.38]."),
+        ({"speedup": 0.8, "ci95": {"speedup": [0.7, 0.9]}},
+         "lookup wrote the same 40 texts 0.80 × as fast as plain decoding [0.70, 0.90], which is slower."),
+        ({"ci95": {"speedup": [0.9, 1.6]}},
+         "lookup wrote the same 40 texts 1.31 × as fast as plain decoding [0.90, 1.60], no clear difference."),
+        ({"identical": 37},
+         "lookup wrote 40 texts 1.31 × as fast as plain decoding [1.24, 1.38], but 3 of them differ."),
+        ({"identical": 0, "problems": ["one"]},
+         "lookup wrote 40 texts 1.31 × as fast as plain decoding [1.24, 1.38], but not one of them is plain's, "
+         "and 1 problem was found."),
+        ({"identical": None, "ci95": {}},
+         "lookup wrote 40 texts 1.31 × as fast as plain decoding, with other dice, so the texts are not compared."),
+    ],
+)  # fmt: skip
+def test_the_headline_is_honest(changes, sentence):
+    one = {"kind": "method", "texts": 40, "identical": 40, "speedup": 1.31, "ci95": {"speedup": [1.24, 1.38]},
+           "problems": []}  # fmt: skip
+    peer = one | {"kind": "peer", "speedup": 9.0}
+    said = headline({"methods": {"plain": one | {"speedup": 1.0}, "transformers": peer, "lookup": one | changes}})
+    assert said.sentence == sentence
+
+
+def test_a_run_of_plain_alone_has_an_honest_headline():
+    assert headline({"methods": {"plain": {"speedup": 1.0}}}).sentence == "Nothing was compared with plain decoding."
