@@ -103,7 +103,7 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
     ours = engine.network.model
 
     @lru_cache
-    def load(name: str) -> Any:
+    def load(name: str, role: str = "model") -> Any:  # an assistant is another object, so that calls are told apart
         with quietly():
             model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=ours.dtype)
         model.generation_config.update(temperature=None, top_p=None, top_k=None)  # ours are given with each prompt
@@ -112,7 +112,7 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "transformers": dict,
         "transformers-lookup": lambda: {"prompt_lookup_num_tokens": 10},
-        "transformers-assistant": lambda: {"assistant_model": load(str(assistant))},
+        "transformers-assistant": lambda: {"assistant_model": load(str(assistant), "assistant")},
     }
     return [TransformersPeer(name, engine, load, ways[name]) for name in names]
 

@@ -170,10 +170,12 @@ def _checked(suite: Suite, row: Any, number: int, place: str) -> Task:
             raise ValueError(
                 f"{place}: the field {name} is missing; a row of {suite.name} has {', '.join(suite.fields)}"
             )
-        if not isinstance(row[name], kind) or row[name] in ("", []):
+        if not isinstance(row[name], kind) or row[name] == []:
             raise ValueError(f"{place}: {name} must be of type {kind.__name__} and not empty, but is {row[name]!r:.40}")
         if kind is list and not all(isinstance(item, str) and item for item in row[name]):
             raise ValueError(f"{place}: {name} must be a list of texts that are not empty")
+    if name := next((name for name in ("prompt", "question", "text") if row.get(name) == ""), None):
+        raise ValueError(f"{place}: {name} is empty; there is nothing to ask")
     return suite.task(row, number)
 
 
