@@ -1,0 +1,215 @@
+"""Train and measure PTP on taxi rides: the tables of its paper's ablations, one command each.
+
+    python recipes/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
+    python recipes/taxi_ptp.py methods --tokens taxi.npz --work runs/taxi --out methods.json
+
+Tables: teacher (the autoregressive model), methods (O-PTP, C-PTP and independent prediction at --window tokens),
+losses (Table 4), embeddings (Table 5), places (Table 6), drafts (Table 7), windows (Table 8), inverse (Table 1), all.
+Every run keeps a checkpoint in --work: a command that was killed goes on where it was when it is given again, and
+tables share the runs they have in common. Without --tokens the stream is synthetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import taxi_data
+import torch
+from taxi_training import Laboratory, Run, Scale, rounded
+from torch import Tensor
+
+from saltus.networks.auxiliary import KINDS
+from saltus.training.distillation import correct, draft
+from saltus.training.draws import draws
+from saltus.training.edges import edges
+from saltus.training.student import Student
+
+ONE_HOT, CATEGORICAL, INDEPENDENT = Run("one-hot", "ce"), Run("categorical", "kl"), Run("independent", "kl")
+METHODS = (ONE_HOT, CATEGORICAL, INDEPENDENT)
+PLACES = (2.0, 1.0, 0.5)
+DRAFTS = (1, 4, 16, 64, 256, 1024)
+PREFIXES = (1, 2, 4, 8, 16, 64, 100)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table."""
+
+    table: str
+    run: dict[str, Any]
+    measured: dict[str, Any]
+
+
+def measure(laboratory: Laboratory, run: Run, student: Student) -> dict[str, Any]:
+    """Leading tokens that are the teacher's own under the same uniforms (PTP, Eq. 16): mean and standard error."""
+    texts, _, uniforms = laboratory.held_out(run)
+    counts = correct(answers(student, run, uniforms), texts).double()
+    return summary(counts)
+
+
+def answers(student: Student, run: Run, uniforms: Tensor) -> Tensor:
+    """What a student writes at once, from nothing but uniforms."""
+    parts = []
+    for part in uniforms.split(500):
+        start = torch.full((len(part), 1), student.start)
+        parts.append(draft(student, start, part, run.form, run.order))
+    return torch.cat(parts)
+
+
+def summary(counts: Tensor) -> dict[str, Any]:
+    return {
+        "correct": rounded(counts.mean()),
+        "error": rounded(counts.std() / math.sqrt(len(counts))),
+        "of": len(counts),
+    }
+
+
+def methods(laboratory: Laboratory, runs: tuple[Run, ...], table: str) -> Iterator[Row]:
+    """Train each, measure each."""
+    for run in runs:
+        student, training = laboratory.trained(run)
+        yield Row(table, asdict(run), measure(laboratory, run, student) | training)
+
+
+def losses(base: Run) -> tuple[Run, ...]:
+    """Table 4: what is compared, on whose texts."""
+    pairs = [(CATEGORICAL, loss) for loss in ("kl", "reverse-kl", "bce", "ce")]
+    pairs += [(ONE_HOT, loss) for loss in ("bce", "ce")]
+    return tuple(
+        replace(of(form, base), loss=loss, proposal=proposal)
+        for proposal in ("teacher", "student", "dataset")
+        for form, loss in [*pairs, (INDEPENDENT, "kl")]
+    )
+
+
+def of(run: Run, base: Run) -> Run:
+    """A method with the window, seed and order asked for."""
+    return replace(run, window=base.window, seed=base.seed, order=base.order)
+
+
+def several_drafts(laboratory: Laboratory, run: Run) -> Iterator[Row]:
+    """Table 7: of M sets of uniforms the one whose places lie nearest to the middle of their intervals (PTP, Eq. 18).
+
+    A uniform's place in its interval says nothing about the token, so the M texts need not be written: M sets of
+    places are drawn for one text of the teacher's, which has the same law. (Eq. 18's argmax is an argmin.)
+    """
+    student, _ = laboratory.trained(run)
+    texts, laws, _ = laboratory.held_out(run)
+    borders = edges(laws, texts, order=run.order)
+    for count in (*DRAFTS, math.inf):
+        places = torch.full(texts.shape, 0.5, dtype=torch.float64)
+        if count < math.inf:
+            places = torch.stack([_central(int(count), run, row) for row in range(len(texts))])
+        uniforms = (borders.low + places * (borders.high - borders.low)).clamp(0, 1 - 2.0**-53)
+        counts = correct(answers(student, run, uniforms), texts).double()
+        yield Row("drafts", asdict(run) | {"drafts": count if count < math.inf else "infinite"}, summary(counts))
+
+
+def _central(count: int, run: Run, row: int) -> Tensor:
+    places = draws(run.seed, f"places/{count}", row).random((count, run.window))
+    return torch.from_numpy(places[abs(places - 0.5).sum(-1).argmin()])
+
+
+def prefixes(laboratory: Laboratory, base: Run) -> Iterator[Row]:
+    """Table 8: fewer queries in a call. Queries do not see later ones, so one model answers for all N up to its own."""
+    for method in METHODS:
+        run = of(method, base)
+        student, training = laboratory.trained(run)
+        texts, _, uniforms = laboratory.held_out(run)
+        counts = correct(answers(student, run, uniforms), texts)
+        for length in sorted({*(n for n in PREFIXES if n < run.window), run.window}):
+            row = summary(counts.clamp_max(length).double())
+            yield Row("windows", asdict(run) | {"limit": length}, row | training)
+
+
+def inverse(laboratory: Laboratory, base: Run) -> Iterator[Row]:
+    """Table 1: perplexity of C-PTP trained on data alone, of the autoregressive model, and of counts."""
+    stream = laboratory.stream
+    counted = {
+        "unigram": taxi_data.unigram_perplexity(stream),
+        "last 100 counts": taxi_data.recent_perplexity(stream),
+        "counts in the chunk": taxi_data.chunk_perplexity(stream, laboratory.scale.chunk),
+    }
+    for name, value in counted.items():
+        yield Row("inverse", {"model": name}, {"perplexity": rounded(value)})
+    teacher, training = laboratory.teacher(base.seed)
+    yield Row("inverse", {"model": "autoregressive", "seed": base.seed}, laboratory.perplexity(teacher) | training)
+    student, training = laboratory.inverse(base)
+    measured = laboratory.own_perplexity(student, base)
+    yield Row("inverse", {"model": "C-PTP, inverse training", "seed": base.seed}, measured | training)
+
+
+def table(name: str, laboratory: Laboratory, base: Run) -> Iterator[Row]:
+    """The rows of a table for one seed."""
+    if name == "teacher":
+        teacher, training = laboratory.teacher(base.seed)
+        yield Row(name, {"model": "autoregressive", "seed": base.seed}, laboratory.perplexity(teacher) | training)
+    elif name == "methods":
+        yield from methods(laboratory, tuple(of(run, base) for run in METHODS), name)
+    elif name == "losses":
+        yield from methods(laboratory, losses(base), name)
+    elif name == "embeddings":
+        runs = [replace(of(run, base), kind=kind) for kind in KINDS for run in (ONE_HOT, CATEGORICAL)]
+        yield from methods(laboratory, (*runs, of(INDEPENDENT, base)), name)
+    elif name == "places":
+        runs = [replace(of(run, base), b=b) for b in PLACES for run in (ONE_HOT, CATEGORICAL)]
+        yield from methods(laboratory, (*runs, of(INDEPENDENT, base)), name)
+    elif name == "drafts":
+        yield from several_drafts(laboratory, of(ONE_HOT, base))
+    elif name == "windows":
+        yield from prefixes(laboratory, base)
+    else:
+        yield from inverse(laboratory, base)
+
+
+TABLES = ("teacher", "methods", "losses", "embeddings", "places", "drafts", "windows", "inverse")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=(*TABLES, "all"))
+    parser.add_argument("--tokens", type=Path, help="what taxi_data.py wrote")
+    parser.add_argument("--work", type=Path, default=Path("runs/taxi"), help="where checkpoints are kept")
+    parser.add_argument("--out", type=Path, help="results as JSON")
+    parser.add_argument("--window", type=int, default=16, help="N, the tokens of a call")
+    parser.add_argument(
+        "--order", choices=("pick", "token"), default="pick", help="of the tokens in Pick: ours, or ids"
+    )
+    parser.add_argument("--kind", choices=KINDS, help="embedding of uniforms, where the table does not vary it")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", type=int, default=1)
+    for name, value in asdict(Scale()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    stream = taxi_data.load(options.tokens) if options.tokens else taxi_data.synthetic(200_000)
+    scale = Scale(**{name: getattr(options, name) for name in asdict(Scale())})
+    laboratory = Laboratory(stream, scale, options.work, options.kind)
+    rows = []
+    for name in TABLES if options.table == "all" else (options.table,):
+        for seed in options.seeds:
+            base = Run("one-hot", "ce", window=options.window, seed=seed, order=options.order)
+            for row in table(name, laboratory, base):
+                rows.append(asdict(row))
+                print(json.dumps(rows[-1]), flush=True)
+                if options.out:
+                    write(options.out, rows, scale, options.threads)
+    print(laboratory.skipped)
+
+
+def write(path: Path, rows: list[dict[str, Any]], scale: Scale, threads: int) -> None:
+    """All rows so far, under another name first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps({"scale": asdict(scale), "threads": threads, "rows": rows}, indent=1) + "\n")
+    new.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Train the models that the taxi tables compare, each once, and keep them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from taxi_data import Stream, chunks
+from torch import Tensor
+from torch.nn import functional
+
+from saltus.training import inverse
+from saltus.training.distillation import Objective, distil, draft
+from saltus.training.draws import draws
+from saltus.training.edges import Order, Skipped
+from saltus.training.loop import Progress, Schedule, train
+from saltus.training.losses import cross_entropy
+from saltus.training.student import Student
+from saltus.training.windows import Form, given, inside, pack, split_points
+
+STRIDE = 10  # between the beginnings of training chunks
+TEST_SEED = 1_000_003  # of the uniforms that students are measured with
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size of everything; the paper's are 1536 × 4 layers, 150,000 steps of 32 chunks."""
+
+    steps: int = 4000
+    teacher_steps: int = 2000
+    batch: int = 32
+    chunk: int = 100
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    rate: float = 1e-3
+    pool: int = 16_384  # texts that the teacher writes once, to be trained on many times with fresh uniforms
+    test: int = 4000  # texts that students are measured on
+    every: int = 200  # steps between checkpoints
+
+
+@dataclass(frozen=True)
+class Run:
+    """A student that is trained by distillation."""
+
+    form: Form
+    loss: Literal["ce", "bce", "kl", "reverse-kl"]
+    proposal: Literal["teacher", "student", "dataset"] = "teacher"
+    kind: str = "bits"
+    b: float = 1.0
+    window: int = 16
+    seed: int = 0
+    order: Order = "pick"
+
+    @property
+    def name(self) -> str:
+        """That of its files."""
+        return "-".join(str(value).replace("+", "_") for value in asdict(self).values())
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.form, self.loss, self.window, self.b, self.order)
+
+
+def rounded(value: Any) -> float:
+    return round(float(value), 4)
+
+
+@dataclass(eq=False)
+class Laboratory:
+    """A stream, the models that were trained on it, and what is left to train."""
+
+    stream: Stream
+    scale: Scale
+    work: Path
+    kind: str | None = None  # in place of the run's own embedding
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def __post_init__(self) -> None:
+        self.chunks = chunks(self.stream.train, 2 * self.scale.chunk, STRIDE)  # the second half: windows' last tokens
+        self.held = torch.from_numpy(chunks(self.stream.validate, self.scale.chunk, self.scale.chunk)[:300].copy())
+        self.pool, self.test, self.teacher = cache(self._pool), cache(self._test), cache(self._teacher)
+
+    def student(self, seed: int, kind: str = "bits") -> Student:
+        scale = self.scale
+        return Student(
+            self.stream.vocab,
+            2 * scale.chunk,
+            hidden=scale.hidden,
+            layers=scale.layers,
+            heads=scale.heads,
+            kind=kind,
+            seed=seed,
+        )
+
+    def rides(self, generator: np.random.Generator, length: int) -> Tensor:
+        """A batch of chunks of the training stream."""
+        chosen = generator.integers(len(self.chunks), size=self.scale.batch)
+        return torch.from_numpy(self.chunks[chosen, :length].copy())
+
+    def fit(self, name: str, module: Student, loss, steps: int) -> dict[str, Any]:
+        """Train, or go on, or take what is trained; the budget it took."""
+        scale = self.scale
+        schedule = Schedule(steps, scale.rate, every=min(scale.every, steps))
+        spent = {"seconds": 0.0}
+
+        def report(progress: Progress) -> None:
+            print(
+                f"{name}: step {progress.step:,} of {progress.steps:,}, loss {progress.loss:.4f}, "
+                f"{progress.seconds / 60:.1f} min, {progress.left / 60:.1f} min left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        path = self.work / f"{name}.pt"
+        curve = train(module, loss, schedule, path, {"scale": asdict(scale), "name": name}, report)
+        spent["seconds"] = round(torch.load(path, weights_only=True)["seconds"], 1)
+        return spent | {"steps": steps, "loss": rounded(curve[-1])}
+
+    def _teacher(self, seed: int) -> tuple[Student, dict[str, Any]]:
+        """The autoregressive model, trained on chunks of the stream."""
+        teacher = self.student(seed)
+
+        def loss(step: int) -> Tensor:
+            texts = self.rides(draws(seed, "teacher", step), self.scale.chunk)
+            return cross_entropy(teacher.following(teacher.begun(texts)[:, :-1]), texts).mean()
+
+        training = self.fit(f"teacher-{seed}", teacher, loss, self.scale.teacher_steps)
+        return teacher, training
+
+    def _pool(self, window: int, seed: int, order: Order) -> tuple[Tensor, Tensor]:
+        """Texts that the teacher wrote, and the laws it wrote them by."""
+        return self._written(draws(seed, "pool").random((self.scale.pool, window)), seed, order)
+
+    def _written(self, uniforms: np.ndarray, seed: int, order: Order) -> tuple[Tensor, Tensor]:
+        teacher = self.teacher(seed)[0]
+        parts = [teacher.write(part, order) for part in torch.from_numpy(uniforms).split(512)]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([laws for _, laws in parts])
+
+    def _test(self, window: int, seed: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+        uniforms = draws(TEST_SEED + seed, "test").random((self.scale.test, window))
+        return (*self._written(uniforms, seed, order), torch.from_numpy(uniforms))
+
+    def held_out(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Texts of the teacher's that no student was trained on, their laws and their uniforms."""
+        return self.test(run.window, run.seed, run.order)
+
+    def trained(self, run: Run) -> tuple[Student, dict[str, Any]]:
+        """A student, begun at the teacher's weights."""
+        if self.kind and run.kind == "bits":
+            run = replace(run, kind=self.kind)
+        student = self.student(run.seed, run.kind)
+        teacher = self.teacher(run.seed)[0]
+        student.body.load_state_dict(teacher.body.state_dict())
+
+        def loss(step: int) -> Tensor:
+            generator = draws(run.seed, "distil", step)
+            texts, laws = self._proposed(run, student, teacher, generator)
+            splits = torch.ones(len(texts), 1, dtype=torch.int64)
+            laws = functional.pad(laws, (0, 0, 1, 0))  # no law stands before the first position
+            return distil(student, student.begun(texts), laws, splits, run.objective, generator, self.skipped)
+
+        return student, self.fit(run.name, student, loss, self.scale.steps)
+
+    @torch.no_grad()
+    def _proposed(
+        self, run: Run, student: Student, teacher: Student, generator: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """A batch of texts to learn from, and the teacher's laws of them (PTP, §2.2.1, Training data)."""
+        if run.proposal == "teacher":
+            texts, laws = self.pool(run.window, run.seed, run.order)
+            chosen = torch.from_numpy(generator.integers(len(texts), size=self.scale.batch))
+            return texts[chosen], laws[chosen]
+        if run.proposal == "dataset":
+            texts = self.rides(generator, run.window)
+        else:
+            uniforms = torch.from_numpy(generator.random((self.scale.batch, run.window)))
+            start = torch.full((len(uniforms), 1), student.start)
+            texts = draft(student, start, uniforms, run.form, run.order)
+        return texts, teacher.following(teacher.begun(texts)[:, :-1])
+
+    def inverse(self, run: Run) -> tuple[Student, dict[str, Any]]:
+        """C-PTP from data alone, on the model's own uniforms (Alg. 3): as many windows as fit, all over a chunk."""
+        student = self.student(run.seed, self.kind or run.kind)
+        windows = max(1, self.scale.chunk // run.window)
+
+        def loss(step: int) -> Tensor:
+            generator = draws(run.seed, "inverse", step)
+            texts = student.begun(self.rides(generator, self.scale.chunk + run.window - 1))
+            splits = split_points(len(texts), texts.shape[1], windows, run.window, generator)
+            return inverse.loss(student, texts, splits, run.window, generator, self.skipped, order=run.order)
+
+        name = f"inverse-{run.window}-{student.auxiliary.kind}-{run.seed}-{run.order}"
+        return student, self.fit(name, student, loss, self.scale.teacher_steps)
+
+    @torch.no_grad()
+    def perplexity(self, teacher: Student) -> dict[str, Any]:
+        """Of held-out chunks token by token: all of a chunk, and its second half alone."""
+        parts = [teacher.following(teacher.begun(part)[:, :-1]) for part in self.held.split(50)]
+        return self._perplexities(torch.cat(parts))
+
+    @torch.no_grad()
+    def own_perplexity(self, student: Student, run: Run) -> dict[str, Any]:
+        """Of a categorical student: with one auxiliary at a time, and in windows that tile a chunk, whole windows."""
+        texts = student.begun(self.held)
+        own = torch.cat([inverse.own_laws(student, part[:, :-1]) for part in texts.split(50)])
+        count = self.scale.chunk // run.window
+        splits = (1 + run.window * torch.arange(count)).expand(len(texts), -1)
+        generator = draws(run.seed, "tiles")
+        uniforms, _ = inverse.invert(student, texts, splits, run.window, generator, order=run.order)
+        laws = student(pack(texts, splits, given(uniforms, "categorical")))
+        tiled = cross_entropy(laws, inside(texts, splits, run.window))
+        return self._perplexities(own) | {"perplexity in windows": rounded(math.exp(tiled.mean()))}
+
+    def _perplexities(self, laws: Tensor) -> dict[str, Any]:
+        nats = cross_entropy(laws, self.held)
+        half = self.scale.chunk // 2
+        late = rounded(nats[:, half:].mean().exp())
+        return {"perplexity": rounded(nats.mean().exp()), "perplexity of second halves": late, "of": nats.numel()}

@@ -1,0 +1,37 @@
+"""Keep a run's state on disk so that no moment of dying can damage it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Written under another name, brought to the disk, then renamed: the file is always the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    with new.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The state, or None where none was saved. Errors: a file that is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"the checkpoint {path} cannot be read ({type(error).__name__}); delete it to begin anew"
+        ) from error

@@ -1,0 +1,98 @@
+"""Run training steps that can be killed at any moment and go on from the last checkpoint, with the same outcome."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saltus.training.checkpoint import load, save
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast: AdamW, a linear warm-up, then a cosine down to a tenth of the rate."""
+
+    steps: int
+    rate: float = 1e-3
+    warm_up: int = 100
+    clip: float = 1.0
+    every: int = 200  # steps between checkpoints
+    decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.every < 1:
+            raise ValueError(f"steps is {self.steps} and every is {self.every}, but both count from 1")
+
+    def at(self, step: int) -> float:
+        """The learning rate of a step."""
+        warm = min(1.0, (step + 1) / max(1, min(self.warm_up, self.steps // 10)))
+        return self.rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. Times in seconds; the loss is the mean since the last checkpoint."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float  # of training, those before an interruption included
+    left: float
+
+
+def train(
+    module: nn.Module,
+    loss: Callable[[int], Tensor],
+    schedule: Schedule,
+    path: Path,
+    settings: dict[str, Any],
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> list[float]:
+    """Train in place; the mean losses between checkpoints. `loss(step)` must depend on the step and the weights alone.
+
+    `settings` say what the run is. Errors: a checkpoint of another run at `path`, or a damaged one.
+    """
+    optimiser = torch.optim.AdamW(module.parameters(), lr=schedule.rate, weight_decay=schedule.decay, betas=(0.9, 0.99))
+    settings = settings | {"schedule": asdict(schedule)}
+    state = load(path)
+    step, seconds, curve = 0, 0.0, []
+    if state is not None:
+        if state["settings"] != settings:
+            raise ValueError(f"{path} belongs to a run with other settings; delete it, or keep runs in another folder")
+        module.load_state_dict(state["module"])
+        optimiser.load_state_dict(state["optimiser"])
+        step, seconds, curve = state["step"], state["seconds"], state["curve"]
+    began, first, total = time.perf_counter() - seconds, step, 0.0
+    module.train()
+    while step < schedule.steps:
+        total += _step(module, optimiser, loss(step), schedule.at(step), schedule.clip)
+        step += 1
+        if step % schedule.every == 0 or step == schedule.steps:
+            seconds = time.perf_counter() - began
+            curve.append(total / (step % schedule.every or schedule.every))
+            if not math.isfinite(curve[-1]):
+                raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
+            state = {"module": module.state_dict(), "optimiser": optimiser.state_dict(), "settings": settings}
+            save(path, state | {"step": step, "seconds": seconds, "curve": curve})
+            left = seconds / step * (schedule.steps - step) if first < step else 0.0
+            report(Progress(step, schedule.steps, curve[-1], seconds, left))
+            total = 0.0
+    module.eval()
+    return curve
+
+
+def _step(module: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, rate: float, clip: float) -> float:
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(module.parameters(), clip)
+    optimiser.step()
+    return float(loss.detach())

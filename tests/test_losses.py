@@ -1,0 +1,75 @@
+"""Losses: each has its minimum at the law it is about."""
+
+import pytest
+import torch
+
+from saltus.training import losses
+from saltus.training.distillation import Objective
+from saltus.training.draws import draws
+
+LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
+
+
+def fitted(loss) -> torch.Tensor:
+    """The law that minimises the expected loss."""
+    logits = torch.zeros(4, requires_grad=True)
+    optimiser = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss(logits)
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    return logits.detach().softmax(-1)
+
+
+def over_tokens(loss):
+    """The expectation over tokens of the law."""
+    return lambda logits: (LAW * loss(logits.expand(4, -1), torch.arange(4))).sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        over_tokens(losses.cross_entropy),
+        over_tokens(losses.binary_cross_entropy),
+        lambda logits: losses.divergence(LAW.log(), logits),
+        lambda logits: losses.reverse_divergence(LAW.log(), logits),
+    ],
+    ids=["cross-entropy", "binary cross-entropy", "KL", "reverse KL"],
+)
+def test_a_loss_is_least_at_the_law_itself(loss):
+    torch.testing.assert_close(fitted(loss), LAW, atol=2e-3, rtol=0)
+
+
+def test_divergences_are_those_of_torch_and_zero_between_equals():
+    teacher, student = (torch.from_numpy(draws(0, name).normal(size=(3, 5, 8))) for name in ("q", "p"))
+    logs = [logits.log_softmax(-1) for logits in (teacher, student)]
+    expected = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(losses.divergence(teacher, student), expected)
+    torch.testing.assert_close(losses.reverse_divergence(student, teacher), expected)
+    assert losses.divergence(teacher, teacher + 3).abs().max() < 1e-12
+
+
+def test_a_certain_law_has_finite_losses_and_gradients():
+    logits = torch.tensor([[80.0, 0.0, -80.0]], requires_grad=True)
+    for token in range(3):
+        value = losses.binary_cross_entropy(logits, torch.tensor([token])) + losses.cross_entropy(
+            logits, torch.tensor([token])
+        )
+        (gradient,) = torch.autograd.grad(value.sum(), logits)
+        assert value.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+def test_the_mean_is_over_the_tokens_that_count():
+    values = torch.tensor([1.0, 2.0, torch.inf])
+    assert losses.mean(values, torch.tensor([True, True, False])) == 1.5
+    assert losses.mean(values, torch.tensor([False, False, False])) == 0
+
+
+def test_a_one_hot_student_is_not_compared_by_its_laws():
+    with pytest.raises(ValueError, match="take ce or bce"):
+        Objective("one-hot", "kl")
