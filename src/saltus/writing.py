@@ -66,7 +66,7 @@ class Text:
 
     def record(self, step: Step) -> None:
         tokens = tuple(step.tokens.tolist())
-        self.calls.append(Call(len(self.calls), tokens, len(step.asked.tokens), step.reply.seconds, step.reply.read))
+        self.calls.append(Call(len(self.calls), tokens, step.asked.drafts, step.reply.seconds, step.reply.read))
         if self.logprobs:
             rows = [0, *(node + 1 for node in _ancestry(step))]
             self.log_probabilities += [

@@ -137,9 +137,9 @@ class Controller:
         """Learn from a step: which nodes of the tree, asked or not, were right, and did drafting (in seconds) pay?"""
         if not self.adaptive:
             return
-        decided, asked = step.tokens.tolist(), len(step.asked.tokens)
-        if step.reply.read == 1 and step.reply.rows == asked + 1:  # not a prompt, nor shared with other texts
-            self.costs.learn(asked + 1, step.reply.seconds)
+        decided, asked, rows = step.tokens.tolist(), step.asked.drafts, len(step.asked.tokens) + 1
+        if step.reply.read == 1 and step.reply.rows == rows:  # not a prompt, nor shared with other texts
+            self.costs.learn(rows, step.reply.seconds)
         depths: dict[int, int] = {-1: -1}  # of the nodes that say what was decided
         for node, parent in enumerate(tree.parents):
             depth = depths.get(parent, len(decided)) + 1

@@ -14,6 +14,8 @@ from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
 from saltus.core.sampling import Law, Sampling, choices, law, pick
 
+AUXILIARY = -1  # stands for the token of a node that is none
+
 
 @dataclass(frozen=True)
 class Forward:
@@ -22,6 +24,11 @@ class Forward:
     `parents[i] < i` is the node before node i, -1 the last decided token. `to` names the network that is asked:
     the target, or a drafter of the method's own. `drafted[i]` is the law that token i was drawn from, where the
     method knows it (None: the token was chosen, not drawn).
+
+    A node with a uniform is no token but an *auxiliary query* (PTP): the adapter's gate is on, its input is the
+    embedding of the uniform (NaN: of none), it stands at the position right behind its parent, and its logits are
+    for the token *of that position*, where a token's are for the next. Queries stand behind all tokens, and only
+    queries hang from them; no rule, drafter or memory ever takes one for text.
     """
 
     canvas: Canvas
@@ -30,10 +37,27 @@ class Forward:
     features: bool = False  # the last hidden states are wanted too
     to: str = "target"
     drafted: tuple[Law | None, ...] | None = None
+    uniforms: tuple[float | None, ...] | None = None
+    temperature: float = 0.0  # told to the adapter; 0 is greedy
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
         assert all(-1 <= parent < i for i, parent in enumerate(self.parents)), "parents come before children"
+        if self.uniforms is not None:
+            queries = [u is not None for u in self.uniforms]
+            assert len(queries) == len(self.tokens)
+            assert queries == [token == AUXILIARY for token in self.tokens], "a query is no token"
+            assert queries == sorted(queries), "queries stand behind all tokens, so that no token hangs from one"
+
+    @cached_property
+    def drafts(self) -> int:
+        """How many nodes are tokens: they come first."""
+        return len(self.tokens) if self.uniforms is None else self.uniforms.count(None)
+
+    @property
+    def queries(self) -> range:
+        """The nodes that are auxiliary queries."""
+        return range(self.drafts, len(self.tokens))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -46,13 +70,27 @@ class Forward:
     @cached_property
     def _children(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents):
+        for node, parent in enumerate(self.parents[: self.drafts]):
             children.setdefault(parent, []).append(node)
         return children
 
     def children(self, node: int) -> list[int]:
-        """Nodes that continue `node` (-1: the decided text), in the order they were offered."""
+        """Tokens that continue `node` (-1: the decided text), in the order they were offered."""
         return self._children.get(node, [])
+
+    @cached_property
+    def _hanging(self) -> dict[int, int]:
+        hanging: dict[int, int] = {}
+        for node in self.queries:
+            hanging.setdefault(self.parents[node], node)
+        return hanging
+
+    def group(self, node: int) -> list[int]:
+        """The auxiliary queries that hang from `node` (-1: the decided text) one behind the other, the first chain."""
+        chain = []
+        while (query := self._hanging.get(chain[-1] if chain else node)) is not None:
+            chain.append(query)
+        return chain
 
     def follow(self, tokens, start: int = -1) -> list[int]:
         """The nodes met when `tokens` are read from `start` on; shorter where the tree ends."""
@@ -106,14 +144,14 @@ class Laws:
         return self._laws[node]
 
     def depth(self, node: int) -> int:
-        """How many drafted tokens stand before the hole that this law is for."""
-        return self.asked.depths[node] + 1 if node >= 0 else 0
+        """How many drafted tokens stand before the hole that this law is for: a query's is for its own place."""
+        return self.asked.depths[node] + (node < self.asked.drafts) if node >= 0 else 0
 
     def pick(self, node: int) -> int:
         """The text's own token after `node`: Pick(u, law) with the uniform of that position (PTP, Eq. 2)."""
         if node not in self._picks:
-            if self.sampling.bare:
-                self._picks = dict(enumerate(choices(self.reply.logits).tolist(), start=-1))
+            if self.sampling.bare and node < self.asked.drafts:
+                self._picks |= dict(enumerate(choices(self.reply.logits[: self.asked.drafts + 1]).tolist(), start=-1))
             else:
                 open_ = self.asked.canvas.open
                 u = self.noise.at("text", open_[self.depth(node) : self.depth(node) + 1])[0]

@@ -95,7 +95,7 @@ class MethodSide:
         tokens = generation.tokens
         counts = decided(seen, question.tokens, tokens)
         calls = [
-            Called(count, len(call.ask.tokens), call.seconds, call.read)
+            Called(count, call.ask.drafts, call.seconds, call.read)
             for count, call in zip(counts, seen, strict=True)
         ]
         return Written(

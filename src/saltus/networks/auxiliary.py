@@ -37,7 +37,10 @@ class Auxiliary(nn.Module):
             nn.init.zeros_(self.temperature.weight)
 
     def forward(self, u: Float[Tensor, "*shape"], temperature: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape _"]:
-        """Uniforms in [0, 1), float64 or float32, and the temperature that each is picked at; 0 is greedy."""
+        """Uniforms in [0, 1), float64 or float32, and the temperature that each is picked at; 0 is greedy.
+
+        NaN is no uniform at all: its features are zero.
+        """
         weight = next(self.map.parameters())
         embedded = self.map(features(u, self.kind.removesuffix("+nn")).to(weight.dtype))
         if self.told:
@@ -47,7 +50,11 @@ class Auxiliary(nn.Module):
 
 
 def features(u: Float[Tensor, "*shape"], kind: str) -> Float[Tensor, "*shape size"]:
-    """What the map reads of uniforms, float32."""
+    """What the map reads of uniforms, float32; zeros for NaN."""
+    return torch.where(u.isnan()[..., None], 0.0, _features(u.nan_to_num(), kind))
+
+
+def _features(u: Tensor, kind: str) -> Tensor:
     if kind == "bits":
         words = u.detach().cpu().float().contiguous().numpy().view(np.uint32)
         bits = (words[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)) & 1

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from saltus.core.forward import Forward, Reply
+from saltus.core.forward import AUXILIARY, Forward, Reply
 from saltus.networks import attention, native
 from saltus.networks.attention import Call, Part
 from saltus.networks.fixed import WIDTH, Fixed, unfit
+from saltus.networks.gated import Adapter, Gate, applied
 from saltus.networks.lean import Lean, supports
 from saltus.networks.linear import Exact
 from saltus.networks.memory import Memory
@@ -24,6 +25,7 @@ from saltus.networks.memory import Memory
 log = logging.getLogger("saltus")
 
 ROWS = 256  # rows of one call at most, so that a long prompt needs little room
+STAND_IN = 0  # token id of an auxiliary query's row, whose embedding another takes the place of
 
 
 @dataclass
@@ -34,12 +36,15 @@ class _Read:
     tokens: list[int]
     part: Part
     wanted: int  # how many of its last rows are asked for logits
+    uniforms: tuple[float, ...] = ()  # of its last rows, which are auxiliary queries
+    temperature: float = 0.0
 
 
 @dataclass
 class CausalNetwork:
     """A causal model behind Forward and Reply. `free` gives up equal rounding for the library's own attention.
 
+    An adapter, once attached, acts on the rows of auxiliary queries and on no others.
     On CUDA equal rounding comes from fixed shapes, elsewhere from kernels (`shaped` says otherwise, for tests).
     `width` is then the rows of a decoding call, and the depth of a tree at most.
     """
@@ -51,6 +56,7 @@ class CausalNetwork:
     layers: int = field(init=False)
     lean: Lean | None = field(init=False, default=None)  # a quicker way through the same model, where there is one
     fixed: Fixed | None = field(init=False, default=None)
+    adapter: Adapter | None = field(init=False, default=None)
     busy: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
 
     def __post_init__(self) -> None:
@@ -74,14 +80,34 @@ class CausalNetwork:
         """What is kept of one text between calls."""
         return Memory() if self.fixed is None else self.fixed.memory()
 
+    def attach(self, adapter: Adapter | None) -> None:
+        """Serve auxiliary queries by this adapter, as its weights are now. Errors: ValueError if it does not fit."""
+        if adapter is not None:
+            adapter.check(self.model)
+        with self.busy:
+            self.adapter = adapter
+            if self.lean is not None:
+                self.lean.attach(adapter)
+
     @torch.inference_mode()
     def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
         """Evaluate every Forward, each on its own memory, in as few calls as ROWS or fixed shapes allow."""
+        if any(ask.queries for ask in asks):
+            self._can_answer_queries()
         with self.busy:
             if self.fixed is None:
                 return self._forward(asks, memories)
             with native.in_charge() if self.model.device.type == "cpu" else torch.cuda.device(self.model.device):
                 return [self.fixed.forward(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
+
+    def _can_answer_queries(self) -> None:
+        if self.fixed is not None:
+            raise ValueError(
+                "auxiliary queries are not served by fixed shapes (CUDA) yet;"
+                " load the model with device='cpu' or exact=False, or draft with another method"
+            )
+        if self.adapter is None:
+            raise ValueError("auxiliary queries need an adapter that was trained for this model; attach one")
 
     def _forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
         started = time.perf_counter()
@@ -133,13 +159,14 @@ class CausalNetwork:
             end += len(read.tokens)
             wanted += range(end - read.wanted, end)
         call = Call([read.part for read in reads], self.layers, self.free)
+        gate = self._gate(reads)
         device = self.model.device
         if self.lean is not None:
-            return self.lean(
-                torch.tensor(tokens), torch.from_numpy(positions), call, torch.tensor(wanted, dtype=torch.long)
-            )
+            rows = torch.tensor(wanted, dtype=torch.long)
+            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, gate)
         exact = contextlib.nullcontext() if self.free else Exact()
-        with attention.during(call), self._listen() as heard, exact:
+        gated = applied(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        with attention.during(call), self._listen() as heard, exact, gated:
             out = self.model(
                 input_ids=torch.tensor([tokens], device=device),
                 position_ids=torch.from_numpy(positions[None]).to(device),
@@ -147,6 +174,20 @@ class CausalNetwork:
                 use_cache=False,
             )
         return out.logits[0], heard[-1][0]
+
+    def _gate(self, reads: Sequence[_Read]) -> Gate | None:
+        """Which rows of a call are auxiliary queries, and what they are told."""
+        if not any(read.uniforms for read in reads):
+            return None
+        rows, uniforms, temperatures, end = [], [], [], 0
+        for read in reads:
+            end += len(read.tokens)
+            rows += range(end - len(read.uniforms), end)
+            uniforms += read.uniforms
+            temperatures += [read.temperature] * len(read.uniforms)
+        device = self.model.device
+        told = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
+        return Gate(torch.tensor(rows, dtype=torch.long, device=device), *told)
 
     def _listen(self) -> _Ear:
         return _Ear(self.model.get_output_embeddings())
@@ -174,8 +215,10 @@ def _reads(text: int, ask: Forward, memory: Memory, past: int):
         count = min(ROWS, unread - 1)
         yield _Read(text, decided[past : past + count].tolist(), _part(memory, past, count, ask, tree=False), 0)
         past += count
-    tokens = decided[past:].tolist() + list(ask.tokens)
-    yield _Read(text, tokens, _part(memory, past, unread, ask, tree=True), nodes + 1)
+    tokens = decided[past:].tolist() + [token if token != AUXILIARY else STAND_IN for token in ask.tokens]
+    uniforms = tuple(u for u in ask.uniforms or () if u is not None)
+    part = _part(memory, past, unread, ask, tree=True)
+    yield _Read(text, tokens, part, nodes + 1, uniforms, ask.temperature)
 
 
 def _part(memory: Memory, past: int, unread: int, ask: Forward, tree: bool) -> Part:

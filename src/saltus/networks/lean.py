@@ -12,8 +12,13 @@ from torch import Tensor
 
 from saltus.networks import native
 from saltus.networks.attention import Call
+from saltus.networks.gated import Adapter, Gate
 from saltus.networks.linear import Exact, linear
 
+LINEARS = (  # of a layer, product by product
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
 DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
@@ -54,6 +59,9 @@ class Lean:
         self.gate, self.up = (torch.zeros(rows, config.intermediate_size, dtype=dtype) for _ in range(2))
         kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend")]
         self.linear, self.rotate, self.attend = (kernel for kernel in kernels if kernel is not None)
+        self.adapter: Adapter | None = None
+        self.parts: list[Tensor] = []  # the adapter's, which the structs point to
+        self.gated = False  # do the structs gate rows?
         self.layers = [self._layer(layer) for layer in self.base.layers]
         self.windows = [self._window(layer) for layer in self.base.layers]
 
@@ -74,17 +82,43 @@ class Lean:
             turns.append(turn)
         return products, turns
 
+    def attach(self, adapter: Adapter | None) -> None:
+        """Let the kernels add an adapter's low-rank parts to gated rows; they keep copies in the model's own format."""
+        self.adapter, self.parts = adapter, []
+        for number, (products, _) in enumerate(self.layers):
+            for struct, names in zip(products, LINEARS, strict=True):
+                _add_low_rank(struct, [f"model.layers.{number}.{name}" for name in names], adapter, self)
+
+    def _gate(self, gate: Gate | None, rows: int) -> None:
+        """Tell the structs which rows the adapter acts on in this call."""
+        if gate is None and not self.gated:
+            return
+        self.gated = gate is not None
+        self.places = torch.full((rows,), -1, dtype=torch.int32)
+        if gate is not None:
+            self.places[gate.rows] = torch.arange(len(gate.rows), dtype=torch.int32)
+        for products, _ in self.layers:
+            for struct in products:
+                adapted = gate is not None and struct.rank > 0
+                struct.place = self.places.data_ptr() if adapted else None
+                struct.gated = len(gate.rows) if adapted and gate is not None else 0
+
     def _window(self, layer: Any) -> int | None:
         if hasattr(layer.self_attn, "sliding_window"):
             return layer.self_attn.sliding_window
         return getattr(self.model.config, "sliding_window", None)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, call: Call, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, call: Call, wanted: Tensor, gate: Gate | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits and features of the wanted rows; tokens and positions are [rows]."""
         rows = len(tokens)
         hidden = self.hidden[:rows]
         hidden.copy_(F.embedding(tokens, self.base.embed_tokens.weight))
+        self._gate(gate, rows)
         with Exact():
+            if gate is not None and self.adapter is not None:
+                hidden[gate.rows] = self.adapter.embed(gate).to(self.dtype)
             angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
         attentions = self._attentions(call)
         for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
@@ -141,3 +175,15 @@ def _product(
     struct.gate = None if gate is None else gate.data_ptr()
     struct.add = None if add is None else add.data_ptr()
     return struct
+
+
+def _add_low_rank(struct: native.Linear, paths: Sequence[str], adapter: Adapter | None, keeper: Lean) -> None:
+    """Point a struct to the low-rank parts of its weights; the keeper holds their memory."""
+    struct.rank = 0
+    for i, path in enumerate(paths):
+        struct.down[i] = struct.up[i] = None
+        if adapter is not None and (part := adapter.part(path)) is not None:
+            down, up = (x.detach().to(keeper.dtype).contiguous() for x in (part.down, part.up))
+            keeper.parts += [down, up]
+            struct.down[i], struct.up[i] = down.data_ptr(), up.data_ptr()
+            struct.rank, struct.scale = adapter.settings.rank, adapter.settings.scale

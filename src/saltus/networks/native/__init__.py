@@ -54,6 +54,10 @@ class Linear(ctypes.Structure):
         ("outs", INTEGER * WEIGHTS),
         *((name, POINTER) for name in ("norm", "gate", "add")),
         ("epsilon", REAL),
+        ("scale", REAL),
+        *((name, POINTER * WEIGHTS) for name in ("down", "up")),
+        ("place", POINTER),
+        *((name, INTEGER) for name in ("rank", "gated")),
     ]
 
 

@@ -32,6 +32,11 @@ typedef struct {
   const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
   const void *add;   // [rows, out] or NULL: added to the first product
   float epsilon;     // of the norm
+  // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
+  float scale;
+  const void *down[WEIGHTS], *up[WEIGHTS];  // A [rank, in], B [out, rank], or NULL
+  const int32_t *place;                     // [rows]: the number of a gated row among them, −1 of others; NULL: none is
+  int64_t rank, gated;
 } Linear;
 
 typedef struct {

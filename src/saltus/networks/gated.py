@@ -1,0 +1,197 @@
+"""Let a low-rank adapter act on chosen rows of a causal model, and leave every other row as it is (PTP, gated LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from saltus.core.noise import Noise
+from saltus.networks.auxiliary import KINDS, Auxiliary
+
+
+@dataclass(frozen=True)
+class Gating:
+    """What a gated adapter is made of."""
+
+    rank: int = 64
+    alpha: float = 64.0  # the low-rank part is multiplied by alpha / rank
+    dropout: float = 0.0  # of what the low-rank part reads, in training
+    targets: tuple[str, ...] = ()  # last names of the linear layers it acts on; empty: all but the unembedding
+    embedding: str = "bits"  # of uniforms
+    told: bool = True  # is the temperature embedded too?
+    window: int = 16  # queries of a group that it was trained for, at most
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"an adapter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if not self.alpha > 0:
+            raise ValueError(f"an adapter's alpha is {self.alpha}, but must be above 0; take its rank")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"an adapter's dropout is {self.dropout}, but must lie in [0, 1)")
+        if self.embedding not in KINDS:
+            raise ValueError(f"an adapter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The rows of a call that are auxiliary queries, and what each is told; `rows` count through a whole batch."""
+
+    rows: Int[Tensor, "gated"]
+    uniforms: Float[Tensor, "gated"]  # NaN: none
+    temperatures: Float[Tensor, "gated"]
+
+
+class LowRank(nn.Module):
+    """s · B A of one linear layer (Hu et al. 2021); B starts at zero."""
+
+    def __init__(self, inputs: int, outputs: int, settings: Gating) -> None:
+        super().__init__()
+        self.scale, self.dropout = settings.scale, settings.dropout
+        self.down = nn.Parameter(torch.zeros(settings.rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, settings.rank))
+
+    def forward(self, x: Float[Tensor, "gated inputs"]) -> Float[Tensor, "gated outputs"]:
+        """In the adapter's own format, float32 as a rule."""
+        x = F.dropout(x.to(self.down.dtype), self.dropout, self.training)
+        return F.linear(F.linear(x, self.down) * self.scale, self.up)
+
+
+class Adapter(nn.Module):
+    """The low-rank parts by the names of their layers, and the embedding of uniforms."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]], hidden: int, settings: Gating) -> None:
+        super().__init__()
+        self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
+        self.parts = nn.ModuleList(LowRank(*size, settings) for size in sizes.values())
+        self.auxiliary = Auxiliary(hidden, settings.embedding, settings.told)
+        self._by_path = dict(zip(sizes, self.parts, strict=True))
+
+    def part(self, path: str) -> LowRank | None:
+        """What is added to the layer of this name, if anything is."""
+        found = self._by_path.get(path)
+        assert found is None or isinstance(found, LowRank)
+        return found
+
+    def embed(self, gate: Gate) -> Float[Tensor, "gated hidden"]:
+        """What queries read in place of a token's embedding."""
+        return self.auxiliary(gate.uniforms, gate.temperatures)
+
+    def check(self, model: Any) -> None:
+        """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
+        found = linear_layers(model)
+        hidden = _embedded(model, slice(0, 1)).shape[-1]
+        wrong = next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+        if wrong is None and hidden != self.auxiliary_size:
+            wrong = "its embedding"
+        if wrong is not None:
+            raise ValueError(
+                f"the adapter does not fit {type(model).__name__}: {wrong} is missing there or has another size;"
+                " load the model that it was trained for, or train it again"
+            )
+
+    @property
+    def auxiliary_size(self) -> int:
+        return _last(self.auxiliary).out_features
+
+
+def new_adapter(model: Any, settings: Gating | None = None, seed: int = 0) -> Adapter:
+    """An adapter that changes nothing yet: B is zero, and a query reads the mean of all embeddings.
+
+    Errors: ValueError for targets that name no linear layer of the model.
+    """
+    settings = settings or Gating()
+    sizes = linear_layers(model, settings.targets)
+    every = _embedded(model, slice(None))
+    adapter = Adapter(sizes, every.shape[-1], settings)
+    with torch.no_grad():
+        _last(adapter.auxiliary).bias.copy_(every.float().mean(0))
+        for number, part in enumerate(adapter.parts):
+            assert isinstance(part, LowRank)
+            bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it
+            drawn = Noise(seed).at(f"adapter/{number}", np.arange(part.down.numel()))
+            part.down.copy_(torch.from_numpy((2 * drawn - 1) * bound).view(part.down.shape))
+    return adapter.to(model.device)
+
+
+def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
+
+    Layers of experts are left out: which rows they see, the text decides.
+    """
+    unembedding, found = model.get_output_embeddings(), {}
+    for path, module in model.named_modules():
+        if module is unembedding or ".experts." in path or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+        found[path] = (int(inputs), int(outputs))
+    names = {path.rpartition(".")[2] for path in found}
+    if unknown := sorted(set(targets) - names):
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer {unknown[0]!r}; there are {', '.join(sorted(names))}"
+        )
+    return {path: size for path, size in found.items() if not targets or path.rpartition(".")[2] in targets}
+
+
+@dataclass
+class applied:
+    """While open, the model's calls are gated: queries' rows read their embedding and get the low-rank parts.
+
+    Works with gradients too. Every other row keeps its bits: what the layers gave is copied.
+    """
+
+    model: Any
+    adapter: Adapter
+    gate: Gate
+    hooks: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        embedding = self.model.get_input_embeddings()
+        self.hooks = [embedding.register_forward_hook(lambda _, inputs, out: self._put(out, self._embedded))]
+        for path in self.adapter.sizes:
+            layer = self.model.get_submodule(path)
+            self.hooks.append(layer.register_forward_hook(lambda _, x, out, path=path: self._add(path, x[0], out)))
+
+    def __exit__(self, *_) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _embedded(self, _: Tensor) -> Tensor:
+        return self.adapter.embed(self.gate)
+
+    def _add(self, path: str, x: Tensor, out: Tensor) -> Tensor:
+        part = self.adapter.part(path)
+        assert part is not None
+        low = part(x.reshape(-1, x.shape[-1])[self.gate.rows])
+        return self._put(out, lambda before: before.to(low.dtype) + low)
+
+    def _put(self, out: Tensor, change) -> Tensor:
+        flat = out.reshape(-1, out.shape[-1])
+        changed = change(flat[self.gate.rows]).to(out.dtype)
+        return flat.index_copy(0, self.gate.rows, changed).view(out.shape)
+
+
+def _embedded(model: Any, tokens: slice) -> Tensor:
+    """Embeddings of some tokens as the model's layers get them."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device)[tokens])
+
+
+def _last(auxiliary: Auxiliary) -> nn.Linear:
+    """The map that gives out the embedding."""
+    last = auxiliary.map[-1] if isinstance(auxiliary.map, nn.Sequential) else auxiliary.map
+    assert isinstance(last, nn.Linear)
+    return last

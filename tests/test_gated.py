@@ -1,0 +1,396 @@
+"""Gated adapters: they act on auxiliary queries alone, and every other row keeps the bits of the bare model."""
+
+import ctypes
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from architectures import random_tree, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import AUXILIARY, Forward
+from saltus.networks import native
+from saltus.networks.adapters import load_adapter, save_adapter
+from saltus.networks.causal import ROWS, CausalNetwork
+from saltus.networks.gated import Adapter, Gate, Gating, applied, linear_layers, new_adapter
+from saltus.networks.linear import linear
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'
+STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
+LEAN = ["Llama", "Qwen2", "Qwen3", "Mistral"]
+NAMES = [*LEAN, "GPT2", "Gemma2", "OPT", "Phi3"]
+TREE = random_tree(7)
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float32", "bfloat16"])
+
+
+def adapter_for(model, seed: int = 0, **settings) -> Adapter:
+    """One that changes much: nothing in it is zero, and everything can be said in the model's format."""
+    rank = settings.pop("rank", 6)
+    adapter = new_adapter(model, Gating(**{"rank": rank, "alpha": 1.5 * rank} | settings), seed)
+    dice = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in adapter.parameters():
+            drawn = torch.randn(weight.shape, generator=dice) * (0.2 if weight.ndim == 1 else 0.5 * rank**-0.25)
+            weight.copy_((weight + drawn * min(weight.shape[-1], 8) ** -0.5).to(model.dtype))
+    return adapter.eval()
+
+
+def network_of(model, adapter: Adapter | None, lean: bool = True) -> CausalNetwork:
+    network = CausalNetwork(model)
+    if not lean:
+        network.lean = None
+    network.attach(adapter)
+    return network
+
+
+def with_queries(decided, tokens=(), parents=(), groups=((-1, (0.25, 0.5, 0.75)),), temperature=0.7, **more) -> Forward:
+    """A tree and chains of queries: (the node that a chain hangs from, its uniforms)."""
+    tokens, parents, uniforms = list(tokens), list(parents), [None] * len(tokens)
+    for at, chain in groups:
+        for u in chain:
+            tokens.append(AUXILIARY)
+            parents.append(at)
+            uniforms.append(u)
+            at = len(tokens) - 1
+    canvas = continuation(np.asarray(decided), 60)
+    return Forward(canvas, tuple(tokens), tuple(parents), uniforms=tuple(uniforms), temperature=temperature, **more)
+
+
+def bare(ask: Forward) -> Forward:
+    """The same without its queries."""
+    return Forward(ask.canvas, ask.tokens[: ask.drafts], ask.parents[: ask.drafts])
+
+
+GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, lean):
+    if lean and name not in LEAN:
+        pytest.skip("no lean path")
+    model = tiny(name).to(dtype)
+    network, alone = network_of(model, adapter_for(model), lean), network_of(tiny(name).to(dtype), None, lean)
+    asks = [
+        with_queries(text(33), *TREE, GROUPS),
+        with_queries(text(5, seed=1), temperature=0.0),
+        bare(with_queries(text(12, seed=2), *TREE)),
+        with_queries(text(ROWS + 9, seed=3), *TREE, GROUPS[1:]),
+    ]
+    replies = network.forward(asks, [network.memory() for _ in asks])
+    for ask, reply in zip(asks, replies, strict=True):
+        expected = alone.forward([bare(ask)], [alone.memory()])[0].logits
+        assert torch.equal(reply.logits[: ask.drafts + 1], expected)
+        assert len(reply.logits) == len(ask.tokens) + 1
+    lone = network.forward([bare(asks[0])], [network.memory()])[0]  # and when no gate is on any more
+    assert torch.equal(lone.logits, replies[0].logits[: asks[0].drafts + 1])
+
+
+@torch.inference_mode()
+def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> torch.Tensor:
+    """Logits of a chain of queries behind a text, by merged weights where the gate is on, in float32."""
+    start, hooks = len(tokens), []
+    for path in linear_layers(model):
+        part, layer = adapter.part(path), model.get_submodule(path)
+        if part is None:
+            continue
+        turned = type(layer).__name__ == "Conv1D"
+        weight = layer.weight.float().T if turned else layer.weight.float()
+        merged = weight + adapter.settings.scale * part.up @ part.down
+
+        def merge(module, inputs, out, merged=merged):
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1])
+            new = F.linear(rows, merged, module.bias)
+            return torch.cat([out.reshape(-1, out.shape[-1])[:start], new[start:]]).view(out.shape)
+
+        hooks.append(layer.register_forward_hook(merge))
+    u = torch.tensor(uniforms, dtype=torch.float64)
+    embedded = adapter.embed(Gate(torch.arange(len(u)), u, torch.full_like(u, temperature)))
+
+    def embed(module, inputs, out):
+        return torch.cat([out[:, :start], embedded[None]], 1)
+
+    hooks.append(model.get_input_embeddings().register_forward_hook(embed))
+    model.set_attn_implementation("eager")
+    try:
+        ids = torch.tensor([[*tokens, *[0] * len(uniforms)]])
+        return model(ids, use_cache=False).logits[0, start:]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@each_dtype
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, lean):
+    if lean and name not in LEAN:
+        pytest.skip("no lean path")
+    model = tiny(name).to(dtype)
+    adapter = adapter_for(model)
+    network = network_of(model, adapter, lean)
+    decided, groups = text(33), ((2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
+    ask = with_queries(decided, *TREE, groups)
+    logits = network.forward([ask], [network.memory()])[0].logits.float()
+    for at, uniforms in groups:
+        expected = reference(tiny(name).to(dtype).float(), adapter, [*decided, *ask.path(at)], uniforms, 0.7)
+        got = logits[[node + 1 for node in ask.group(at)]]
+        assert ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUNDS[dtype]
+
+
+def test_a_query_is_told_its_uniform_its_temperature_and_what_stands_before_it():
+    model = tiny("Llama")
+    network = network_of(model, adapter_for(model))
+
+    def logits(*uniforms, temperature=0.7, length=20):
+        ask = with_queries(text(length), groups=((-1, uniforms),), temperature=temperature)
+        return network.forward([ask], [network.memory()])[0].logits[1:]
+
+    first = logits(0.3, 0.6)
+    assert torch.equal(logits(0.3, 0.6, 0.9)[:2], first)
+    assert torch.equal(logits(0.3, 0.7)[0], first[0])
+    for other in (logits(0.4, 0.6), logits(0.3, 0.6, temperature=1.0), logits(0.3, 0.6, length=21)):
+        assert not torch.equal(other[1], first[1])
+    assert not torch.equal(logits(0.3, 0.7)[1], first[1])
+
+
+@each_dtype
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
+def test_queries_round_alike_whatever_else_is_in_the_call(dtype, lean):
+    model = tiny("Llama").to(dtype)
+    network = network_of(model, adapter_for(model, rank=37), lean)
+    ask = with_queries(text(33), *TREE, GROUPS)
+    other = with_queries(text(50, seed=1), *random_tree(20), ((19, (0.5,) * 9),))
+    alone = network.forward([ask], [network.memory()])[0].logits
+    together = network.forward([other, ask], [network.memory(), network.memory()])[1].logits
+    assert torch.equal(alone, together)
+    chain = with_queries(text(33), *TREE, GROUPS[2:3])
+    lone = network.forward([chain], [network.memory()])[0].logits[chain.drafts + 1 :]
+    assert torch.equal(lone, alone[[node + 1 for node in ask.group(6)]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 33])
+def test_both_paths_agree_at_every_rank(dtype, rank):
+    model = tiny("Qwen2").to(dtype)
+    adapter, ask = adapter_for(model, rank=rank), with_queries(text(33), *TREE, GROUPS)
+    one, other = (
+        (network := network_of(model, adapter, lean)).forward([ask], [network.memory()])[0].logits.float()
+        for lean in (True, False)
+    )
+    assert ((one - other).norm(dim=-1) / other.norm(dim=-1)).max() < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rank"), [(7, 3, 1), (33, 9, 5), (48, 20, 16), (576, 50, 64), (100, 4, 70)]
+)
+def test_the_kernel_adds_the_low_rank_part_to_gated_rows_and_rounds_once(dtype, inputs, outputs, rank):
+    kernel = native.kernel("linear", dtype, torch.device("cpu"))
+    if kernel is None:
+        pytest.skip(f"no compiled kernels for {dtype}")
+    dice = np.random.default_rng(inputs)
+
+    def normal(*shape):
+        return torch.from_numpy(dice.normal(size=shape) / shape[-1] ** 0.5).to(dtype)
+
+    x, gate, weights, bias = (
+        normal(23, inputs),
+        [1, 2, 7, 9, 10, 11, 20, 22],
+        [normal(outputs, inputs)] * 2,
+        normal(outputs),
+    )
+    down, up, plain = normal(rank, inputs), normal(outputs, rank), linear(x, weights, [bias, None])
+    outs, place = [torch.empty_like(out) for out in plain], torch.full((23,), -1, dtype=torch.int32)
+    place[gate] = torch.arange(len(gate), dtype=torch.int32)
+    struct = native.Linear(x=x.data_ptr(), rows=23, inputs=inputs, count=2, rank=rank, gated=len(gate), scale=1.5)
+    for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+        struct.weight[i], struct.out[i], struct.outs[i] = weight.data_ptr(), out.data_ptr(), outputs
+    struct.bias[0], struct.place = bias.data_ptr(), place.data_ptr()
+    struct.down[0], struct.up[0] = down.data_ptr(), up.data_ptr()
+    assert kernel(ctypes.byref(struct)) == 0
+    assert torch.equal(outs[1], plain[1])
+    others = [row for row in range(23) if row not in gate]
+    assert torch.equal(outs[0][others], plain[0][others])
+    exact = F.linear(x.double(), weights[0].double() + 1.5 * up.double() @ down.double(), bias.double())[gate]
+    error = (outs[0][gate].double() - exact).abs()
+    assert (error <= exact.abs() * STEPS[dtype] / 2 + 1e-5).all()
+    assert (outs[0][gate] != plain[0][gate]).double().mean() > 0.9
+
+
+def test_a_chosen_set_of_layers_is_the_set_that_is_adapted():
+    model = tiny("Llama")
+    adapter = adapter_for(model, targets=("q_proj", "down_proj"))
+    assert {path.rpartition(".")[2] for path in adapter.sizes} == {"q_proj", "down_proj"}
+    ask = with_queries(text(20))
+    network = network_of(model, adapter)
+    got = network.forward([ask], [network.memory()])[0].logits[1:]
+    expected = reference(tiny("Llama"), adapter, text(20), (0.25, 0.5, 0.75), 0.7)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"no linear layer 'c_proj'; there are down_proj"):
+        new_adapter(model, Gating(targets=("c_proj",)))
+
+
+def test_a_new_adapter_adds_nothing_but_its_embedding():
+    model = tiny("Llama")
+    adapter = new_adapter(model)
+    network = network_of(model, adapter)
+    ask = with_queries(text(20), groups=((-1, (0.3, 0.6)),))
+    got = network.forward([ask], [network.memory()])[0].logits[1:]
+    other = with_queries(text(20), groups=((-1, (0.9, 0.1)),), temperature=0.0)
+    assert torch.equal(got, network.forward([other], [network.memory()])[0].logits[1:])
+
+
+def test_queries_leave_nothing_in_memory():
+    """The text goes on behind them as if they had not been asked, also where the same ids follow."""
+    model = tiny("Llama")
+    network = network_of(model, adapter_for(model))
+    memory, ask = network.memory(), with_queries(text(20), *TREE, GROUPS)
+    network.forward([ask], [memory])
+    grown = np.array([*text(20), *ask.path(6), 0, 0])
+    reply = network.forward([Forward(continuation(grown, 9))], [memory])[0]
+    assert reply.read == 2
+    assert torch.equal(reply.logits, network.forward([Forward(continuation(grown, 9))], [network.memory()])[0].logits)
+
+
+def test_queries_without_an_adapter_are_refused():
+    network = CausalNetwork(tiny("Llama"))
+    with pytest.raises(ValueError, match="need an adapter"):
+        network.forward([with_queries(text(9))], [network.memory()])
+    shaped = CausalNetwork(tiny("Llama"), shaped=True)
+    with pytest.raises(ValueError, match="not served by fixed shapes"):
+        shaped.forward([with_queries(text(9))], [shaped.memory()])
+
+
+def test_an_adapter_learns_where_the_gate_is_on_and_the_model_stays_as_it_is():
+    model = tiny("Llama").requires_grad_(False)
+    adapter, before = adapter_for(model).train(), {k: v.clone() for k, v in model.state_dict().items()}
+    ids = torch.from_numpy(text(24))[None].repeat(2, 1)
+    gate = Gate(torch.tensor([5, 6, 30, 47]), torch.tensor([0.1, 0.5, 0.2, 0.9]).double(), torch.ones(4).double())
+    optimizer = torch.optim.Adam(adapter.parameters(), 0.01)
+    losses = []
+    for _ in range(30):
+        model.set_attn_implementation("eager")
+        with applied(model, adapter, gate):
+            logits = model(ids, use_cache=False).logits.flatten(0, 1)[gate.rows]
+        loss = F.cross_entropy(logits, torch.tensor([7, 8, 9, 10]))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(weight.grad is not None for weight in adapter.parameters())
+        optimizer.step()
+    assert losses[-1] < losses[0] / 3
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# Folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tiny("Llama")
+    save_adapter(adapter_for(model), tmp_path / "adapter", "abc", "mine", {"steps": 7})
+    return tmp_path / "adapter"
+
+
+def load(folder, target: str = "abc", model=None):
+    return load_adapter(folder, model or tiny("Llama"), target, "mine")
+
+
+@pytest.mark.parametrize("embedding", ["bits", "fl+nn", "th", "ar"])
+@pytest.mark.parametrize("told", [True, False])
+def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
+    model = tiny("GPT2")
+    adapter = adapter_for(model, embedding=embedding, told=told, targets=("c_attn", "c_fc"))
+    for _ in range(2):  # the second takes the place of the first
+        save_adapter(adapter, tmp_path / "new" / "one", "abc", "mine")
+    again = load(tmp_path / "new" / "one", model=model)
+    assert again.settings == adapter.settings
+    assert os.listdir(tmp_path / "new") == ["one"]
+    ask = with_queries(text(20), *TREE, GROUPS)
+    logits = [
+        (network := network_of(model, one)).forward([ask], [network.memory()])[0].logits for one in (adapter, again)
+    ]
+    assert torch.equal(*logits)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def change(name, **values):
+    def apply(folder):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+    return apply
+
+
+WRONG = {
+    "its weights are cut short": lambda folder: cut(folder / "adapter_model.safetensors"),
+    "a bit of its weights differs": lambda folder: flip(folder / "adapter_model.safetensors"),
+    "its embedding is cut short": lambda folder: cut(folder / "auxiliary.safetensors"),
+    "its embedding is gone": lambda folder: (folder / "auxiliary.safetensors").unlink(),
+    "its papers are cut short": lambda folder: cut(folder / "saltus.json"),
+    "its papers are gone": lambda folder: (folder / "saltus.json").unlink(),
+    "its papers are no object": lambda folder: (folder / "saltus.json").write_text("[]"),
+    "its target was changed": change("saltus.json", target="other"),
+    "its rank was changed": change("adapter_config.json", r=0),
+    "it is gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_folder_that_is_not_whole_is_refused_with_the_cure(folder, wrong):
+    load(folder)
+    WRONG[wrong](folder)
+    with pytest.raises(ValueError, match=r"; (copy it again, or train it again|give a folder)") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_an_adapter_for_another_target_is_refused(folder):
+    with pytest.raises(ValueError, match=r"was trained for mine \(abc\), not mine \(xyz\); train it again") as error:
+        load(folder, "xyz")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: .* has another size; load") as error:
+        load(folder, model=tiny("Llama", hidden_size=96))
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="does not fit GPT2LMHeadModel"):
+        network_of(tiny("GPT2"), load(folder))
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"window": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"embedding": "x"}])
+def test_settings_that_make_no_adapter_are_refused(settings):
+    with pytest.raises(ValueError, match=r"an adapter's .* must"):
+        Gating(**settings)
+
+
+def test_peft_reads_the_low_rank_parts(tmp_path):
+    """It knows no gate, so that every row gets them: as if all weights were merged."""
+    peft = pytest.importorskip("peft")
+    model, tokens = tiny("Llama"), text(20)
+    adapter = adapter_for(model)
+    save_adapter(adapter, tmp_path / "adapter", "abc", "mine")
+    theirs = peft.PeftModel.from_pretrained(tiny("Llama"), tmp_path / "adapter").eval()
+    merged = tiny("Llama")
+    with torch.no_grad():
+        for path in adapter.sizes:
+            part = adapter.part(path)
+            merged.get_submodule(path).weight += adapter.settings.scale * part.up @ part.down
+        ids = torch.from_numpy(tokens)[None]
+        torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(theirs(ids).logits, tiny("Llama")(ids).logits, atol=1e-2)
