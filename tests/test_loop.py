@@ -1,0 +1,98 @@
+"""The training loop: what is killed goes on as if it had not been, and what is damaged or another's is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from saltus.training.checkpoint import load, save
+from saltus.training.draws import draws
+from saltus.training.loop import Progress, Schedule, train
+
+SCHEDULE = Schedule(30, 0.05, warm_up=5, every=5)
+
+
+def module() -> torch.nn.Linear:
+    made = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        made.weight.fill_(0.1)
+        made.bias.zero_()
+    return made
+
+
+def losses(network: torch.nn.Linear, dies_at: int = -1):
+    def loss(step: int) -> torch.Tensor:
+        if step == dies_at:
+            raise KeyboardInterrupt
+        points = torch.from_numpy(draws(0, "points", step).normal(size=(8, 3))).float()
+        return ((network(points) - points.sum(-1, keepdim=True)) ** 2).mean()
+
+    return loss
+
+
+def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_not(tmp_path):
+    whole, path = module(), tmp_path / "interrupted.pt"
+    expected = train(whole, losses(whole), SCHEDULE, tmp_path / "whole.pt", {})
+    for dies_at in (3, 9, 10, 17, 29):
+        begun = module()
+        with pytest.raises(KeyboardInterrupt):
+            train(begun, losses(begun, dies_at), SCHEDULE, path, {})
+    resumed, reports = module(), []
+    assert train(resumed, losses(resumed), SCHEDULE, path, {}, reports.append) == expected
+    assert torch.equal(resumed.weight, whole.weight)
+    assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    first, again = module(), module()
+    curve = train(first, losses(first), SCHEDULE, tmp_path / "run.pt", {})
+    assert train(again, losses(again, dies_at=0), SCHEDULE, tmp_path / "run.pt", {}) == curve
+    assert torch.equal(first.weight, again.weight)
+
+
+def test_progress_says_what_is_left(tmp_path):
+    reports: list[Progress] = []
+    network = module()
+    train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {}, reports.append)
+    assert [progress.step for progress in reports] == [5, 10, 15, 20, 25, 30]
+    assert all(progress.left > 0 for progress in reports[:-1])
+    assert reports[-1].left == 0
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    network = module()
+    train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {"form": "one-hot"})
+    with pytest.raises(ValueError, match="other settings"):
+        train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {"form": "categorical"})
+    with pytest.raises(ValueError, match="other settings"):
+        train(network, losses(network), replace(SCHEDULE, rate=0.1), tmp_path / "run.pt", {"form": "one-hot"})
+
+
+@pytest.mark.parametrize("harm", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"x" * 100])
+def test_a_damaged_checkpoint_is_refused(tmp_path, harm):
+    path = tmp_path / "run.pt"
+    save(path, {"weights": torch.zeros(1000)})
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(ValueError, match="delete it to begin anew"):
+        load(path)
+
+
+def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    save(path, {"step": 1})
+
+    def torn(state, file):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(KeyboardInterrupt):
+        save(path, {"step": 2})
+    assert load(path) == {"step": 1}
+
+
+def test_a_run_whose_loss_is_not_a_number_is_stopped_before_it_is_saved(tmp_path):
+    network = module()
+    with pytest.raises(ValueError, match="take a lower rate"):
+        train(network, lambda step: network.weight.sum() * torch.nan, SCHEDULE, tmp_path / "run.pt", {})
+    assert not (tmp_path / "run.pt").exists()
