@@ -1,0 +1,135 @@
+"""Paint which two tokens each pair of uniforms gives: compatible pairs green, others red (PTP, Figure 5).
+
+    python recipes/pair_map.py --out pairs.png
+
+A tiny grammar stands in for a language model, so that it takes seconds: a line begins with `def`, `import`, `for` or
+`return`, and what may follow depends on that. A student that is given the uniforms and one that is not are trained on
+it alike; the picture shows them beside the law itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from saltus.training.distillation import Objective, distil, draft
+from saltus.training.draws import draws
+from saltus.training.edges import Skipped, picks
+from saltus.training.loop import Schedule, train
+from saltus.training.student import Student
+from saltus.training.windows import Form
+
+GRAMMAR = {
+    "def": (0.4, {"main": 0.5, "read": 0.3, "test": 0.2}),
+    "import": (0.3, {"numpy": 0.45, "torch": 0.35, "json": 0.2}),
+    "for": (0.2, {"i": 0.55, "row": 0.25, "key": 0.2}),
+    "return": (0.1, {"None": 0.4, "True": 0.25, "row": 0.2, "i": 0.15}),
+}
+WORDS = list(dict.fromkeys([*GRAMMAR, *(word for _, names in GRAMMAR.values() for word in names)]))
+GREEN, RED = (0.30, 0.62, 0.42), (0.78, 0.27, 0.24)
+
+
+def laws() -> tuple[Tensor, Tensor]:
+    """Probabilities of the first word, [words], and of the second after each first, [words, words]."""
+    first, second = torch.zeros(len(WORDS)), torch.zeros(len(WORDS), len(WORDS))
+    for word, (probability, names) in GRAMMAR.items():
+        first[WORDS.index(word)] = probability
+        for name, share in names.items():
+            second[WORDS.index(word), WORDS.index(name)] = share
+    return first, second
+
+
+def written(uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The pairs that the law itself gives, [pairs, 2], and the laws (logits) that they were picked from."""
+    first, second = laws()
+    begin = first.log().clamp_min(-40).expand(len(uniforms), -1)
+    one = picks(uniforms[:, 0], begin)
+    after = second[one].log().clamp_min(-40)
+    return torch.stack([one, picks(uniforms[:, 1], after)], 1), torch.stack([begin, after], 1)
+
+
+def taught(form: Form, steps: int, seed: int = 0) -> Student:
+    """A student of pairs."""
+    student = Student(len(WORDS), 4, hidden=48, layers=2, heads=4, seed=seed)
+    objective, skipped = Objective(form, "ce", 2), Skipped()
+
+    def loss(step: int) -> Tensor:
+        generator = draws(seed, "pairs", step)
+        texts, targets = written(torch.from_numpy(generator.random((128, 2))))
+        targets = torch.cat([targets[:, :1], targets], 1)
+        splits = torch.ones(len(texts), 1, dtype=torch.int64)
+        return distil(student, student.begun(texts), targets, splits, objective, generator, skipped)
+
+    with TemporaryDirectory() as folder:
+        train(student, loss, Schedule(steps, 3e-3, warm_up=20, every=steps), Path(folder) / "run.pt", {})
+    return student
+
+
+def maps(steps: int, size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Pairs over the unit square, [size · size, 2] for each way to predict; the first uniform changes slowest."""
+    middle = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    square = torch.cartesian_prod(middle, middle)
+    found = {"Token by token": written(square)[0]}
+    for form, name in (("one-hot", "PTP, one call"), ("independent", "Independent prediction, one call")):
+        student = taught(form, steps, seed)
+        start = torch.full((len(square), 1), student.start)
+        found[name] = draft(student, start, square, form)
+    return found
+
+
+def compatible(pairs: Tensor) -> Tensor:
+    """Does the grammar know the pair?"""
+    first, second = laws()
+    return (first[pairs[:, 0]] * second[pairs[:, 0], pairs[:, 1]]) > 0
+
+
+def paint(found: dict[str, Tensor], size: int, path: Path) -> None:
+    """One panel a way, regions of one pair outlined and the large ones named."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 5), sharey=True, layout="constrained")
+    for panel, (name, pairs) in zip(panels, found.items(), strict=True):
+        good = compatible(pairs)
+        colours = torch.where(good[:, None], torch.tensor(GREEN), torch.tensor(RED)).reshape(size, size, 3)
+        numbers = (pairs[:, 0] * len(WORDS) + pairs[:, 1]).reshape(size, size)
+        edge = torch.zeros(size, size, dtype=torch.bool)
+        edge[1:] |= numbers[1:] != numbers[:-1]
+        edge[:, 1:] |= numbers[:, 1:] != numbers[:, :-1]
+        colours = torch.where(edge[..., None], 1.0, colours)
+        panel.imshow(colours.transpose(0, 1).numpy(), origin="lower", extent=(0, 1, 0, 1), interpolation="nearest")
+        for number in numbers.unique():
+            places = (numbers == number).nonzero() / size
+            if len(places) > 0.02 * size * size:
+                words = f"{WORDS[int(number) // len(WORDS)]}\n{WORDS[int(number) % len(WORDS)]}"
+                panel.text(*places.mean(0).tolist(), words, ha="center", va="center", fontsize=7, color="white")
+        panel.set_title(f"{name}\n{1 - good.double().mean():.1%} of pairs are incompatible", fontsize=11)
+        panel.set_xlabel("u₁")
+    panels[0].set_ylabel("u₂")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("pairs.png"))
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--size", type=int, default=200, help="points along each side of the square")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found = maps(options.steps, options.size, options.seed)
+    for name, pairs in found.items():
+        print(f"{name}: {1 - compatible(pairs).double().mean():.2%} of pairs are incompatible")
+    paint(found, options.size, options.out)
+    print(f"painted {options.out}")
+
+
+if __name__ == "__main__":
+    main()
