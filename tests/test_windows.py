@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from saltus.core.forward import AUXILIARY
 from saltus.training.draws import draws
 from saltus.training.losses import cross_entropy
 from saltus.training.student import Student
-from saltus.training.windows import AUXILIARY, followed, given, inside, pack, split_points
+from saltus.training.windows import followed, given, inside, pack, split_points
 
 VOCAB, WINDOW = 7, 4
 

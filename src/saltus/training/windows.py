@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-AUXILIARY = -1  # in the place of a token where a query stands
+from saltus.core.forward import AUXILIARY
+
 Form = Literal["one-hot", "categorical", "independent"]
 
 
