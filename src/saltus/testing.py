@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.core.auxiliary_groups import Form
 from saltus.core.canvas import HOLE, continuation
 from saltus.core.control import Controller
 from saltus.core.decode import Seat, Stop, rounds, speculate
 from saltus.core.forward import Forward, Reply, Step
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match
-from saltus.core.sampling import Sampling, law, probabilities
+from saltus.core.sampling import Sampling, law, pick, probabilities
 from saltus.methods import make
 
 
@@ -26,6 +28,10 @@ class ToyMemory:
     """What a toy has been asked about one text: the decided tokens of the last call."""
 
     decided: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+Adapted = Callable[[tuple[int, int], Sequence[float]], Tensor]
+"""Logits of an auxiliary query, of the last two tokens before its group and the uniforms told down to it."""
 
 
 @dataclass
@@ -38,9 +44,11 @@ class Toy:
     logits: Float[Tensor, "vocab vocab vocab"]
     name: str = "target"
     rewrites: bool = False
+    adapted: Adapted | None = None  # answers auxiliary queries
     calls: int = 0
     read: int = 0  # decided tokens, over all texts
     widest: int = 0  # nodes of one Forward, at most
+    queries: int = 0  # auxiliary, over all texts
 
     def memory(self) -> ToyMemory:
         return ToyMemory()
@@ -62,9 +70,23 @@ class Toy:
         self.read += read
         memory.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
-        for token, parent in zip(ask.tokens, ask.parents, strict=True):
+        for token, parent in zip(ask.tokens[: ask.drafts], ask.parents, strict=False):
             pairs.append((pairs[parent + 1][1], token))
-        return Reply(self.logits[tuple(zip(*pairs, strict=True))], read=read)
+        logits = self.logits[tuple(zip(*pairs, strict=True))]
+        if ask.queries:
+            logits = torch.cat([logits, self._adapted(ask, pairs)])
+        return Reply(logits, read=read)
+
+    def _adapted(self, ask: Forward, pairs: list[tuple[int, int]]) -> Tensor:
+        assert self.adapted is not None and ask.uniforms is not None, "queries need an adapter"
+        self.queries += len(ask.queries)
+        told: dict[int, tuple[tuple[int, int], list[float]]] = {}
+        for node in ask.queries:
+            parent, u = ask.parents[node], ask.uniforms[node]
+            before, uniforms = told.get(parent, (pairs[parent + 1] if parent < ask.drafts else None, []))
+            assert before is not None and u is not None and (math.isnan(u) or 0 <= u < 1)
+            told[node] = before, [*uniforms, u]
+        return torch.stack([self.adapted(*told[node]) for node in ask.queries])
 
     @staticmethod
     def _last_two(text: list[int]) -> tuple[int, int]:
@@ -75,12 +97,14 @@ class Toy:
         decided, vocab = ask.canvas.decided, self.logits.shape[0]
         assert ask.to == self.name, f"a Forward to {ask.to} arrived at {self.name}"
         assert len(decided) and HOLE not in decided, "everything before the first hole is decided"
-        assert all(0 <= token < vocab for token in (*ask.tokens, *decided)), "tokens lie in the vocabulary"
+        nodes = ask.tokens[: ask.drafts]
+        assert all(0 <= token < vocab for token in (*nodes, *decided)), "tokens lie in the vocabulary"
         assert len(ask.canvas.open), "a finished text asks nothing"
-        assert max(ask.depths, default=-1) < len(ask.canvas.open) - 1, "the law after the last node is for a hole"
+        deepest = max((depth - (node >= ask.drafts) for node, depth in enumerate(ask.depths)), default=-1)
+        assert deepest < len(ask.canvas.open) - 1, "the law after the last node, and a query's, is for a hole"
         assert ask.drafted is None or len(ask.drafted) == len(ask.tokens)
         if ask.drafted is None or not any(ask.drafted):
-            edges = list(zip(ask.parents, ask.tokens, strict=True))
+            edges = list(zip(ask.parents, nodes, strict=False))
             assert len(edges) == len(set(edges)), "no node is asked twice"
         if not self.rewrites:
             assert np.array_equal(memory.decided, decided[: len(memory.decided)]), "decided text never changes"
@@ -95,6 +119,52 @@ def student(of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter") -
     """A drafter's network that has learned a toy's logits up to an error of this deviation."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
     return Toy(of.logits + noise, name=name, rewrites=True)
+
+
+def oracle(of: Toy, sampling: Sampling, form: Form = "one-hot") -> Adapted:
+    """An adapter that has learned all there is: it reads from the uniforms which tokens come before its own.
+
+    Told its own uniform too (O-PTP), it is certain of its token; else its law is the target's (Theorem 2), or, told
+    nothing, the marginal of `independent` prediction.
+    """
+
+    marginals: dict[tuple[tuple[int, int], int], Tensor] = {}
+
+    def adapted(before: tuple[int, int], uniforms: Sequence[float]) -> Tensor:
+        if form == "independent":
+            key = before, len(uniforms)
+            if key not in marginals:
+                marginals[key] = torch.from_numpy(_marginal(of, sampling, *key)).log()
+            return marginals[key]
+        known, own = (uniforms[:-1], uniforms[-1]) if form == "one-hot" else (uniforms[1:], None)
+        pair = before
+        for u in known:
+            pair = pair[1], pick(u, law(of.logits[pair], sampling))
+        if own is None:
+            return of.logits[pair]
+        certain = torch.full(of.logits.shape[:1], -40.0, dtype=of.logits.dtype)
+        certain[pick(own, law(of.logits[pair], sampling))] = 40.0
+        return certain
+
+    return adapted
+
+
+def _marginal(of: Toy, sampling: Sampling, before: tuple[int, int], ahead: int) -> np.ndarray:
+    """The law of the token so many places ahead, whatever those between are."""
+    vocab, pairs = of.logits.shape[0], {before: 1.0}
+    for _ in range(ahead):
+        grown: dict[tuple[int, int], float] = {}
+        for pair, weight in pairs.items():
+            for token, chance in enumerate(probabilities(law(of.logits[pair], sampling), vocab)):
+                grown[pair[1], token] = grown.get((pair[1], token), 0.0) + weight * chance
+        pairs = grown
+    return np.bincount([token for _, token in pairs], list(pairs.values()), vocab)
+
+
+def fool(of: Toy, seed: int = 0) -> Adapted:
+    """An adapter that has learned nothing."""
+    dice = np.random.default_rng(seed)
+    return lambda before, uniforms: torch.from_numpy(dice.normal(size=of.logits.shape[0]))
 
 
 @dataclass

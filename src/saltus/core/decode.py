@@ -30,6 +30,13 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Rides(Protocol):
+    """A drafter that drafts in the call that verifies: it hangs auxiliary queries into the tree before it is asked."""
+
+    def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward: ...
+
+
+@runtime_checkable
 class Network(Protocol):
     """What evaluates Forwards. A memory is what it keeps of one text between calls."""
 
@@ -69,6 +76,10 @@ def speculate(
         offered = grow(branches, controller.budget, room, controller.calibrated, controller.invest)
         tree = offered.cut(controller.size(offered))
         asked = Forward(canvas, tree.tokens, tree.parents, drafted=tree.laws if any(tree.laws) else None)
+        for drafter in drafters:
+            if isinstance(drafter, Rides):
+                chances = [controller.calibrated(*one) for one in zip(tree.sources, tree.chances, strict=True)]
+                asked = drafter.ride(asked, chances, controller)
         reply = yield asked
         laws = Laws(asked, reply, sampling, noise)
         tokens, node = rule(asked, laws)

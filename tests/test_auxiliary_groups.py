@@ -1,0 +1,394 @@
+"""Drafts by auxiliary queries: they never change a text, and who reads the uniforms right writes the most per call."""
+
+import itertools
+from collections import Counter
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from architectures import tiny
+from saltus.core import auxiliary_groups
+from saltus.core.auxiliary_groups import (
+    Rider,
+    endings,
+    given,
+    group_sizes,
+    hull,
+    in_two_calls,
+    most_central,
+    offset,
+    with_groups,
+)
+from saltus.core.canvas import continuation
+from saltus.core.control import Controller, Costs
+from saltus.core.decode import Seat, rounds, speculate
+from saltus.core.forward import AUXILIARY, Forward, Laws, Reply
+from saltus.core.noise import Noise
+from saltus.core.rules import match, reject
+from saltus.core.sampling import Sampling, interval, law, pick, probabilities
+from saltus.networks.causal import CausalNetwork
+from saltus.testing import Toy, fool, joint, oracle, toy
+from test_gated import adapter_for
+
+PROMPT = [1, 2, 3, 4, 1, 2]
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=1.0),
+    "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9),
+    "greedy, penalised": Sampling(repetition_penalty=1.3),
+    "penalised, banned and forced": Sampling(0.8, repetition_penalty=1.2, banned=(3,), forced=((0, 5), (4, 1), (5, 1))),
+}
+FORMS = ["one-hot", "categorical", "independent"]
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+every_form = pytest.mark.parametrize("form", FORMS)
+one_and_two_calls = pytest.mark.parametrize("calls", [1, 2], ids=["one call", "two calls"])
+greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch):
+    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
+    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)  # of functions made meanwhile
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def drafter(calls: int, noise: Noise, sampling: Sampling, **settings):
+    return Rider(noise, sampling, **settings) if calls == 1 else in_two_calls(noise, sampling, match, **settings)
+
+
+def seat(
+    count: int, steps: list, sampling=None, seed=0, calls=0, controller=None, stop=None, prompt=PROMPT, **settings
+) -> Seat:
+    """A text about to be written; without calls, by plain decoding."""
+    noise, sampling = Noise(seed), sampling or Sampling(temperature=1.0)
+    drafters = [drafter(calls, noise, sampling, **settings)] if calls else []
+    canvas = continuation(prompt, count)
+    return Seat(speculate(canvas, noise, sampling, drafters, steps.append, match, controller, stop))
+
+
+def write(target, count: int = 24, **settings) -> list[int]:
+    steps: list = []
+    for _ in rounds([seat(count, steps, **settings)], {"target": target}):
+        pass
+    return [int(token) for step in steps for token in step.tokens]
+
+
+def learned(form: str, sampling: Sampling, adapted=oracle, **settings) -> Toy:
+    target = toy(**{"sharp": 1.5} | settings)
+    target.adapted = adapted(target, sampling, form) if adapted is oracle else adapted(target)
+    return target
+
+
+# Forward
+
+
+def test_a_query_is_never_taken_for_a_token():
+    asked = with_groups(Forward(continuation([1, 2], 9), (3, 4), (-1, 0)), [(-1, [0.1, 0.2]), (1, [0.3])], 1.0)
+    assert asked.tokens == (3, 4, AUXILIARY, AUXILIARY, AUXILIARY)
+    assert (asked.drafts, list(asked.queries), asked.depths) == (2, [2, 3, 4], (0, 1, 0, 1, 2))
+    assert asked.follow([3, 4, AUXILIARY]) == [0, 1]
+    assert asked.follow([AUXILIARY]) == []
+    assert [asked.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
+    assert (asked.group(-1), asked.group(0), asked.group(1)) == ([2, 3], [], [4])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "uniforms"),
+    [
+        ((3, -1), (-1, 0), (None, None)), ((3, 4), (-1, 0), (None, 0.5)), ((-1, 4), (-1, -1), (0.5, None)),
+        ((3,), (-1,), ()),
+    ],
+)  # fmt: skip
+def test_a_tree_that_mixes_queries_and_tokens_up_is_refused(tokens, parents, uniforms):
+    with pytest.raises(AssertionError):
+        Forward(continuation([1], 9), tokens, parents, uniforms=uniforms)
+
+
+@every_sampling
+def test_the_law_of_a_query_is_for_its_own_place(sampling):
+    """Picked with the uniform of that place, and forced where that place is."""
+    asked = with_groups(Forward(continuation(PROMPT, 9), (3, 4), (-1, 0)), [(1, [0.3, 0.4])], 1.0)
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 6)))
+    noise = Noise(0)
+    laws = Laws(asked, Reply(logits), sampling, noise)
+    for node, index in ((-1, 0), (0, 1), (1, 2), (2, 2), (3, 3)):
+        assert laws.depth(node) == index
+        tokens = np.array([*PROMPT, *asked.path(node)])
+        one = law(logits[node + 1], sampling, tokens, index)
+        assert np.array_equal(one.weights, laws[node].weights)
+        assert laws.pick(node) == pick(noise.at("text", asked.canvas.open[index]).item(), one)
+
+
+def test_logits_of_queries_that_are_not_numbers_end_no_text():
+    target = toy()
+    target.adapted = lambda before, uniforms: torch.full((6,), float("nan"), dtype=torch.float64)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        assert write(target, calls=1, sampling=sampling, form="one-hot") == write(toy(), sampling=sampling)
+
+
+# The same text
+
+
+@every_sampling
+@every_form
+@one_and_two_calls
+def test_a_random_student_cannot_change_the_text(calls, form, sampling):
+    target = learned(form, sampling, fool)
+    for seed in range(3):
+        plain = write(toy(sharp=1.5), sampling=sampling, seed=seed)
+        assert write(target, calls=calls, sampling=sampling, seed=seed, form=form) == plain
+    assert target.queries
+
+
+@every_sampling
+@every_form
+@one_and_two_calls
+def test_a_perfect_student_cannot_change_it_either(calls, form, sampling):
+    target = learned(form, Sampling(sampling.temperature, sampling.top_k, sampling.top_p))
+    plain = write(toy(sharp=1.5), sampling=sampling, count=17)
+    assert write(target, calls=calls, sampling=sampling, form=form, count=17) == plain
+
+
+@one_and_two_calls
+def test_no_length_and_no_stop_is_overrun(calls):
+    target = learned("one-hot", Sampling(temperature=1.0))
+    whole = write(toy(sharp=1.5))
+    for length in range(1, 13):
+        assert write(target, length, calls=calls) == whole[:length]
+
+    def stop(canvas, tokens):
+        ends = np.flatnonzero(tokens == whole[7])
+        return int(ends[0]) + 1 if len(ends) else None
+
+    assert write(target, calls=calls, stop=stop) == whole[: whole.index(whole[7]) + 1]
+
+
+@one_and_two_calls
+def test_texts_of_a_batch_are_those_written_alone(calls):
+    sampling, target, steps = Sampling(temperature=1.0), learned("one-hot", Sampling(temperature=1.0)), [[], [], []]
+    seats = [seat(9 + 5 * seed, steps[seed], sampling, seed, calls) for seed in range(3)]
+    for _ in rounds(seats, {"target": target}):
+        pass
+    for seed in range(3):
+        assert [token for step in steps[seed] for token in step.tokens] == write(
+            toy(sharp=1.5), 9 + 5 * seed, seed=seed, sampling=sampling
+        )
+
+
+# Tokens per call
+
+
+@greedy_and_sampled
+@pytest.mark.parametrize("form", ["one-hot", "categorical"])
+def test_a_perfect_student_writes_all_drafts_and_one_more_in_two_calls(form, sampling):
+    target = learned(form, sampling)
+    write(target, 24, calls=2, sampling=sampling, form=form, length=5)
+    assert target.calls == 8
+
+
+@greedy_and_sampled
+@pytest.mark.parametrize("form", ["one-hot", "categorical"])
+def test_a_perfect_student_writes_all_drafts_and_one_more_in_every_call(form, sampling):
+    target = learned(form, sampling)
+    write(target, 25, calls=1, sampling=sampling, form=form, length=5, most=60)
+    assert target.calls == 5  # the first decides one token, the others six
+
+
+@one_and_two_calls
+def test_a_useless_student_costs_no_more_calls_than_tokens(calls):
+    target = learned("one-hot", Sampling(temperature=1.0), fool)
+    write(target, 24, calls=calls)
+    assert target.calls <= 24
+
+
+@one_and_two_calls
+def test_who_reads_the_uniforms_beats_who_does_not(calls):
+    """The same laws to learn from: the marginals of independent prediction fall behind."""
+    counts = {}
+    for form in FORMS:
+        target = learned(form, Sampling(temperature=1.0))
+        for seed in range(3):
+            write(target, 30, calls=calls, seed=seed, form=form, length=6)
+        counts[form] = target.calls
+    assert counts["categorical"] < counts["independent"] / 1.5
+    assert counts["one-hot"] <= counts["categorical"]
+
+
+def test_where_rows_are_dear_only_groups_that_pay_are_asked():
+    asked = {}
+    for name, adapted in (("oracle", oracle), ("fool", fool)):
+        target = learned("one-hot", Sampling(temperature=1.0), adapted)
+        controller = Controller(costs=Costs({1: 1.0, 16: 3.0}))
+        for seed in range(6):
+            write(target, 60, calls=1, seed=seed, controller=controller)
+        before = target.queries, target.calls
+        write(target, 60, calls=1, seed=9, controller=controller)
+        asked[name] = target.queries - before[0], target.calls - before[1]
+    assert asked["oracle"][1] < 20
+    assert asked["fool"][0] <= 6
+    assert asked["oracle"][0] > 40
+
+
+def test_a_group_that_did_not_pay_is_tried_again():
+    target = learned("one-hot", Sampling(temperature=1.0), fool)
+    controller = Controller(costs=Costs({1: 1.0, 16: 3.0}))
+    write(target, 200, calls=1, controller=controller)
+    before = target.queries
+    target.adapted = oracle(target, Sampling(temperature=1.0))
+    write(target, 400, calls=1, controller=controller)
+    assert target.queries - before > 200
+
+
+# Group sizes
+
+
+def brought(sizes, ends, odds) -> float:
+    drafts = np.concatenate([[0.0, 0.0], np.cumsum(np.cumprod(odds))])
+    return sum(end * drafts[size] for end, size in zip(ends, sizes, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_group_sizes_bring_nearly_as_many_drafts_as_any(seed):
+    dice = np.random.default_rng(seed)
+    ends, odds, most = dice.dirichlet([0.7] * 3), dice.uniform(0.2, 0.95, 5).tolist(), 8
+    sizes = group_sizes(ends.tolist(), odds, most, [9] * 3, 4, 2.0, lambda rows: 1.0)
+    assert sum(sizes) <= most
+    assert max(sizes) <= 6
+    assert 1 not in sizes
+    best = max(brought(each, ends, odds) for each in itertools.product(range(7), repeat=3) if sum(each) <= most)
+    assert brought(sizes, ends, odds) >= 0.85 * best
+    vertex = sum(width for width, _ in hull(odds)[:1])
+    alone = group_sizes(ends.tolist(), odds, vertex, [9] * 3, 4, 2.0, lambda rows: 1.0)
+    most_likely = int(ends.argmax())
+    assert [place for place, size in enumerate(alone) if size] == [most_likely]
+
+
+def test_groups_stop_where_holes_or_gains_end():
+    def free(rows: int) -> float:
+        return 1.0
+
+    assert group_sizes([1.0], [0.9] * 5, 50, [3], 1, 1.0, free) == [4]
+    assert group_sizes([1.0], [0.9] * 5, 50, [0], 1, 1.0, free) == [0]
+    assert group_sizes([1.0], [0.0] * 5, 50, [9], 1, 1.0, free) == [0]
+    assert group_sizes([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 2.0, lambda rows: float(rows)) == [0, 0]
+    assert group_sizes([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 1.0, free) == [6, 6]
+    steep = group_sizes([0.9, 0.1], [0.9, 0.9, 0.1], 50, [9, 9], 2, 1.0, lambda rows: 1 + 0.1 * rows)
+    assert steep == [3, 0]
+
+
+def test_a_path_ends_where_its_chances_say():
+    asked = Forward(continuation([1], 9), (3, 4, 5), (-1, 0, -1))
+    ends, reached = endings(asked, [0.5, 0.4, 0.25])
+    assert np.allclose(ends, [0.25, 0.3, 0.2, 0.25])
+    assert np.allclose(reached, [1, 0.5, 0.2, 0.25])
+    assert np.isclose(sum(ends), 1)
+
+
+# The paper's theorems, on laws that can be enumerated
+
+
+def test_knowing_the_uniforms_before_is_knowing_the_tokens():
+    """Theorem 2: P(t_k | t_<i, u_i…u_k−1) = P(t_k | t_<k). Over a grid of uniforms, and at the ends of intervals."""
+    sampling, target = Sampling(temperature=1.0), toy(vocab=4, sharp=1.5, seed=3)
+    student, grid = oracle(target, sampling, "categorical"), (np.arange(64) + 0.5) / 64
+    first = law(target.logits[1, 2], sampling)
+    edges = [edge for token in range(4) for edge in interval(token, first) if edge < 1]
+    for u in [*grid[::4], *edges, *(np.nextafter(edge, 0) for edge in edges if edge)]:
+        token = pick(u, first)
+        second = law(target.logits[2, token], sampling)
+        for v in grid[::8]:
+            third = pick(v, second)
+            own = probabilities(law(target.logits[token, third], sampling), 4)
+            told = probabilities(law(student((1, 2), given([u, v, 0.5], "categorical")), sampling), 4)
+            assert np.array_equal(told, own)
+            chain = [pick(w, law(target.logits[token, third], sampling)) for w in grid]  # over the last uniform
+            assert np.abs(np.bincount(chain, minlength=4) / 64 - own).max() <= 1 / 64
+
+
+def test_all_uniforms_make_the_text_a_function():
+    """Theorem 1: an O-PTP oracle says at once what decoding one by one says."""
+    sampling, target = Sampling(temperature=1.0), toy(vocab=4, sharp=1.5, seed=3)
+    student = oracle(target, sampling)
+    for seed in range(20):
+        text = write(target, 6, sampling=sampling, seed=seed, prompt=[1, 2])
+        uniforms = Noise(seed).at("text", np.arange(2, 8))
+        at_once = [int(student((1, 2), uniforms[: k + 1].tolist()).argmax()) for k in range(6)]
+        assert at_once == text
+
+
+# Several drafts
+
+
+def test_offsets_are_uniform_whatever_the_token():
+    one = law(toy(vocab=4).logits[1, 2], Sampling(temperature=1.0))
+    uniforms = Noise(0).at("any", np.arange(4000))
+    found: dict[int, list[float]] = {}
+    for u in uniforms:
+        token = pick(float(u), one)
+        found.setdefault(token, []).append(offset(float(u), token, one))
+    for offsets in found.values():
+        assert stats.kstest(offsets, "uniform").pvalue > 1e-3
+
+
+def test_the_most_central_draft_is_taken():
+    assert most_central([[0.5, 0.1], [0.4, 0.6], [0.0, 0.5]]) == 1
+
+
+def p_value(drafts: int, form: str, texts: int = 1500) -> float:
+    """Of the texts of three tokens that several drafts make under `reject`, against the law of the target."""
+    sampling, target = Sampling(temperature=1.0), toy(vocab=3, sharp=0.7, seed=5)
+    wrong = toy(vocab=3, sharp=0.7, seed=6)
+    target.adapted = oracle(wrong, sampling, form)
+    law_of_texts = joint(target, [1, 2], 3, sampling)
+    counts = Counter()
+    for seed in range(texts):
+        steps: list = []
+        noise = Noise(seed)
+        chosen = in_two_calls(noise, sampling, reject, form, drafts=drafts)
+        writer = speculate(continuation([1, 2], 3), noise, sampling, [chosen], steps.append, reject)
+        for _ in rounds([Seat(writer)], {"target": target}):
+            pass
+        counts[tuple(int(token) for step in steps for token in step.tokens)] += 1
+    observed = [counts[text] for text in itertools.product(range(3), repeat=3)]
+    return float(stats.chisquare(observed, law_of_texts * texts).pvalue)
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("form", ["categorical", "independent"])
+def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form, unchecked):
+    assert p_value(drafts, form) > 1e-3
+
+
+def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
+    """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
+    monkeypatch.setattr(auxiliary_groups, "_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])
+    assert p_value(4, "categorical") < 1e-6
+
+
+def test_what_cannot_be_exact_is_refused():
+    with pytest.raises(ValueError, match="needs drafts drawn from laws"):
+        in_two_calls(Noise(0), Sampling(), reject, "one-hot")
+    with pytest.raises(ValueError, match="need uniforms that are free"):
+        in_two_calls(Noise(0), Sampling(), match, drafts=2)
+
+
+# On a network
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@greedy_and_sampled
+@one_and_two_calls
+def test_a_models_text_stays_the_same_to_the_token(calls, sampling, dtype):
+    model = tiny("Llama").to(dtype)
+    bare = CausalNetwork(tiny("Llama").to(dtype))
+    network = CausalNetwork(model)
+    network.attach(adapter_for(model))
+    for seed in range(2):
+        plain = write(bare, 40, sampling=sampling, seed=seed)
+        for form in FORMS[:2]:
+            assert write(network, 40, calls=calls, sampling=sampling, seed=seed, form=form) == plain
