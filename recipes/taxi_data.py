@@ -147,42 +147,38 @@ def chunks(tokens: np.ndarray, length: int, stride: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(tokens, length)[::stride]
 
 
-def unigram_perplexity(stream: Stream) -> float:
-    """Of the held-out tokens under the counts of the training tokens."""
-    return float(np.exp(-np.log(_unigram(stream))[stream.validate].mean()))
+def held_out(stream: Stream, length: int, most: int = 400) -> np.ndarray:
+    """Pieces spread over the held-out days: [pieces, 2 · length], of which the second half is to be predicted."""
+    pieces = chunks(stream.validate, 2 * length, length)
+    return pieces[np.linspace(0, len(pieces) - 1, min(most, len(pieces))).astype(int)]
 
 
-def recent_perplexity(stream: Stream, last: int = 100) -> float:
-    """Of the held-out tokens under the counts of the `last` tokens before each, with the unigram law as a prior.
+def baselines(stream: Stream, length: int) -> dict[str, float]:
+    """Perplexities of counts on the tokens that `held_out` asks for.
 
-    The prior's weight is the one that is best on the training tokens.
+    Those of the training days; those of the `length` tokens before each; those so far in the piece's second half. The
+    last two have the unigram law as a prior, of the weight that is best on training tokens.
     """
-    prior = _unigram(stream)
-
-    def perplexity(tokens: np.ndarray, weight: float) -> float:
-        ones = np.zeros((len(tokens) + 1, stream.vocab), dtype=np.int32)
-        np.cumsum(np.eye(stream.vocab, dtype=np.int32)[tokens], axis=0, out=ones[1:])
-        counts = ones[last:-1] - ones[: -1 - last]
-        own = np.take_along_axis(counts, tokens[last:, None], 1)[:, 0]
-        return float(np.exp(-np.log((own + weight * prior[tokens[last:]]) / (last + weight)).mean()))
-
-    sample = stream.train[: 6 * len(stream.validate)]
-    best = min(WEIGHTS, key=lambda weight: perplexity(sample, weight))
-    return perplexity(stream.validate, best)
+    pieces, sample = held_out(stream, length), chunks(stream.train, 2 * length, length)[:2000]
+    unigram = _unigram(stream)
+    found = {"unigram": float(np.exp(-np.log(unigram[pieces[:, length:]]).mean()))}
+    for name, first in (("last counts", 0), ("counts in the chunk", length)):
+        weight = min(WEIGHTS, key=lambda weight: _counted(sample, unigram, weight, first))
+        found[name] = _counted(pieces, unigram, weight, first)
+    return found
 
 
-def chunk_perplexity(stream: Stream, length: int) -> float:
-    """Of held-out chunks under the counts so far in the chunk, with the unigram law as a prior, its weight as above."""
-    prior = _unigram(stream)
-
-    def perplexity(tokens: np.ndarray, weight: float) -> float:
-        pieces = chunks(tokens, length, length)[:2000]
-        seen = np.eye(stream.vocab)[pieces].cumsum(1) - np.eye(stream.vocab)[pieces]
-        own = np.take_along_axis(seen, pieces[..., None], 2)[..., 0]
-        return float(np.exp(-np.log((own + weight * prior[pieces]) / (np.arange(length) + weight)).mean()))
-
-    best = min(WEIGHTS, key=lambda weight: perplexity(stream.train, weight))
-    return perplexity(stream.validate, best)
+def _counted(pieces: np.ndarray, prior: np.ndarray, weight: float, first: int) -> float:
+    """Perplexity of the second halves under the counts of `length` tokens before each, those from `first` on."""
+    length = pieces.shape[1] // 2
+    ones = np.eye(len(prior), dtype=np.int32)[pieces]
+    ones[:, :first] = 0
+    sums = np.zeros((len(pieces), 2 * length + 1, len(prior)), dtype=np.int32)
+    np.cumsum(ones, axis=1, out=sums[:, 1:])
+    counts = sums[:, length:-1] - sums[:, :length]
+    tokens = pieces[:, length:]
+    own = np.take_along_axis(counts, tokens[..., None], 2)[..., 0]
+    return float(np.exp(-np.log((own + weight * prior[tokens]) / (counts.sum(-1) + weight)).mean()))
 
 
 def _unigram(stream: Stream) -> np.ndarray:
@@ -206,8 +202,7 @@ def main() -> None:
         stream = taxi(options.rides, options.centres, options.seed)
     stream.save(options.out)
     print(f"{len(stream.train):,} tokens to train, {len(stream.validate):,} to validate, in {options.out}")
-    print(f"perplexity of unigram counts {unigram_perplexity(stream):.3f}", end=", ")
-    print(f"of the last 100 counts {recent_perplexity(stream):.3f}")
+    print("perplexities: " + ", ".join(f"{name} {value:.3f}" for name, value in baselines(stream, 100).items()))
 
 
 if __name__ == "__main__":

@@ -130,13 +130,7 @@ def prefixes(laboratory: Laboratory, base: Run) -> Iterator[Row]:
 
 def inverse(laboratory: Laboratory, base: Run) -> Iterator[Row]:
     """Table 1: perplexity of C-PTP trained on data alone, of the autoregressive model, and of counts."""
-    stream = laboratory.stream
-    counted = {
-        "unigram": taxi_data.unigram_perplexity(stream),
-        "last 100 counts": taxi_data.recent_perplexity(stream),
-        "counts in the chunk": taxi_data.chunk_perplexity(stream, laboratory.scale.chunk),
-    }
-    for name, value in counted.items():
+    for name, value in taxi_data.baselines(laboratory.stream, laboratory.scale.chunk).items():
         yield Row("inverse", {"model": name}, {"perplexity": rounded(value)})
     teacher, training = laboratory.teacher(base.seed)
     yield Row("inverse", {"model": "autoregressive", "seed": base.seed}, laboratory.perplexity(teacher) | training)

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from taxi_data import Stream, chunks
+from taxi_data import Stream, chunks, held_out
 from torch import Tensor
 from torch.nn import functional
 
 from saltus.training import inverse
+from saltus.training.checkpoint import load
 from saltus.training.distillation import Objective, distil, draft
 from saltus.training.draws import draws
 from saltus.training.edges import Order, Skipped
@@ -25,6 +26,7 @@ from saltus.training.student import Student
 from saltus.training.windows import Form, given, inside, pack, split_points
 
 STRIDE = 10  # between the beginnings of training chunks
+FREE = ("steps", "teacher_steps", "test", "every")  # may change between commands: a run's own steps are in its name
 TEST_SEED = 1_000_003  # of the uniforms that students are measured with
 
 
@@ -84,7 +86,7 @@ class Laboratory:
 
     def __post_init__(self) -> None:
         self.chunks = chunks(self.stream.train, 2 * self.scale.chunk, STRIDE)  # the second half: windows' last tokens
-        self.held = torch.from_numpy(chunks(self.stream.validate, self.scale.chunk, self.scale.chunk)[:300].copy())
+        self.held = torch.from_numpy(held_out(self.stream, self.scale.chunk)[:, self.scale.chunk :].copy())
         self.pool, self.test, self.teacher = cache(self._pool), cache(self._test), cache(self._teacher)
 
     def student(self, seed: int, kind: str = "bits") -> Student:
@@ -108,7 +110,6 @@ class Laboratory:
         """Train, or go on, or take what is trained; the budget it took."""
         scale = self.scale
         schedule = Schedule(steps, scale.rate, every=min(scale.every, steps))
-        spent = {"seconds": 0.0}
 
         def report(progress: Progress) -> None:
             print(
@@ -118,10 +119,11 @@ class Laboratory:
                 flush=True,
             )
 
-        path = self.work / f"{name}.pt"
-        curve = train(module, loss, schedule, path, {"scale": asdict(scale), "name": name}, report)
-        spent["seconds"] = round(torch.load(path, weights_only=True)["seconds"], 1)
-        return spent | {"steps": steps, "loss": rounded(curve[-1])}
+        path = self.work / f"{name}-{steps}.pt"
+        settings = {key: value for key, value in asdict(scale).items() if key not in FREE} | {"name": name}
+        curve = train(module, loss, schedule, path, settings, report)
+        state = load(path)
+        return {"seconds": round(state["seconds"], 1) if state else 0.0, "steps": steps, "loss": rounded(curve[-1])}
 
     def _teacher(self, seed: int) -> tuple[Student, dict[str, Any]]:
         """The autoregressive model, trained on chunks of the stream."""
@@ -166,7 +168,7 @@ class Laboratory:
             laws = functional.pad(laws, (0, 0, 1, 0))  # no law stands before the first position
             return distil(student, student.begun(texts), laws, splits, run.objective, generator, self.skipped)
 
-        return student, self.fit(run.name, student, loss, self.scale.steps)
+        return student, self.fit(f"{run.name}-of-{self.scale.teacher_steps}", student, loss, self.scale.steps)
 
     @torch.no_grad()
     def _proposed(

@@ -33,6 +33,11 @@ def test_picks_of_whole_tensors_are_those_of_the_sampling_pipeline():
     assert found.tolist() == expected
 
 
+def test_a_uniform_on_an_edge_picks_the_token_above_it():
+    rows = torch.zeros(5, 4)
+    assert picks(torch.tensor([0.0, 0.25, 0.5, 0.75, 0.74], dtype=torch.float64), rows).tolist() == [0, 1, 2, 3, 2]
+
+
 @pytest.mark.parametrize("order", ["pick", "token"])
 @pytest.mark.parametrize("b", [2.0, 1.0, 0.5, float("inf")])
 def test_a_placed_uniform_picks_its_token(b, order):

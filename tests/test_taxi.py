@@ -55,9 +55,16 @@ def test_rides_become_tokens_in_the_order_of_time(tmp_path):
 
 def test_counts_know_more_of_a_drifting_stream_than_the_unigram_law():
     stream = taxi_data.synthetic(60_000, drift=0.8)
-    unigram = taxi_data.unigram_perplexity(stream)
-    assert 5 < taxi_data.recent_perplexity(stream) < unigram < 25
-    assert 5 < taxi_data.chunk_perplexity(stream, 50) < unigram
+    unigram, last, inside = taxi_data.baselines(stream, 50).values()
+    assert 5 < last < unigram < 25
+    assert 5 < inside < unigram
+
+
+def test_counts_are_those_of_the_tokens_before():
+    pieces, prior = np.array([[0, 1, 1, 0, 1, 0]]), np.array([0.5, 0.5])
+    of = taxi_data._counted
+    assert of(pieces, prior, 2.0, 0) == pytest.approx(np.prod([2 / 5, 3 / 5, 2 / 5]) ** (-1 / 3))
+    assert of(pieces, prior, 2.0, 3) == pytest.approx(np.prod([1 / 2, 1 / 3, 2 / 4]) ** (-1 / 3))
 
 
 def test_a_stream_shorter_than_a_chunk_is_refused():
