@@ -252,36 +252,50 @@ def plan(**changes) -> dict:
     return {"sides": METHODS, "max_new_tokens": 24} | changes
 
 
+NOW = {"commit": "abc", "date": "today"}
+
+
 def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     run = bench(engine)
-    first = open_notebook(tmp_path, plan(), TASKS)
+    first = open_notebook(tmp_path, plan(), TASKS, NOW)
     first.add(run.measure(0))
     first.add(run.measure(1))
     file = tmp_path / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
-    second = open_notebook(tmp_path, plan(), TASKS)
+    second = open_notebook(tmp_path, plan(), TASKS, NOW)
     assert second.done == 1
     for number in range(second.done, len(TASKS)):
         second.add(run.measure(number))
-    third = open_notebook(tmp_path, plan(), TASKS)
+    third = open_notebook(tmp_path, plan(), TASKS, NOW)
     keys = [(record["task"], record["turn"], record["side"]) for record in third.records]
     assert len(set(keys)) == len(keys) == 4 * 3
     assert third.done == 3
 
 
 def test_a_folder_keeps_one_run_only(tmp_path):
-    open_notebook(tmp_path, plan(), TASKS).add([{"task": "a"}])
+    open_notebook(tmp_path, plan(), TASKS, NOW)
     with pytest.raises(ValueError, match=r"another run \(max_new_tokens: 24, now 32\); give another --out, or --fresh"):
-        open_notebook(tmp_path, plan(max_new_tokens=32), TASKS)
-    assert open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, fresh=True).records == []
+        open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, NOW)
+    assert open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, NOW, fresh=True).records == []
+
+
+def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
+    run, later = bench(engine), {"commit": "def", "date": "tomorrow"}
+    notebook = open_notebook(tmp_path, plan(), TASKS, NOW)
+    for number in range(2):
+        notebook.add(run.measure(number))
+    with pytest.raises(ValueError, match="begun at commit abc, and this is def"):
+        open_notebook(tmp_path, plan(), TASKS, later)
+    notebook.add(run.measure(2))
+    assert open_notebook(tmp_path, plan(), TASKS, later).circumstances == NOW
 
 
 def test_out_must_be_a_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match="is a file; give a folder"):
-        open_notebook(file, plan(), TASKS)
+        open_notebook(file, plan(), TASKS, NOW)
 
 
 # The command
@@ -307,7 +321,15 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
     shown = saltus_(*asked, "--out", out, "--peers", "transformers").stdout
     assert all(name in shown for name in ("plain", "lookup", "transformers", "3 of 3", "ROUGE-L"))
     names = {path.name for path in out.iterdir()}
-    assert {"results.json", "records.jsonl", "page.html", "speed-up.png", "speed-up.svg", "calls.svg"} <= names
+    assert {
+        "results.json",
+        "records.jsonl",
+        "page.html",
+        "results.md",
+        "speed-up.png",
+        "speed-up.svg",
+        "calls.svg",
+    } <= names
     told = json.loads((out / "results.json").read_text())
     assert list(told["methods"]) == ["plain", "lookup", "transformers"]
     assert told["methods"]["transformers"]["identical"] == 3

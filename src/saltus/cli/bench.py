@@ -123,8 +123,9 @@ def run(
 
         saltus bench step --out step
 
-    [bold]DIR[/bold] gets page.html to look at, results.json, records.jsonl (each
-    answer with its calls), figures, and answers in Spec-Bench's form.
+    [bold]DIR[/bold] gets page.html to look at, results.md to quote, results.json,
+    records.jsonl (each answer with its calls), figures, and answers in
+    Spec-Bench's form.
     """
     if context.invoked_subcommand:
         return
@@ -136,6 +137,7 @@ def run(
     tasks = tasks_of(suite, limit)
     from saltus.cli.loading import open_engine
     from saltus.core.sampling import Sampling
+    from saltus.evaluation.machine import circumstances
     from saltus.evaluation.run import Bench, open_notebook
 
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
@@ -145,11 +147,13 @@ def run(
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
     run = Bench(engine, sides, tasks, {**writing, "sampling": Sampling(**law)}, raw, grader_of(suite, tasks))
     settings = {**writing, **law, "rule": rule, "budget": engine.budget, "raw": raw, "options": option or []}
-    notebook = open_notebook(out, _plan(engine, suite, run, settings), tasks, fresh)
+    notebook = open_notebook(out, _plan(engine, suite, run, settings), tasks, circumstances(engine, settings), fresh)
     whole = _measure(run, notebook)
     if not notebook.records:
         raise KeyboardInterrupt
-    results = _results(engine, suite, run, settings, notebook)
+    results = _results(suite, notebook)
+    if out:
+        _write(results, notebook.records, out)
     if json:
         from saltus.cli.report import print_json
 
@@ -158,8 +162,6 @@ def run(
         from saltus.cli.bench_tables import show
 
         show(results)
-    if out:
-        _write(results, notebook.records, out)
     if not whole:
         raise KeyboardInterrupt
     if _wrong(results):
@@ -242,14 +244,14 @@ def _measure(run: Any, notebook: Any) -> bool:
     return True
 
 
-def _results(engine: Any, suite: str, run: Any, settings: dict[str, Any], notebook: Any) -> dict[str, Any]:
-    from saltus.evaluation.machine import circumstances
+def _results(suite: str, notebook: Any) -> dict[str, Any]:
     from saltus.evaluation.results import summarise
+    from saltus.evaluation.suites import label
 
     turns = len({(record["task"], record["turn"]) for record in notebook.records})
     return {
-        **circumstances(engine, settings),
-        "suite": {"name": suite, "tasks": notebook.done, "turns": turns},
+        **notebook.circumstances,
+        "suite": {"name": label(suite), "tasks": notebook.done, "turns": turns},
         "methods": summarise(notebook.records),
     }
 
@@ -259,8 +261,10 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
     from json import dumps
 
     from saltus.cli.answering import note
+    from saltus.evaluation.markdown import markdown
     from saltus.evaluation.spec_bench import answers
 
+    (folder / "results.md").write_text(markdown(results), encoding="utf-8")
     (folder / "results.json").write_text(dumps(results, indent=1) + "\n", encoding="utf-8")
     if results["suite"]["name"].startswith("spec-bench"):
         (folder / "model_answer").mkdir(exist_ok=True)

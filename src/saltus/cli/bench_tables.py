@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -21,7 +22,8 @@ def show(results: Mapping[str, Any]) -> None:
     console.print(_sides(results["methods"], console.width >= 100))
     if len(next(iter(results["methods"].values()))["by_category"]) > 1:
         console.print(Text("\nspeed-up by category", "bold"))
-        console.print(_categories(results["methods"]))
+        for table in _categories(results["methods"], console.width):
+            console.print(table)
     _problems(console, results["methods"])
 
 
@@ -32,7 +34,7 @@ def _tasks(suite: Mapping[str, Any]) -> str:
 
 def _sides(sides: Mapping[str, Any], wide: bool) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column("", style="bold cyan")
+    table.add_column("", style="bold cyan", overflow="fold")
     graded = next((side["accuracy_of"] for side in sides.values() if side["accuracy_of"]), None)
     columns = {
         "tokens\na second": lambda side: _number(side["tokens_per_second"], 1),
@@ -48,7 +50,7 @@ def _sides(sides: Mapping[str, Any], wide: bool) -> Table:
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for name, side in sides.items():
-        table.add_row(name, *(cell(side) for cell in shown.values()))
+        table.add_row(name if len(name) < 20 else "\n".join(_parts(name)), *(cell(side) for cell in shown.values()))
     return table
 
 
@@ -70,17 +72,29 @@ def _same(side: Mapping[str, Any]) -> Text:
     )
 
 
-def _categories(sides: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("texts", justify="right")
+def _categories(sides: Mapping[str, Any], width: int) -> Iterator[Table]:
+    """As many sides beside each other as there is room for, then the next ones below."""
     others = [name for name in sides if name != "plain"]
-    for name in others:
-        table.add_column(name.replace("-", "-\n").replace("+", "+\n"), justify="right", no_wrap=True)
-    for category, plain in sides["plain"]["by_category"].items():
-        row = (f"{_number(sides[name]['by_category'][category]['speedup'])}" for name in others)
-        table.add_row(category, str(plain["texts"]), *row)
-    return table
+    categories = sides["plain"]["by_category"]
+    room = width - max(map(len, categories)) - 8
+    while others:
+        table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("texts", justify="right")
+        shown, left = [], room
+        while others and (not shown or left > max(map(len, _parts(others[0])))):
+            shown.append(others.pop(0))
+            table.add_column("\n".join(_parts(shown[-1])), justify="right", no_wrap=True)
+            left -= max(map(len, _parts(shown[-1]))) + 3
+        for category, plain in categories.items():
+            row = (_number(sides[name]["by_category"][category]["speedup"]) for name in shown)
+            table.add_row(category, str(plain["texts"]), *row)
+        yield table
+
+
+def _parts(name: str) -> list[str]:
+    """A name in lines: what is joined by + and -, each with its sign."""
+    return re.findall(r"[^-+]+[-+]?", name)
 
 
 def _problems(console: Console, sides: Mapping[str, Any], most: int = 5) -> None:

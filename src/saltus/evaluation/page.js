@@ -4,6 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const [play, time, clock, rate, prompt, tip, verdict] =
   ["play", "time", "clock", "rate", "prompt", "tip", "verdict"].map(get);
+const asked = get("asked");
 const panes = ["left", "right"].map((id) => ({
   root: get(id), side: get(id).querySelector("select"), text: get(id).querySelector(".text"),
   track: get(id).querySelector(".track"), count: get(id).querySelector(".count"), cover: null,
@@ -16,6 +17,7 @@ const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 
 /** Put an answer into a pane, all runs in place; what is not written yet is merely hidden, so that nothing jumps. */
 function fill(pane) {
+  asked.textContent = data.tasks[prompt.value].asked;
   const answer = data.tasks[prompt.value].by[pane.side.value];
   pane.root.style.setProperty("--c", `var(--side-${data.sides[pane.side.value].colour})`);
   pane.answer = answer || null;

@@ -18,6 +18,7 @@ from saltus.evaluation.headline import Headline, headline
 from saltus.evaluation.palette import ALARM, BAND, COLOURS, INK, LINE, MUTED, PAPER, PLAIN, colours
 
 TASKS, BYTES = 30, 1_300_000  # shown at most; the page stays below two megabytes
+ASKED = 400  # characters of a question
 ROLES = {INK: "ink", MUTED: "muted", LINE: "line", BAND: "band", PAPER: "paper", ALARM: "alarm"}
 
 
@@ -114,7 +115,10 @@ def _answers(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], b
     for record in records:
         if record["side"] in sides:
             asked = _asked(record)
-            about = {"task": record["task"], "turn": record["turn"], "category": record["category"], "by": {}}
+            about = {
+                "task": record["task"], "turn": record["turn"], "category": record["category"],
+                "asked": record.get("asked", "")[:ASKED], "by": {},
+            }  # fmt: skip
             found.setdefault(asked, about)["by"][sides.index(record["side"])] = _answer(record)
     tasks, size = [], 0
     for name in _taking_turns(found):

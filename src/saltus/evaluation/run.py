@@ -50,7 +50,7 @@ class Bench:
         first = number % len(self.sides)
         order = [*self.sides[first:], *self.sides[:first]]
         conversation = Conversation(task.prompt)
-        for turn, given in enumerate(_turns(task, conversation, raw)):
+        for turn, (said, given) in enumerate(_turns(task, conversation, raw)):
             question = self._question(given, raw, task.stop if raw else ())
             made = {}
             for side in order:
@@ -60,7 +60,7 @@ class Bench:
             for side in self.sides:
                 answer, seconds = made[side.name]
                 written = side.account(question, answer)
-                found.append(self._record(task, turn, side, question, written, seconds))
+                found.append({"asked": said} | self._record(task, turn, side, question, written, seconds))
                 if side is self.sides[0]:
                     conversation.answered("".join(written.pieces))
         return found
@@ -90,12 +90,13 @@ class Bench:
         }  # fmt: skip
 
 
-def _turns(task: Task, conversation: Conversation, raw: bool) -> Iterator[Any]:
+def _turns(task: Task, conversation: Conversation, raw: bool) -> Iterator[tuple[str, Any]]:
+    """What is asked in each turn, and what the engine is given for it."""
     if raw:
-        yield task.raw
-    else:
-        for ask in conversation.asks():
-            yield ask.given
+        yield str(task.raw), task.raw
+        return
+    for ask in conversation.asks():
+        yield ask.said if isinstance(ask.said, str) else task.prompt.opening, ask.given
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Notebook:
     """Records on disk, a line each; a task that was measured before is not measured again."""
 
     records: list[Record]
+    circumstances: Mapping[str, Any]  # command, date, commit, machine, model, of when it began
     file: Path | None = None
 
     @property
@@ -120,19 +122,26 @@ class Notebook:
                 os.fsync(out.fileno())
 
 
-def open_notebook(folder: Path | None, plan: Mapping[str, Any], tasks: Sequence[Task], fresh: bool = False) -> Notebook:
-    """Begin, or go on where a run of the same plan was interrupted.
+def open_notebook(
+    folder: Path | None,
+    plan: Mapping[str, Any],
+    tasks: Sequence[Task],
+    circumstances: Mapping[str, Any],
+    fresh: bool = False,
+) -> Notebook:
+    """Begin, or go on where a run of the same plan was interrupted, at the same commit.
 
     `plan` says what the run is, its "sides" among it; a folder that holds another is a ValueError, unless `fresh`.
     """
     if folder is None:
-        return Notebook([])
+        return Notebook([], circumstances)
     file, kept = folder / "records.jsonl", folder / "plan.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--out {folder} is a file; give a folder") from None
     before = json.loads(kept.read_text()) if kept.exists() and not fresh else None
+    begun = before.pop("circumstances") if before else circumstances
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_short(each.get(key)) for each in (before, plan))
@@ -141,9 +150,15 @@ def open_notebook(folder: Path | None, plan: Mapping[str, Any], tasks: Sequence[
         )
     if before is None:
         file.unlink(missing_ok=True)
-        kept.write_text(json.dumps(plan, indent=1))
+        kept.write_text(json.dumps({**plan, "circumstances": circumstances}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["sides"]) for task in tasks}
-    return Notebook(_whole_tasks(file, needed), file)
+    notebook = Notebook(_whole_tasks(file, needed), begun, file)
+    if notebook.done < len(tasks) and begun["commit"] != circumstances["commit"]:
+        raise ValueError(
+            f"{folder} was begun at commit {begun['commit']}, and this is {circumstances['commit']};"
+            " give another --out, or --fresh to measure anew"
+        )
+    return notebook
 
 
 def _whole_tasks(file: Path, needed: Mapping[str, int]) -> list[Record]:

@@ -143,6 +143,12 @@ def tasks_of(spec: str, limit: int | None = None) -> list[Task]:
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
+def label(spec: str) -> str:
+    """A suite as results name it: of a file only its own name."""
+    name, _, where = spec.partition(":")
+    return f"{name} ({Path(where).name})" if where else name
+
+
 def fingerprint(tasks: list[Task]) -> str:
     """What tells one choice of tasks from another."""
     return blake2b(repr([(task.id, task.prompt) for task in tasks]).encode(), digest_size=8).hexdigest()
