@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltus.training.distillation import Objective, distil, draft
 from saltus.training.draws import draws
-from saltus.training.edges import Skipped, picks
+from saltus.training.edges import Skipped, begun, edges, picks
 from saltus.training.loop import Schedule, train
 from saltus.training.student import Student
 from saltus.training.windows import Form
@@ -60,9 +60,9 @@ def taught(form: Form, steps: int, seed: int = 0) -> Student:
     def loss(step: int) -> Tensor:
         generator = draws(seed, "pairs", step)
         texts, targets = written(torch.from_numpy(generator.random((128, 2))))
-        targets = torch.cat([targets[:, :1], targets], 1)
+        borders, _ = begun(edges(targets, texts), targets)
         splits = torch.ones(len(texts), 1, dtype=torch.int64)
-        return distil(student, student.begun(texts), targets, splits, objective, generator, skipped)
+        return distil(student, student.begun(texts), borders, splits, objective, generator, skipped)
 
     with TemporaryDirectory() as folder:
         train(student, loss, Schedule(steps, 3e-3, warm_up=20, every=steps), Path(folder) / "run.pt", {})

@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results as JSON")
     parser.add_argument("--window", type=int, default=16, help="N, the tokens of a call")
     parser.add_argument(
-        "--order", choices=("pick", "token"), default="pick", help="of the tokens in Pick: ours, or ids"
+        "--order", choices=("pick", "token"), default="token", help="of the tokens in Pick: ours, or ids"
     )
     parser.add_argument("--kind", choices=KINDS, help="embedding of uniforms, where the table does not vary it")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from taxi_data import Stream, chunks, held_out
 from torch import Tensor
-from torch.nn import functional
 
 from saltus.training import inverse
 from saltus.training.checkpoint import load
 from saltus.training.distillation import Objective, distil, draft
 from saltus.training.draws import draws
-from saltus.training.edges import Order, Skipped
+from saltus.training.edges import Order, Skipped, begun, edges
 from saltus.training.loop import Progress, Schedule, train
 from saltus.training.losses import cross_entropy
 from saltus.training.student import Student
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def objective(self) -> Objective:
-        return Objective(self.form, self.loss, self.window, self.b, self.order)
+        return Objective(self.form, self.loss, self.window, self.b)
 
 
 def rounded(value: Any) -> float:
@@ -165,8 +164,8 @@ class Laboratory:
             generator = draws(run.seed, "distil", step)
             texts, laws = self._proposed(run, student, teacher, generator)
             splits = torch.ones(len(texts), 1, dtype=torch.int64)
-            laws = functional.pad(laws, (0, 0, 1, 0))  # no law stands before the first position
-            return distil(student, student.begun(texts), laws, splits, run.objective, generator, self.skipped)
+            borders, laws = begun(edges(laws, texts, order=run.order), laws)
+            return distil(student, student.begun(texts), borders, splits, run.objective, generator, self.skipped, laws)
 
         return student, self.fit(f"{run.name}-of-{self.scale.teacher_steps}", student, loss, self.scale.steps)
 

@@ -7,7 +7,7 @@ import torch
 from saltus.training import inverse, losses
 from saltus.training.distillation import Objective, correct, distil, draft
 from saltus.training.draws import draws
-from saltus.training.edges import Skipped, picks
+from saltus.training.edges import Skipped, begun, edges, picks
 from saltus.training.loop import Schedule, train
 from saltus.training.student import Student
 from saltus.training.windows import given, inside, pack, split_points
@@ -92,9 +92,9 @@ def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form
     def taught(step: int) -> torch.Tensor:
         generator = draws(0, "step", step)
         texts, laws = written(torch.from_numpy(generator.random((64, WINDOW))))
-        laws = torch.cat([laws[:, :1], laws], 1)
+        borders, laws = begun(edges(laws, texts), laws)
         splits = torch.ones(64, 1, dtype=torch.int64)
-        return distil(network, network.begun(texts), laws, splits, objective, generator, skipped)
+        return distil(network, network.begun(texts), borders, splits, objective, generator, skipped, laws)
 
     train(network, taught, Schedule(250, 4e-3, warm_up=20, every=250), tmp_path / "run.pt", {})
     uniforms = torch.from_numpy(draws(9, "test").random((2000, WINDOW)))

@@ -1,6 +1,8 @@
 """The training loop: what is killed goes on as if it had not been, and what is damaged or another's is refused."""
 
 from dataclasses import replace
+from multiprocessing import get_context
+from signal import SIGKILL
 
 import pytest
 import torch
@@ -41,6 +43,32 @@ def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_n
     assert train(resumed, losses(resumed), SCHEDULE, path, {}, reports.append) == expected
     assert torch.equal(resumed.weight, whole.weight)
     assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
+
+
+def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoint(tmp_path):
+    schedule, path = replace(SCHEDULE, steps=120, every=2), tmp_path / "killed.pt"
+    whole = module()
+    expected = train(whole, losses(whole), schedule, tmp_path / "whole.pt", {})
+
+    def run() -> None:
+        network = module()
+        train(network, losses(network), schedule, path, {})
+
+    moments, kills, reached = draws(0, "moments"), 0, 0
+    while reached < schedule.steps:
+        child = get_context("fork").Process(target=run)
+        child.start()
+        child.join(float(moments.uniform(0.01, 0.15)))
+        child.kill()
+        child.join()
+        kills += child.exitcode == -SIGKILL
+        state = load(path)  # never damaged
+        assert state is None or state["step"] >= reached, "no checkpoint is lost"
+        reached = state["step"] if state else 0
+    resumed = module()
+    assert train(resumed, losses(resumed), schedule, path, {}) == expected
+    assert torch.equal(resumed.weight, whole.weight)
+    assert kills >= 3
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

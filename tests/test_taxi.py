@@ -96,7 +96,7 @@ def test_a_student_that_is_the_teacher_is_always_right_at_first():
     assert taxi_ptp.measure(work, run, teacher)["correct"] == 1.0
 
 
-KILLED = TINY.__dict__ | {"steps": 40, "every": 4}
+KILLED = TINY.__dict__ | {"steps": 12, "every": 4}
 COMMAND = [sys.executable, str(RECIPES / "taxi_ptp.py"), "methods", "--window", "4"]
 COMMAND += [f"--{name.replace('_', '-')}={value}" for name, value in KILLED.items()]
 
@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
 
     subprocess.run(run("whole"), check=True, capture_output=True)
     last = 0
-    for _ in range(40):
+    for _ in range(20):
         process = subprocess.Popen(run("killed"), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr is not None
         line = process.stderr.readline()  # one checkpoint further
@@ -122,7 +122,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
         if not line:
             break
     subprocess.run(run("killed"), check=True, capture_output=True)
-    assert last > 10, "it was killed"
+    assert last > 5, "it was killed"
     assert {name: state["curve"] for name, state in weights("killed").items()} == {
         name: state["curve"] for name, state in weights("whole").items()
     }

@@ -12,7 +12,7 @@ import torch
 def save(path: Path, state: dict[str, Any]) -> None:
     """Written under another name, brought to the disk, then renamed: the file is always the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new = path.with_name(f"{path.name}.new")
     with new.open("wb") as file:
         torch.save(state, file)
         file.flush()

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.training import losses
-from saltus.training.edges import Order, Skipped, edges, picks, place
+from saltus.training.edges import Edges, Order, Skipped, picks, place
 from saltus.training.windows import Form, Packed, followed, given, inside, pack
 
 Loss = Literal["ce", "bce", "kl", "reverse-kl"]
@@ -27,7 +27,6 @@ class Objective:
     loss: Loss = "ce"
     window: int = 16
     b: float = 1.0
-    order: Order = "pick"
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -39,25 +38,33 @@ class Objective:
 def distil(
     network: Network,
     texts: Int[Tensor, "batch length"],
-    laws: Float[Tensor, "batch length vocab"],
+    edges: Edges,
     splits: Int[Tensor, "batch windows"],
     objective: Objective,
     generator: np.random.Generator,
     skipped: Skipped,
+    laws: Float[Tensor, "batch length vocab"] | None = None,
 ) -> Float[Tensor, ""]:
-    """The loss of a batch. `laws[:, p]` is the teacher's law (logits) of the token at position p; 0 is not read."""
+    """The loss of a batch, the mean over all tokens of the windows that count.
+
+    `edges` [batch, length] and `laws` (logits; for kl and reverse-kl alone) are the teacher's for the token at each
+    position, after the sampling settings that the student will draft for.
+    """
     window = objective.window
-    tokens, targets = inside(texts, splits, window), inside(laws, splits, window)
-    borders = edges(targets, tokens, order=objective.order)
-    uniforms, holds = place(borders, generator, objective.b)
-    skipped.add(holds, tokens, borders)
+    tokens = inside(texts, splits, window)
+    own = Edges(inside(edges.low, splits, window), inside(edges.high, splits, window))
+    uniforms, holds = place(own, generator, objective.b)
+    skipped.add(holds, tokens, own)
     logits = network(pack(texts, splits, given(uniforms, objective.form)))
+    targets = None if laws is None else inside(laws, splits, window)
     return losses.mean(compare(logits, tokens, targets, objective.loss), followed(holds))
 
 
-def compare(logits: Tensor, tokens: Tensor, laws: Tensor, loss: Loss) -> Tensor:
+def compare(logits: Tensor, tokens: Tensor, laws: Tensor | None, loss: Loss) -> Tensor:
     """The loss of every query, in their shape."""
     if loss in ("kl", "reverse-kl"):
+        if laws is None:
+            raise ValueError(f"{loss} compares the student's laws with the teacher's; pass laws, or take ce")
         return (losses.divergence if loss == "kl" else losses.reverse_divergence)(laws, logits)
     return (losses.cross_entropy if loss == "ce" else losses.binary_cross_entropy)(logits, tokens)
 

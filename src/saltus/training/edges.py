@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from saltus.core.sampling import LIKELY, Sampling, interval, law
 
@@ -100,6 +101,12 @@ def edges(
     rank = (ids == tokens[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
     low = torch.where(rank > 0, sums.gather(-1, (rank - 1).clamp_min(0)), 0.0)
     return Edges(low[..., 0], sums.gather(-1, rank)[..., 0])
+
+
+def begun(edges: Edges, laws: Float[Tensor, "batch length vocab"]) -> tuple[Edges, Float[Tensor, "batch begun vocab"]]:
+    """Edges and laws of texts that a starting token now stands before; what is there for it is not to be read."""
+    low, high = (functional.pad(part, (1, 0)) for part in (edges.low, edges.high))
+    return Edges(low, high), functional.pad(laws, (0, 0, 1, 0))
 
 
 def picks(

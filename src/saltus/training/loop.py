@@ -60,7 +60,7 @@ def train(
     `settings` say what the run is. Errors: a checkpoint of another run at `path`, or a damaged one.
     """
     optimiser = torch.optim.AdamW(module.parameters(), lr=schedule.rate, weight_decay=schedule.decay, betas=(0.9, 0.99))
-    settings = settings | {"schedule": asdict(schedule)}
+    settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
     state = load(path)
     step, seconds, curve = 0, 0.0, []
     if state is not None:
@@ -69,21 +69,20 @@ def train(
         module.load_state_dict(state["module"])
         optimiser.load_state_dict(state["optimiser"])
         step, seconds, curve = state["step"], state["seconds"], state["curve"]
-    began, first, total = time.perf_counter() - seconds, step, 0.0
+    began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
     while step < schedule.steps:
         total += _step(module, optimiser, loss(step), schedule.at(step), schedule.clip)
         step += 1
         if step % schedule.every == 0 or step == schedule.steps:
             seconds = time.perf_counter() - began
-            curve.append(total / (step % schedule.every or schedule.every))
+            curve.append(total / (step - saved))
             if not math.isfinite(curve[-1]):
                 raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
             state = {"module": module.state_dict(), "optimiser": optimiser.state_dict(), "settings": settings}
             save(path, state | {"step": step, "seconds": seconds, "curve": curve})
-            left = seconds / step * (schedule.steps - step) if first < step else 0.0
-            report(Progress(step, schedule.steps, curve[-1], seconds, left))
-            total = 0.0
+            report(Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step)))
+            saved, total = step, 0.0
     module.eval()
     return curve
 
