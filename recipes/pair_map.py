@@ -74,7 +74,8 @@ def maps(steps: int, size: int, seed: int = 0) -> dict[str, Tensor]:
     middle = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     square = torch.cartesian_prod(middle, middle)
     found = {"Token by token": written(square)[0]}
-    for form, name in (("one-hot", "PTP, one call"), ("independent", "Independent prediction, one call")):
+    ways: dict[Form, str] = {"one-hot": "PTP, one call", "independent": "Independent prediction, one call"}
+    for form, name in ways.items():
         student = taught(form, steps, seed)
         start = torch.full((len(square), 1), student.start)
         found[name] = draft(student, start, square, form)

@@ -96,7 +96,7 @@ def k_means(points: np.ndarray, k: int, seed: int, starts: int = 10) -> np.ndarr
     """Lloyd's algorithm from k-means++ (Arthur & Vassilvitskii 2007); the best of some starts, [k, 2]."""
     best, least = points[:k], np.inf
     for start in range(starts):
-        generator = draws(seed, "k-means", start)
+        generator, total = draws(seed, "k-means", start), np.inf
         centres = points[generator.integers(len(points))][None]
         while len(centres) < k:
             distances = ((points[:, None] - centres) ** 2).sum(-1).min(-1)
