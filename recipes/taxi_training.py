@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -80,7 +80,6 @@ class Laboratory:
     stream: Stream
     scale: Scale
     work: Path
-    kind: str | None = None  # in place of the run's own embedding
     skipped: Skipped = field(default_factory=Skipped)
 
     def __post_init__(self) -> None:
@@ -154,8 +153,6 @@ class Laboratory:
 
     def trained(self, run: Run) -> tuple[Student, dict[str, Any]]:
         """A student, begun at the teacher's weights."""
-        if self.kind and run.kind == "bits":
-            run = replace(run, kind=self.kind)
         student = self.student(run.seed, run.kind)
         teacher = self.teacher(run.seed)[0]
         student.body.load_state_dict(teacher.body.state_dict())
@@ -186,9 +183,13 @@ class Laboratory:
             texts = draft(student, start, uniforms, run.form, run.order)
         return texts, teacher.following(teacher.begun(texts)[:, :-1])
 
+    def marginals(self, run: Run) -> Tensor:
+        """The exact law of each position, [window, vocab] logits: the mean of the teacher's laws over what it wrote."""
+        return self.pool(run.window, run.seed, run.order)[1].double().softmax(-1).mean(0).log()
+
     def inverse(self, run: Run) -> tuple[Student, dict[str, Any]]:
         """C-PTP from data alone, on the model's own uniforms (Alg. 3): as many windows as fit, all over a chunk."""
-        student = self.student(run.seed, self.kind or run.kind)
+        student = self.student(run.seed, run.kind)
         windows = max(1, self.scale.chunk // run.window)
 
         def loss(step: int) -> Tensor:
