@@ -354,7 +354,7 @@ def test_dropping_drafts_for_their_token_is_caught():
 
 @pytest.mark.usefixtures("unchecked")
 def test_drafting_with_the_uniforms_of_the_text_is_caught():
-    """Jacobi's own picks are right for `match`; judged by `reject` they bend the law, so it drafts otherwise there."""
+    """Picks by the text's uniforms are right for `match`; judged by `reject` they bend the law."""
     made = testing.make
 
     def for_match(spec, options):
@@ -366,4 +366,4 @@ def test_drafting_with_the_uniforms_of_the_text_is_caught():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testing, "make", for_match)
-        assert p_value("jacobi") < ALPHA
+        assert p_value("small_model") < ALPHA

@@ -34,11 +34,12 @@ class Forward:
     canvas: Canvas
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    features: bool = False  # the last hidden states are wanted too
+    features: bool = False  # the last hidden states are wanted too, those of the decided tokens it reads included
     to: str = "target"
     drafted: tuple[Law | None, ...] | None = None
     uniforms: tuple[float | None, ...] | None = None
     temperature: float = 0.0  # told to the adapter; 0 is greedy
+    hidden: Float[Tensor, "slots hidden"] | None = None  # for a drafter: the target's state before each new token
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -116,7 +117,7 @@ class Reply:
     """What the network answered."""
 
     logits: Float[Tensor, "rows vocab"]  # row 0 follows the decided text, row i + 1 follows node i
-    features: Float[Tensor, "rows hidden"] | None = None
+    features: Float[Tensor, "states hidden"] | None = None  # of the tokens that were read, then of the nodes
     seconds: float = 0.0  # wall time of the call that carried it
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
     rows: int = 0  # of the whole call, other texts' included

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = 128  # tokens whose running sums are computed together, on demand
+LIKELY = 2.0**-10  # of the likeliest token: those above are picked in order of their probability
 TINY = 2.0**-960  # cumulative weights below it are zero, so that u · total keeps its 53 bits and pick can be inverted
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -69,37 +70,46 @@ class Sampling:
 class Law:
     """The law of one token, as unnormalised weights in token order.
 
-    `tokens` are the ascending ids that have weights, or None where all of the vocabulary has.
+    `tokens` are the ascending ids that have weights, or None where all of the vocabulary has. Tokens are *picked* in
+    another order: the likely ones first, by falling weight, then the others by their ids. So a small uniform means
+    the likeliest token, whatever its id, and two laws that nearly agree nearly always pick the same.
     """
 
     tokens: np.ndarray | None
     weights: np.ndarray
 
     @cached_property
+    def head(self) -> np.ndarray:
+        """Places of the likely tokens, by falling weight; of equal ones the lower id first."""
+        likely = np.flatnonzero(self.weights >= max(float(self.weights.max()) * LIKELY, 5e-324))
+        return likely[np.argsort(-self.weights[likely], kind="stable")]
+
+    @cached_property
+    def head_sums(self) -> np.ndarray:
+        """Inclusive running sums of the head, in float64."""
+        return np.cumsum(self.weights[self.head], dtype=np.float64)
+
+    @cached_property
+    def rest(self) -> np.ndarray:
+        """The weights of the other tokens, in token order; the head's places have none."""
+        rest = self.weights.copy()
+        rest[self.head] = 0
+        return rest
+
+    @cached_property
     def borders(self) -> np.ndarray:
-        """Running sums in float64 at the borders of blocks: [0, first block, …, total]."""
-        sums = np.add.reduceat(self.weights, np.arange(0, len(self.weights), BLOCK), dtype=np.float64)
-        borders = np.zeros(len(sums) + 1)
-        np.cumsum(sums, out=borders[1:])
-        return borders
+        """Running sums in float64 at the borders of the rest's blocks: [all of the head, first block, …, total]."""
+        sums = np.add.reduceat(self.rest, np.arange(0, len(self.rest), BLOCK), dtype=np.float64)
+        return np.cumsum(np.concatenate([self.head_sums[-1:], sums]))
 
     @property
     def total(self) -> float:
         return float(self.borders[-1])
 
-    @cached_property
-    def cumulative(self) -> np.ndarray:
-        """Inclusive running sums, unnormalised: token i is picked for x = u · total in [c[i − 1], c[i])."""
-        blocks = len(self.borders) - 1
-        weights = np.zeros((blocks, BLOCK))
-        weights.reshape(-1)[: len(self.weights)] = self.weights
-        running = _running(weights, self.borders[:-1, None], self.borders[1:, None])
-        return running.reshape(-1)[: len(self.weights)]
-
     def block(self, number: int) -> np.ndarray:
-        """The part of `cumulative` in one block."""
-        weights = self.weights[number * BLOCK : (number + 1) * BLOCK]
-        return _running(weights, self.borders[number], self.borders[number + 1])
+        """Inclusive running sums of one block of the rest: x = u · total in [c[i − 1], c[i]) picks its token i."""
+        rest = self.rest[number * BLOCK : (number + 1) * BLOCK]
+        return _running(rest, self.borders[number], self.borders[number + 1])
 
 
 def _running(weights: np.ndarray, low, high) -> np.ndarray:
@@ -174,13 +184,19 @@ def _integer_choices(logits: Tensor, infinity: int) -> np.ndarray | None:
 
 
 def pick(u: float, law: Law) -> int:
-    """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero."""
+    """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero.
+
+    Eq. 2 leaves the order of the tokens open; it is that of `Law`.
+    """
     if not 0 <= u < 1:
         raise ValueError(f"pick was given u = {u}, but a uniform lies in [0, 1)")
     x = u * law.total
     x = x if x >= TINY else 0.0
-    block = int(np.searchsorted(law.borders[1:], x, side="right"))
-    place = block * BLOCK + int(np.searchsorted(law.block(block), x, side="right"))
+    if x < law.head_sums[-1]:
+        place = int(law.head[np.searchsorted(law.head_sums, x, side="right")])
+    else:
+        block = int(np.searchsorted(law.borders[1:], x, side="right"))
+        place = block * BLOCK + int(np.searchsorted(law.block(block), x, side="right"))
     return place if law.tokens is None else int(law.tokens[place])
 
 
@@ -189,12 +205,16 @@ def interval(token: int, law: Law) -> tuple[float, float]:
     place = token if law.tokens is None else int(np.searchsorted(law.tokens, token))
     if place >= len(law.weights):
         return 1.0, 1.0
-    block, offset = divmod(place, BLOCK)
-    running = law.block(block)
-    low = _reach(float(running[offset - 1] if offset else law.borders[block]), law.total)
-    if law.tokens is not None and law.tokens[place] != token:
-        return low, low
-    return low, _reach(float(running[offset]), law.total)
+    known = law.tokens is None or law.tokens[place] == token
+    if known and len(found := np.flatnonzero(law.head == place)):
+        rank = int(found[0])
+        low, high = (float(law.head_sums[rank - 1]) if rank else 0.0), float(law.head_sums[rank])
+    else:
+        block, offset = divmod(place, BLOCK)
+        running = law.block(block)
+        low, high = float(running[offset - 1] if offset else law.borders[block]), float(running[offset])
+    low = _reach(low, law.total)
+    return (low, _reach(high, law.total)) if known else (low, low)
 
 
 def _reach(x: float, total: float) -> float:

@@ -95,8 +95,7 @@ class MethodSide:
         tokens = generation.tokens
         counts = decided(seen, question.tokens, tokens)
         calls = [
-            Called(count, call.ask.drafts, call.seconds, call.read)
-            for count, call in zip(counts, seen, strict=True)
+            Called(count, call.ask.drafts, call.seconds, call.read) for count, call in zip(counts, seen, strict=True)
         ]
         return Written(
             tokens, pieces, generation.finish_reason, calls, calls[0].seconds if calls else 0.0,

@@ -36,6 +36,7 @@ class _Read:
     tokens: list[int]
     part: Part
     wanted: int  # how many of its last rows are asked for logits
+    features: bool  # are the features of all its rows wanted?
     uniforms: tuple[float, ...] = ()  # of its last rows, which are auxiliary queries
     temperature: float = 0.0
 
@@ -112,7 +113,7 @@ class CausalNetwork:
     def _forward(self, asks: Sequence[Forward], memories: Sequence[Memory]) -> list[Reply]:
         started = time.perf_counter()
         logits: list[Any] = [None] * len(asks)
-        features: list[Any] = [None] * len(asks)
+        features: list[list[Any]] = [[] for _ in asks]
         read = [len(ask.canvas.decided) for ask in asks]
         queue: list[list[_Read]] = []
         for text, (ask, memory) in enumerate(zip(asks, memories, strict=True)):
@@ -130,7 +131,9 @@ class CausalNetwork:
                 for one in reads:
                     if one.wanted:
                         logits[one.text], rows = rows[: one.wanted], rows[one.wanted :]
-                        features[one.text], hidden = hidden[: one.wanted], hidden[one.wanted :]
+                    if one.features:
+                        features[one.text].append(hidden[: one.part.rows])
+                    hidden = hidden[one.part.rows :]
         for ask, memory in zip(asks, memories, strict=True):
             memory.tokens = ask.canvas.decided.copy()
             memory.tree = ask if ask.tokens else None
@@ -139,7 +142,7 @@ class CausalNetwork:
         seconds = time.perf_counter() - started
         rows = sum(read) + sum(len(ask.tokens) for ask in asks)
         return [
-            Reply(logits[i], features[i] if ask.features else None, seconds, read[i], rows)
+            Reply(logits[i], torch.cat(features[i]) if ask.features else None, seconds, read[i], rows)
             for i, ask in enumerate(asks)
         ]
 
@@ -148,10 +151,11 @@ class CausalNetwork:
         exact = Exact() if tokens.device.type == "cpu" else contextlib.nullcontext()
         with self._listen() as heard, exact:
             out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=last, use_cache=False)
-        return out.logits[0], heard[-1][0]
+        features = heard[-1][0]
+        return out.logits[0], features[-last:] if last else features
 
     def _call(self, reads: Sequence[_Read]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One call of the model: logits and features of the wanted rows, text by text."""
+        """One call of the model: logits of the wanted rows; features of all rows, where any are wanted."""
         tokens = [token for read in reads for token in read.tokens]
         positions = np.concatenate([read.part.positions for read in reads])
         wanted, end = [], 0
@@ -160,10 +164,11 @@ class CausalNetwork:
             wanted += range(end - read.wanted, end)
         call = Call([read.part for read in reads], self.layers, self.free)
         gate = self._gate(reads)
+        features = any(read.features for read in reads)
         device = self.model.device
         if self.lean is not None:
             rows = torch.tensor(wanted, dtype=torch.long)
-            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, gate)
+            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, features, gate)
         exact = contextlib.nullcontext() if self.free else Exact()
         gated = applied(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with attention.during(call), self._listen() as heard, exact, gated:
@@ -190,17 +195,17 @@ class CausalNetwork:
         return Gate(torch.tensor(rows, dtype=torch.long, device=device), *told)
 
     def _listen(self) -> _Ear:
-        return _Ear(self.model.get_output_embeddings())
+        return _Ear(self.model.get_decoder())
 
 
 class _Ear:
-    """Hear what enters a module while the context is open."""
+    """Hear the last hidden states that a decoder gives out while the context is open."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.heard = module, []
 
     def __enter__(self) -> list[torch.Tensor]:
-        self.hook = self.module.register_forward_pre_hook(lambda _, inputs: self.heard.append(inputs[0]))
+        self.hook = self.module.register_forward_hook(lambda *told: self.heard.append(told[-1].last_hidden_state))
         return self.heard
 
     def __exit__(self, *_) -> None:
@@ -213,12 +218,14 @@ def _reads(text: int, ask: Forward, memory: Memory, past: int):
     assert nodes < ROWS
     while (unread := len(decided) - past) + nodes > ROWS:
         count = min(ROWS, unread - 1)
-        yield _Read(text, decided[past : past + count].tolist(), _part(memory, past, count, ask, tree=False), 0)
+        yield _Read(
+            text, decided[past : past + count].tolist(), _part(memory, past, count, ask, tree=False), 0, ask.features
+        )
         past += count
     tokens = decided[past:].tolist() + [token if token != AUXILIARY else STAND_IN for token in ask.tokens]
     uniforms = tuple(u for u in ask.uniforms or () if u is not None)
     part = _part(memory, past, unread, ask, tree=True)
-    yield _Read(text, tokens, part, nodes + 1, uniforms, ask.temperature)
+    yield _Read(text, tokens, part, nodes + 1, ask.features, uniforms, ask.temperature)
 
 
 def _part(memory: Memory, past: int, unread: int, ask: Forward, tree: bool) -> Part:

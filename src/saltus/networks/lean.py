@@ -109,12 +109,21 @@ class Lean:
         return getattr(self.model.config, "sliding_window", None)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, call: Call, wanted: Tensor, gate: Gate | None = None
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        call: Call,
+        wanted: Tensor,
+        features: bool = False,
+        gate: Gate | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features of the wanted rows; tokens and positions are [rows]."""
-        rows = len(tokens)
+        """Logits of the wanted rows and features, of all rows where they are asked for.
+
+        Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows].
+        """
+        rows = len(inputs)
         hidden = self.hidden[:rows]
-        hidden.copy_(F.embedding(tokens, self.base.embed_tokens.weight))
+        hidden.copy_(inputs if inputs.is_floating_point() else F.embedding(inputs, self.base.embed_tokens.weight))
         self._gate(gate, rows)
         with Exact():
             if gate is not None and self.adapter is not None:
@@ -136,8 +145,9 @@ class Lean:
             if failed:
                 raise MemoryError("a call ran out of memory; ask for a shorter text")
         with Exact():
-            features = self.base.norm(hidden[wanted])
-        return linear(features, [self.model.lm_head.weight], [self.model.lm_head.bias])[0], features
+            normed = self.base.norm(hidden if features else hidden[wanted])
+        read = normed[wanted] if features else normed
+        return linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0], normed
 
     def _attentions(self, call: Call) -> list[tuple[dict, int, int, int, int]]:
         """For each text of the call: its structs by window, and where its memory lies."""

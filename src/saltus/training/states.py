@@ -1,0 +1,129 @@
+"""Read texts with the target once, and keep what a drafter learns from: features, tokens, and edges of their picks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.core.sampling import LIKELY
+
+SHARD = 128  # texts of a file
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to learn from: what was asked, what was written, and at which temperature."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    temperature: float
+
+
+def edges(
+    logits: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows"], temperature: float
+) -> Float[Tensor, "rows 2"]:
+    """The uniforms that pick each token, [low, high), as `saltus.core.sampling.interval` gives them one by one.
+
+    Float64, but for the last digits the same: sums of many rows at once. Training draws u between them (PTP, Eq. 9).
+    """
+    scores = logits.float() / temperature
+    weights = (scores - scores.max(-1, keepdim=True).values).exp()
+    own = weights.gather(-1, tokens[:, None])
+    ids = torch.arange(weights.shape[-1])
+    head = weights >= LIKELY
+    first = (weights > own) | ((weights == own) & (ids < tokens[:, None]))
+    before = torch.where(own >= LIKELY, first, head | (ids < tokens[:, None]))
+    total = weights.sum(-1, dtype=torch.float64)
+    low = (weights * before).sum(-1, dtype=torch.float64)
+    return torch.stack([low / total, (low + own[:, 0].double()) / total], -1)
+
+
+def collect(
+    network: Any, samples: Sequence[Sample], folder: Path, temperatures: Sequence[float] = (0.7, 1.0)
+) -> Iterator[int]:
+    """Write shards of `SHARD` texts; those that are there are kept. Yields how many texts are done.
+
+    A shard holds `tokens` [tokens], `features` [tokens, hidden], `edges` [temperatures, tokens, 2] (0, 0 for tokens of
+    a prompt) and `texts` [texts, 3]: prompt length, length, and the temperature it was written at, times 1,000.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(samples), SHARD)):
+        file = folder / f"{number:05d}.safetensors"
+        part = samples[start : start + SHARD]
+        if not file.exists():
+            kept: dict[str, list[Tensor]] = {"tokens": [], "features": [], "edges": [], "texts": []}
+            for done, sample in enumerate(part):
+                for name, tensor in _read(network, sample, temperatures).items():
+                    kept[name].append(tensor)
+                yield start + done
+            joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in kept.items()}
+            save_file(joined, file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
+        yield start + len(part)
+
+
+def _read(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[str, Tensor]:
+    """One text, in one call: the completion hangs from the prompt as a chain."""
+    completion = torch.tensor(sample.completion)
+    nodes = len(completion) - 1
+    ask = Forward(
+        continuation(sample.prompt, nodes + 1),
+        tuple(sample.completion[:-1]),
+        tuple(range(-1, nodes - 1)),
+        features=True,
+    )
+    reply = network.forward([ask], [network.memory()])[0]
+    found = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
+    for place, temperature in enumerate(temperatures):
+        found[place, len(sample.prompt) :] = edges(reply.logits, completion, temperature)
+    features = torch.cat([reply.features, reply.features[-1:]])  # of the last token none is needed
+    texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
+    return {
+        "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),
+        "features": features.to(torch.bfloat16),
+        "edges": found,
+        "texts": texts,
+    }
+
+
+@dataclass(frozen=True)
+class States:
+    """All shards together. Row i of the features is the target's state after it has read token i."""
+
+    tokens: Int[Tensor, "tokens"]
+    features: Float[Tensor, "tokens hidden"]
+    edges: Float[Tensor, "temperatures tokens 2"]
+    texts: np.ndarray  # [texts, 4]: start, prompt length, length, temperature × 1,000
+
+
+def load_states(folder: Path) -> States:
+    """Raises ValueError where there are none, or where a shard is damaged."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no shards of states; collect them first")
+    shards = []
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                shards.append(load_file(file))
+        except Exception as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
+    texts = torch.cat([shard["texts"] for shard in shards]).numpy()
+    starts = np.concatenate([[0], np.cumsum(texts[:, 1])[:-1]])
+    return States(
+        torch.cat([shard["tokens"] for shard in shards]).long(),
+        torch.cat([shard["features"] for shard in shards]),
+        torch.cat([shard["edges"] for shard in shards], 1),
+        np.column_stack([starts, texts]),
+    )
