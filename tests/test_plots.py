@@ -111,7 +111,8 @@ def test_texts_that_differ_and_problems_are_said(tmp_path):
             record["pieces"] = ["something else"]
             record["problems"] = ["ended early"]
     said = drawn(tmp_path, records)
-    assert any("jacobi: 4 of 4 texts differ; jacobi: 4 problems" in text for text in said["speed-up"])
+    assert "other texts than plain’s: jacobi 4 of 4" in said["speed-up"]
+    assert "problems: jacobi 4" in said["speed-up"]
 
 
 def test_the_text_is_drawn_whole_and_not_read_as_mathematics(tmp_path):

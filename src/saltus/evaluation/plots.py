@@ -148,16 +148,20 @@ def _bounds(bounds: Sequence[float | int] | None, form: str = ".2f") -> str:
 
 
 def _notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
-    """Below: whose texts are others than plain's, and who had problems."""
-    said = []
+    """Below: who had problems or other texts than plain's. Of peers the latter is no fault, and no alarm."""
+    ours, peers, problems = [], [], []
     for side, one in results["methods"].items():
         if one["identical"] is not None and one["identical"] < one["texts"]:
-            said.append(f"{side}: {one['texts'] - one['identical']} of {one['texts']} texts differ")
+            own = ours if one["kind"] == "method" else peers
+            own.append(f"{side} {one['texts'] - one['identical']} of {one['texts']}")
         if one["problems"]:
-            said.append(f"{side}: {len(one['problems'])} problem{'s' * (len(one['problems']) > 1)}")
-    if said:
-        more = f"; and {len(said) - 3} more" if len(said) > 3 else ""
-        figure.text(14 / WIDE, 7 / height, "; ".join(said[:3]) + more, size=8.5, color=ALARM)
+            problems.append(f"{side} {len(one['problems'])}")
+    lines = [("other texts than plain’s: ", peers, MUTED), ("other texts than plain’s: ", ours, ALARM),
+             ("problems: ", problems, ALARM)]  # fmt: skip
+    for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
+        more = f", and {len(said) - 3} more" if len(said) > 3 else ""
+        text = what + ", ".join(said[:3]) + more
+        figure.text(14 / WIDE, (6 + 13 * number) / height, text, size=8, color=colour)
 
 
 def _calls(results: Mapping[str, Any]) -> Any:
