@@ -214,7 +214,8 @@ def test_the_kernel_adds_the_low_rank_part_to_gated_rows_and_rounds_once(dtype, 
     for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
         struct.weight[i], struct.out[i], struct.outs[i] = weight.data_ptr(), out.data_ptr(), outputs
     struct.bias[0], struct.place = bias.data_ptr(), place.data_ptr()
-    struct.down[0], struct.up[0] = down.data_ptr(), up.data_ptr()
+    turned = up.T.contiguous()
+    struct.down[0], struct.up[0] = down.data_ptr(), turned.data_ptr()
     assert kernel(ctypes.byref(struct)) == 0
     assert torch.equal(outs[1], plain[1])
     others = [row for row in range(23) if row not in gate]

@@ -193,7 +193,7 @@ def _add_low_rank(struct: native.Linear, paths: Sequence[str], adapter: Adapter 
     for i, path in enumerate(paths):
         struct.down[i] = struct.up[i] = None
         if adapter is not None and (part := adapter.part(path)) is not None:
-            down, up = (x.detach().to(keeper.dtype).contiguous() for x in (part.down, part.up))
+            down, up = (x.detach().to(keeper.dtype).contiguous() for x in (part.down, part.up.T))
             keeper.parts += [down, up]
             struct.down[i], struct.up[i] = down.data_ptr(), up.data_ptr()
             struct.rank, struct.scale = adapter.settings.rank, adapter.settings.scale

@@ -34,7 +34,7 @@ typedef struct {
   float epsilon;     // of the norm
   // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
   float scale;
-  const void *down[WEIGHTS], *up[WEIGHTS];  // A [rank, in], B [out, rank], or NULL
+  const void *down[WEIGHTS], *up[WEIGHTS];  // A [rank, in], B turned [rank, out], or NULL
   const int32_t *place;                     // [rows]: the number of a gated row among them, −1 of others; NULL: none is
   int64_t rank, gated;
 } Linear;
@@ -59,6 +59,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 }
 
 #define OUTS 4   // outputs of a register tile of linear
+#define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
 #define AHEAD 4  // outputs that weights are fetched ahead
 #define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
