@@ -124,11 +124,17 @@ def test_the_law_of_a_query_is_for_its_own_place(sampling):
         assert laws.pick(node) == pick(noise.at("text", asked.canvas.open[index]).item(), one)
 
 
-def test_logits_of_queries_that_are_not_numbers_end_no_text():
+@every_form
+@pytest.mark.parametrize("calls", [1, 2])
+def test_logits_of_queries_that_are_not_numbers_end_no_text(calls, form):
     target = toy()
-    target.adapted = lambda before, uniforms: torch.full((6,), float("nan"), dtype=torch.float64)
-    for sampling in (Sampling(), Sampling(temperature=1.0)):
-        assert write(target, calls=1, sampling=sampling, form="one-hot") == write(toy(), sampling=sampling)
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        target.adapted = lambda before, uniforms, broken=broken: torch.full((6,), broken, dtype=torch.float64)
+        for sampling in (Sampling(), Sampling(temperature=1.0)):
+            for controller in (None, Controller()):
+                text = write(target, calls=calls, sampling=sampling, form=form, controller=controller)
+                assert text == write(toy(), sampling=sampling)
+    assert target.queries
 
 
 # The same text

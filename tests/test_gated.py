@@ -18,6 +18,7 @@ from saltus.networks.adapters import load_adapter, save_adapter
 from saltus.networks.causal import ROWS, CausalNetwork
 from saltus.networks.gated import Adapter, Gate, Gating, applied, linear_layers, new_adapter
 from saltus.networks.linear import linear
+from saltus.networks.loading import load_checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'
@@ -395,3 +396,23 @@ def test_peft_reads_the_low_rank_parts(tmp_path):
         ids = torch.from_numpy(tokens)[None]
         torch.testing.assert_close(theirs(ids).logits, merged(ids).logits, rtol=1e-3, atol=1e-3)
         assert not torch.allclose(theirs(ids).logits, tiny("Llama")(ids).logits, atol=1e-2)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_default_model_keeps_its_bits_beside_queries(model_folder, dtype):
+    network = load_checkpoint(str(model_folder), device="cpu", dtype=dtype).network
+    ask = with_queries(text(60) + 500, *TREE, GROUPS)
+    before = network.forward([bare(ask)], [network.memory()])[0].logits
+    adapter = new_adapter(network.model, Gating(rank=16))
+    with torch.no_grad():
+        for path in adapter.sizes:
+            adapter.part(path).up.fill_(0.01)
+    network.attach(adapter)
+    logits = network.forward([ask], [network.memory()])[0].logits
+    assert torch.equal(logits[: ask.drafts + 1], before)
+    network.lean = None
+    slower = network.forward([ask], [network.memory()])[0].logits
+    queries = slice(ask.drafts + 1, None)
+    error = (logits[queries] - slower[queries]).float().norm(dim=-1) / slower[queries].float().norm(dim=-1)
+    assert error.max() < (0.05 if dtype == "bfloat16" else 1e-4)

@@ -16,7 +16,7 @@ from saltus.core.decode import Drafter
 from saltus.core.forward import AUXILIARY, Forward, Laws, Reply, Step
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, interval, log_probability, pick, probability
+from saltus.core.sampling import Law, Sampling, interval, likeliest, pick, probability
 from saltus.core.tree import Branch
 
 Form = Literal["one-hot", "categorical", "independent"]
@@ -52,14 +52,21 @@ def with_groups(asked: Forward, groups: Sequence[tuple[int, Sequence[float]]], t
     return replace(asked, tokens=tuple(tokens), parents=tuple(parents), uniforms=tuple(told), temperature=temperature)
 
 
-def says(laws: Laws, query: int, form: Form, u: float) -> tuple[int, float]:
-    """The token that a query drafts, and the chance that it states: the argmax (Eq. 5), or Pick(u, law) (Eq. 7)."""
-    if form == "one-hot":
-        logits = laws.reply.logits[query + 1]
-        token = int(logits.argmax())
-        return token, math.exp(log_probability(logits, token))
-    token = pick(u, laws[query])
-    return token, probability(token, laws[query])
+def said(laws: Laws, chain: Sequence[int], form: Form, uniforms: Sequence[float]) -> list[tuple[int, float]]:
+    """The tokens that queries draft, and the chances that they state: the argmax (Eq. 5), or Pick(u, law) (Eq. 7).
+
+    Ends before a query whose logits are no numbers: a broken adapter drafts nothing, and breaks no text.
+    """
+    drafts = []
+    for query, u in zip(chain, uniforms, strict=False):
+        token, chance = likeliest(laws.reply.logits[query + 1])
+        if math.isnan(chance):
+            break
+        if form != "one-hot":
+            token = pick(u, laws[query])
+            chance = probability(token, laws[query])
+        drafts.append((token, chance))
+    return drafts
 
 
 # ------------------------------------------------------------------------------------------------ two calls a step
@@ -103,8 +110,11 @@ def _branch(laws: Laws, chain: Sequence[int], uniforms: Sequence[float], form: F
         tokens = [pick(u, law) for u, law in zip(uniforms, own, strict=True)]
         chances = [1.0, *(float(law.weights.max()) / law.total for law in own[1:])]  # not to depend on the tokens
         return Branch(tokens, chances, SOURCE, own)
-    said = [says(laws, query, form, u) for query, u in zip(chain[1:], uniforms[1:], strict=True)]
-    return Branch([laws.pick(-1), *(token for token, _ in said)], [1.0, *(chance for _, chance in said)], SOURCE)
+    tokens, chances = [laws.pick(-1)], [1.0]
+    for token, chance in said(laws, chain[1:], form, uniforms[1:]):
+        tokens.append(token)
+        chances.append(chance)
+    return Branch(tokens, chances, SOURCE)
 
 
 # -------------------------------------------------------------------------------------------------- several drafts
@@ -160,8 +170,7 @@ class Rider:
         if last is not None:
             chain = last.asked.group(last.node)[1:]
             uniforms = uniforms_of(self.noise, self.sampling, canvas.open[: len(chain)])
-            for query, u in zip(chain, uniforms, strict=False):
-                token, chance = says(last.laws, query, self.form, u)
+            for token, chance in said(last.laws, chain, self.form, uniforms):
                 tokens.append(token)
                 chances.append(chance)
         before, self.offered = self.offered, tokens

@@ -272,6 +272,15 @@ def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
     return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
 
 
+def likeliest(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
+    """The first maximum, and its probability under the model's own law at temperature 1: NaN for broken logits."""
+    scores = _row(logits)
+    best = int(scores.argmax())
+    if not math.isfinite(scores[best]):
+        return best, math.nan
+    return best, 1 / float(np.exp(scores - scores[best]).sum(dtype=np.float64))
+
+
 def _complaint(top: float, where: str) -> str:
     """What is wrong with a row whose best score is not finite."""
     if top == -math.inf:
