@@ -95,7 +95,7 @@ class Controller:
     acceptance: Acceptance = field(default_factory=Acceptance)
     costs: Costs = field(default_factory=Costs)
     gain: float = 1.0  # tokens a second of late, relative to plain decoding
-    patience: int = 8  # steps of the next rest
+    patience: int = 16  # steps of the next rest
     resting: int = 0
 
     def drafts(self) -> bool:
