@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import jaxtyping
 import numpy as np
@@ -29,6 +30,7 @@ from saltus.core.forward import AUXILIARY, Forward, Laws, Reply
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, interval, law, pick, probabilities
+from saltus.evaluation.witness import Witness, decided, problems
 from saltus.networks.causal import CausalNetwork
 from saltus.testing import Toy, fool, joint, oracle, toy
 from test_gated import adapter_for
@@ -184,6 +186,17 @@ def test_texts_of_a_batch_are_those_written_alone(calls):
         assert [token for step in steps[seed] for token in step.tokens] == write(
             toy(sharp=1.5), 9 + 5 * seed, seed=seed, sampling=sampling
         )
+
+
+@one_and_two_calls
+def test_a_witness_believes_the_calls_and_no_query_vouches_for_a_token(calls):
+    witness = Witness(learned("one-hot", Sampling(temperature=1.0)))
+    tokens = write(witness, calls=calls)
+    assert problems(witness.calls, PROMPT, tokens) == []
+    assert sum(decided(witness.calls, PROMPT, tokens)) == 24
+    last = witness.calls[-1]
+    unverified = [replace(seen, ask=with_groups(Forward(seen.ask.canvas), [(-1, [0.5] * 9)], 1.0)) for seen in [last]]
+    assert problems([*witness.calls[:-1], *unverified], PROMPT, tokens)
 
 
 # Tokens per call
