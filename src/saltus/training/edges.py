@@ -80,10 +80,7 @@ def ranked(
 
     For small vocabularies and no sampling setting but a temperature; tested to agree with `law`, `pick`, `interval`.
     """
-    scores = logits.detach().float()
-    if temperature != 1:
-        scores = scores / temperature
-    weights = (scores - scores.amax(-1, keepdim=True)).double().exp()
+    weights = _weights(logits, temperature)
     keys = torch.where(weights >= LIKELY, -weights, 1.0) if order == "pick" else torch.zeros_like(weights)
     tokens = keys.argsort(dim=-1, stable=True)
     sums = weights.gather(-1, tokens).cumsum(-1)
@@ -96,11 +93,23 @@ def edges(
     temperature: float = 1.0,
     order: Order = "pick",
 ) -> Edges:
-    """`text_edges` for whole tensors."""
-    ids, sums = ranked(logits, temperature, order)
-    rank = (ids == tokens[..., None]).to(torch.uint8).argmax(-1, keepdim=True)
-    low = torch.where(rank > 0, sums.gather(-1, (rank - 1).clamp_min(0)), 0.0)
-    return Edges(low[..., 0], sums.gather(-1, rank)[..., 0])
+    """`text_edges` for whole tensors, but for the last digits; float64 sums over the tokens picked before, unsorted."""
+    weights = _weights(logits, temperature)
+    own = weights.gather(-1, tokens[..., None])
+    before = torch.arange(weights.shape[-1], device=weights.device) < tokens[..., None]
+    if order == "pick":
+        likelier = (weights > own) | ((weights == own) & before)
+        before = torch.where(own >= LIKELY, likelier, before | (weights >= LIKELY))
+    low, total = (weights * before).sum(-1), weights.sum(-1)
+    return Edges(low / total, ((low + own[..., 0]) / total).clamp_max(1))
+
+
+def _weights(logits: Float[Tensor, "*shape vocab"], temperature: float) -> Float[Tensor, "*shape vocab"]:
+    """Unnormalised, 1 for the likeliest token, as `law` has them."""
+    scores = logits.detach().float()
+    if temperature != 1:
+        scores = scores / temperature
+    return (scores - scores.amax(-1, keepdim=True)).double().exp()
 
 
 def begun(edges: Edges, laws: Float[Tensor, "batch length vocab"]) -> tuple[Edges, Float[Tensor, "batch begun vocab"]]:

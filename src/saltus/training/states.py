@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
-from saltus.core.sampling import LIKELY
+from saltus.training.edges import edges
 
 SHARD = 128  # texts of a file
 
@@ -28,25 +28,6 @@ class Sample:
     prompt: Sequence[int]
     completion: Sequence[int]
     temperature: float
-
-
-def edges(
-    logits: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows"], temperature: float
-) -> Float[Tensor, "rows 2"]:
-    """The uniforms that pick each token, [low, high), as `saltus.core.sampling.interval` gives them one by one.
-
-    Float64, but for the last digits the same: sums of many rows at once. Training draws u between them (PTP, Eq. 9).
-    """
-    scores = logits.float() / temperature
-    weights = (scores - scores.max(-1, keepdim=True).values).exp()
-    own = weights.gather(-1, tokens[:, None])
-    ids = torch.arange(weights.shape[-1])
-    head = weights >= LIKELY
-    first = (weights > own) | ((weights == own) & (ids < tokens[:, None]))
-    before = torch.where(own >= LIKELY, first, head | (ids < tokens[:, None]))
-    total = weights.sum(-1, dtype=torch.float64)
-    low = (weights * before).sum(-1, dtype=torch.float64)
-    return torch.stack([low / total, (low + own[:, 0].double()) / total], -1)
 
 
 def collect(
@@ -86,7 +67,8 @@ def _read(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[s
     reply = network.forward([ask], [network.memory()])[0]
     found = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
     for place, temperature in enumerate(temperatures):
-        found[place, len(sample.prompt) :] = edges(reply.logits, completion, temperature)
+        own = edges(reply.logits, completion, temperature)
+        found[place, len(sample.prompt) :] = torch.stack([own.low, own.high], -1)
     features = torch.cat([reply.features, reply.features[-1:]])  # of the last token none is needed
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
     return {
