@@ -152,6 +152,26 @@ def test_features_are_what_the_unembedding_reads(networks):
         assert plain.features is None
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma"])
+@torch.inference_mode()
+def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(networks, name):
+    network, model = networks(name, torch.float32), tiny(name)
+    ask = Forward(continuation(text(9), 9), (3, 4), (-1, 0), features=True)
+    plain = network.forward([ask], [network.memory()])[0]
+    network.tap((1,))
+    try:
+        tapped = network.forward([ask], [network.memory()])[0]
+    finally:
+        network.tap(())
+    assert torch.equal(tapped.logits, plain.logits)
+    assert torch.equal(tapped.features[:, 48:], plain.features)
+    tokens = torch.tensor([[*text(9), 3, 4]])
+    own = model(tokens, output_hidden_states=True, use_cache=False).hidden_states[1][0]
+    assert off(tapped.features[:, :48], own).max() < BOUNDS[torch.float32]
+    with pytest.raises(ValueError, match="has 2"):
+        network.tap((2,))
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
 def test_free_shapes_give_the_same_logits_but_for_rounding(name):
     model, tokens = tiny(name), text(LENGTH)

@@ -18,6 +18,7 @@ from saltus.core.sampling import Sampling
 from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, same_vocabulary
 from saltus.networks.progress import Progress
 from saltus.networks.sources import DEFAULT
+from saltus.networks.trained import bring, is_trained
 from saltus.text import Detokenizer, Script, stop_strings
 from saltus.writing import Call, Ensemble, Shelf, Text, checked_rule, write
 
@@ -282,9 +283,12 @@ class Engine:
             networks, contexts = {"target": self.target.network}, {}
             for name, where in (pair for one in made for pair in one.models.items()):
                 assert name not in networks, f"two methods of {method} call a network {name}"
-                own = self.load(where)
-                same_vocabulary(self.target, own)
-                networks[name], contexts[name] = own.network, own.context
+                if not is_trained(where):
+                    own = self.load(where)
+                    same_vocabulary(self.target, own)
+                    networks[name], contexts[name] = own.network, own.context
+                elif (brought := bring(where, self.network, self.target.name)) is not None:
+                    networks[name] = brought
             self.ensembles[method] = Ensemble(
                 made, networks, self.rule, self.budget, self.adaptive, contexts, self.costs
             )

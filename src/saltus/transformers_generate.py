@@ -30,6 +30,7 @@ from saltus.core.sampling import Sampling
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
 from saltus.networks.loading import Checkpoint, load_checkpoint, serve
+from saltus.networks.trained import bring, is_trained
 from saltus.writing import Ensemble, Text, checked_rule, write
 
 PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
@@ -108,8 +109,11 @@ def custom_generate(
             known = learned.setdefault(model, _Learned())
             networks, contexts = {"target": network}, {}
             for name, where in (pair for one in made for pair in one.models.items()):
-                own = drafter(where, str(model.device))
-                networks[name], contexts[name] = own.network, own.context
+                if not is_trained(where):
+                    own = drafter(where, str(model.device))
+                    networks[name], contexts[name] = own.network, own.context
+                elif (brought := bring(where, network, "this model")) is not None:
+                    networks[name] = brought
             ensemble = Ensemble(made, networks, rule, budget, adaptive, contexts, **vars(known))
             _write(ensemble, texts, input_ids, streamer)
         return _padded(input_ids, texts, generation_config)

@@ -14,6 +14,7 @@ from typing import Any
 
 from saltus.networks.progress import bars, silent
 from saltus.networks.sources import resolve
+from saltus.networks.trained import is_trained
 
 
 def open_engine(model: str, method: str, options: Sequence[str] | None, **settings: Any) -> Any:
@@ -21,7 +22,7 @@ def open_engine(model: str, method: str, options: Sequence[str] | None, **settin
     from saltus.methods import make
 
     chosen = method_options(options or (), method)
-    own = [where for one in make(method, chosen) for where in one.models.values()]
+    own = [where for one in make(method, chosen) for where in one.models.values() if not is_trained(where)]
     live = sys.stderr.isatty()
     with bars() if live else nullcontext(silent) as show:
         for name in (model, *own):

@@ -37,6 +37,13 @@ class Rides(Protocol):
 
 
 @runtime_checkable
+class Listens(Protocol):
+    """A drafter that may want the target's states: calls then give out features."""
+
+    features: bool
+
+
+@runtime_checkable
 class Network(Protocol):
     """What evaluates Forwards. A memory is what it keeps of one text between calls."""
 
@@ -61,6 +68,7 @@ def speculate(
 ) -> Writer:
     """Write one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft)."""
     controller = controller or Controller(adaptive=False)
+    features = any(isinstance(drafter, Listens) and drafter.features for drafter in drafters)
     last: Step | None = None
     while len(canvas.open):
         room = min(len(canvas.open) - 1, controller.budget)  # the law after the last node decides one hole more
@@ -75,7 +83,8 @@ def speculate(
             branches += offer
         offered = grow(branches, controller.budget, room, controller.calibrated, controller.invest)
         tree = offered.cut(controller.size(offered))
-        asked = Forward(canvas, tree.tokens, tree.parents, drafted=tree.laws if any(tree.laws) else None)
+        laws = tree.laws if any(tree.laws) else None
+        asked = Forward(canvas, tree.tokens, tree.parents, features, drafted=laws)
         for drafter in drafters:
             if isinstance(drafter, Rides):
                 chances = [controller.calibrated(*one) for one in zip(tree.sources, tree.chances, strict=True)]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,13 +47,15 @@ class CausalNetwork:
 
     An adapter, once attached, acts on the rows of auxiliary queries and on no others.
     On CUDA equal rounding comes from fixed shapes, elsewhere from kernels (`shaped` says otherwise, for tests).
-    `width` is then the rows of a decoding call, and the depth of a tree at most.
+    `width` is then the rows of a decoding call, and the depth of a tree at most. `taps` counts layers: the states
+    after so many are put before the last ones, where features are asked for.
     """
 
     model: Any
     free: bool = False
     width: int = WIDTH
     shaped: bool | None = None
+    taps: tuple[int, ...] = ()
     layers: int = field(init=False)
     lean: Lean | None = field(init=False, default=None)  # a quicker way through the same model, where there is one
     fixed: Fixed | None = field(init=False, default=None)
@@ -151,7 +153,7 @@ class CausalNetwork:
         exact = Exact() if tokens.device.type == "cpu" else contextlib.nullcontext()
         with self._listen() as heard, exact:
             out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=last, use_cache=False)
-        features = heard[-1][0]
+        features = heard()
         return out.logits[0], features[-last:] if last else features
 
     def _call(self, reads: Sequence[_Read]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +170,7 @@ class CausalNetwork:
         device = self.model.device
         if self.lean is not None:
             rows = torch.tensor(wanted, dtype=torch.long)
-            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, features, gate)
+            return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, features, gate, self.taps)
         exact = contextlib.nullcontext() if self.free else Exact()
         gated = applied(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with attention.during(call), self._listen() as heard, exact, gated:
@@ -178,7 +180,7 @@ class CausalNetwork:
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
                 use_cache=False,
             )
-        return out.logits[0], heard[-1][0]
+        return out.logits[0], heard()
 
     def _gate(self, reads: Sequence[_Read]) -> Gate | None:
         """Which rows of a call are auxiliary queries, and what they are told."""
@@ -194,22 +196,45 @@ class CausalNetwork:
         told = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
         return Gate(torch.tensor(rows, dtype=torch.long, device=device), *told)
 
+    def tap(self, taps: Sequence[int]) -> None:
+        """Add layers whose states are features, while no text is being written. Errors: ValueError: no such layers."""
+        if any(not 0 < tap < self.layers for tap in taps):
+            raise ValueError(f"features are wanted after {max(taps)} layers, but the model has {self.layers}")
+        with self.busy:
+            if self.fixed is not None and not set(taps) <= set(self.taps):
+                self.fixed.free.clear()  # seats, with graphs of calls that gave out fewer features
+            self.taps = tuple(sorted({*self.taps, *taps}))
+
     def _listen(self) -> _Ear:
-        return _Ear(self.model.get_decoder())
+        return _Ear(self.model.get_decoder(), self.taps)
 
 
 class _Ear:
-    """Hear the last hidden states that a decoder gives out while the context is open."""
+    """Hear the states that a decoder's layers give out while the context is open: those tapped, and the last."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module, self.heard = module, []
+    def __init__(self, decoder: torch.nn.Module, taps: Sequence[int]) -> None:
+        self.decoder, self.taps = decoder, taps
+        self.heard: list[torch.Tensor] = []
 
-    def __enter__(self) -> list[torch.Tensor]:
-        self.hook = self.module.register_forward_hook(lambda *told: self.heard.append(told[-1].last_hidden_state))
-        return self.heard
+    def __enter__(self) -> Callable[[], torch.Tensor]:
+        layers = _layers(self.decoder) if self.taps else ()
+        self.hooks = [layers[tap - 1].register_forward_hook(self._hear) for tap in self.taps]
+        self.hooks.append(self.decoder.register_forward_hook(self._hear))
+        return lambda: torch.cat(self.heard, -1)[0] if self.taps else self.heard[0][0]
+
+    def _hear(self, module: Any, inputs: Any, out: Any) -> None:
+        out = getattr(out, "last_hidden_state", out)
+        self.heard.append(out[0] if isinstance(out, tuple) else out)
 
     def __exit__(self, *_) -> None:
-        self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
+    """The decoder's layers, whatever its authors call them."""
+    lists = [module for module in decoder.children() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len)
 
 
 def _reads(text: int, ask: Forward, memory: Memory, past: int):

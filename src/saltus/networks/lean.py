@@ -116,10 +116,12 @@ class Lean:
         wanted: Tensor,
         features: bool = False,
         gate: Gate | None = None,
+        taps: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Logits of the wanted rows and features, of all rows where they are asked for.
 
-        Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows].
+        Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows]. Features are the states
+        after `taps` layers each, then the last ones.
         """
         rows = len(inputs)
         hidden = self.hidden[:rows]
@@ -129,8 +131,10 @@ class Lean:
             if gate is not None and self.adapter is not None:
                 hidden[gate.rows] = self.adapter.embed(gate).to(self.dtype)
             angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
-        attentions = self._attentions(call)
+        attentions, heard = self._attentions(call), {}
         for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
+            if features and number in taps:
+                heard[number] = hidden.clone()
             qkv.rows = o.rows = gate_up.rows = down.rows = rows
             failed = self.linear(ctypes.byref(qkv))
             for turn in turns:
@@ -147,7 +151,8 @@ class Lean:
         with Exact():
             normed = self.base.norm(hidden if features else hidden[wanted])
         read = normed[wanted] if features else normed
-        return linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0], normed
+        logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
+        return logits, torch.cat([*(heard[tap] for tap in taps), normed], -1) if heard else normed
 
     def _attentions(self, call: Call) -> list[tuple[dict, int, int, int, int]]:
         """For each text of the call: its structs by window, and where its memory lies."""

@@ -1,208 +1,178 @@
-"""Train a drafter on cached states: many windows of queries behind one reading of a text, in one packed forward."""
+"""Teach a drafter on cached states: many windows of queries behind one reading of a text, in one packed forward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import Tensor
 
 from saltus.core.noise import Noise
-from saltus.networks.drafter import DraftModel
+from saltus.networks.drafter import DraftModel, Shape
+from saltus.training.distillation import correct
+from saltus.training.draws import draws
+from saltus.training.edges import Edges, place
 from saltus.training.states import States
+from saltus.training.windows import Packed, followed, inside, pack
 
-Batch = dict[str, Tensor]
-SLOTS = 384  # of a text at most; its end is kept
+UNDRAFTED = -100  # in the place of a token that is not drafted, or not there
+
+
+def new_drafter(shape: Shape, tokens: Tensor, target: Any, seed: int = 0) -> DraftModel:
+    """An untrained drafter of these tokens for a Hugging Face model, in float32; its last norm starts as the target's.
+
+    GPT-2's starting values, from the seed alone; what tells of uniforms starts at zero.
+    """
+    embeddings, unembedding = (
+        module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
+    model = DraftModel(shape, tokens, embeddings, unembedding)
+    generator, norm = draws(seed, "weights"), getattr(target.get_decoder(), "norm", None)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and weight.requires_grad and not name.startswith("auxiliary."):
+                inner = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = 0.02 / math.sqrt(2 * shape.layers) if inner else 0.02
+                weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
+        if norm is not None:
+            model.llama.model.norm.weight.copy_(norm.weight)
+    return model
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a drafter is trained."""
+class Lessons:
+    """What a drafter is taught."""
 
-    steps: int = 2000
     texts: int = 6  # of a batch
-    windows: int = 40  # of a text
-    learning_rate: float = 1e-3
-    warmup: int = 100
+    windows: int = 60  # of a text
     discount: float = 0.85  # weight of a query relative to the one before it: it counts only if that is right
     placement: float = 1.0  # b of Beta(b, b): where u lies between its edges (PTP, App. D)
-    greedy: float = 0.6  # share of windows at temperature 0, of texts that were written so
+    greedy: float = 0.7  # share of windows at temperature 0, of texts that were written so
+    slots: int = 384  # of a text at most; its end is kept
+    held_out: float = 0.04  # share of the texts
     seed: int = 0
-    held_out: float = 0.03  # share of the texts
-    checkpoint: int = 200  # steps
 
 
-class Windows(Dataset[Batch]):
-    """Batches by number: a function of the seed and the number, so that a resumed run goes on as if never stopped."""
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Windows of some texts, and what their queries should say."""
 
-    def __init__(
-        self,
-        states: States,
-        texts: np.ndarray,
-        recipe: Recipe,
-        window: int,
-        draft: Tensor,
-        temperatures: Sequence[float],
-    ) -> None:
-        self.states, self.texts, self.recipe, self.window = states, texts, recipe, window
-        self.temperatures = tuple(temperatures)
-        self.place = torch.full((int(max(states.tokens.max(), draft.max())) + 1,), -100)
-        self.place[draft] = torch.arange(len(draft))
-
-    def __len__(self) -> int:
-        return self.recipe.steps
-
-    def __getitem__(self, number: int) -> Batch:
-        noise = np.random.Generator(np.random.Philox(key=[self.recipe.seed, number]))
-        chosen = noise.choice(len(self.texts), self.recipe.texts)
-        return joined([self.packed(self.texts[text], noise) for text in chosen])
-
-    def packed(self, text: np.ndarray, noise: Any, windows: int | None = None, greedy: bool | None = None) -> Batch:
-        """One text: its slots, then windows of queries that each see the slots before their split and themselves."""
-        start, prompt, length, written = (int(x) for x in text)
-        first = max(1, length - SLOTS)
-        slots, size = length - first, self.window
-        splits = np.arange(max(prompt, first + 1), length)
-        count = min(windows or self.recipe.windows, len(splits))
-        splits = np.sort(noise.choice(splits, count, replace=False))
-        asked = splits[:, None] + np.arange(size)  # positions that queries are for
-        known = asked < length
-        at = start + np.minimum(asked, length - 1)
-        share = noise.random(count) < self.recipe.greedy if greedy is None else np.full(count, greedy)
-        cold = share & (written == 0)
-        which = noise.integers(len(self.temperatures), size=count)
-        low, high = np.moveaxis(self.states.edges.numpy()[which[:, None], at], -1, 0)
-        b = self.recipe.placement
-        u = np.where(cold[:, None], noise.random(asked.shape), low + noise.beta(b, b, asked.shape) * (high - low))
-        told = np.where(cold, 0.0, np.array(self.temperatures)[which])
-        own = np.arange(start + first, start + length)
-        visible = torch.zeros(slots + count * size, slots + count * size, dtype=torch.bool)
-        visible[:slots, :slots] = torch.ones(slots, slots, dtype=torch.bool).tril()
-        for window, split in enumerate(splits):
-            rows = slice(slots + window * size, slots + (window + 1) * size)
-            visible[rows, : split - first] = True
-            visible[rows, rows] = torch.ones(size, size, dtype=torch.bool).tril()
-        labels = torch.where(torch.from_numpy(known), self.place[self.states.tokens[torch.from_numpy(at)]], -100)
-        return {
-            "features": self.states.features[own - 1],
-            "tokens": self.states.tokens[own],
-            "u": torch.from_numpy(u.clip(0, 1 - 2**-24).reshape(-1)),
-            "temperature": torch.from_numpy(np.repeat(told, size)),
-            "positions": torch.from_numpy(np.concatenate([np.arange(first, length), asked.reshape(-1)])),
-            "visible": visible,
-            "labels": labels.reshape(-1),
-        }
+    packed: Packed
+    features: Tensor  # [batch, slots, states]: before each slot's token
+    splits: Tensor  # [batch, windows]
+    temperatures: Tensor  # [batch, windows]; 0 is greedy
+    tokens: Tensor  # [batch, windows, window], as places in the draft vocabulary
+    counted: Tensor  # [batch, windows, window]: do they count?
 
 
-def joined(texts: Sequence[Batch]) -> Batch:
-    """Texts of unlike sizes in one batch: slots at the front, queries behind, what is missing is seen by none."""
-    slots, queries = (max(len(text[name]) for text in texts) for name in ("tokens", "u"))
-    batch: dict[str, list[Tensor]] = {name: [] for name in texts[0]}
-    for text in texts:
-        more, later = slots - len(text["tokens"]), queries - len(text["u"])
-        end = len(text["tokens"])
-        for name in ("features", "tokens"):
-            batch[name].append(F.pad(text[name], (0, 0, 0, more) if text[name].dim() > 1 else (0, more)))
-        for name, value in (("u", 0.0), ("temperature", 0.0), ("labels", -100)):
-            batch[name].append(F.pad(text[name], (0, later), value=value))
-        rows = torch.cat([torch.arange(end), torch.arange(slots, slots + len(text["u"]))])
-        visible = torch.eye(slots + queries, dtype=torch.bool)
-        visible[rows[:, None], rows] = text["visible"]
-        positions = torch.zeros(slots + queries, dtype=torch.long)
-        positions[rows] = text["positions"]
-        batch["visible"].append(visible)
-        batch["positions"].append(positions)
-    return {name: torch.stack(parts) for name, parts in batch.items()}
+@dataclass(eq=False)
+class School:
+    """Cached states, and the batches that are cut from them: functions of the seed and their number."""
+
+    states: States
+    draft: Tensor  # ids of the tokens that are drafted
+    window: int
+    lessons: Lessons = field(default_factory=Lessons)
+
+    def __post_init__(self) -> None:
+        self.place = torch.full((int(max(self.states.tokens.max(), self.draft.max())) + 1,), UNDRAFTED)
+        self.place[self.draft] = torch.arange(len(self.draft))
+        texts = self.states.texts[self.states.texts[:, 2] > self.states.texts[:, 1] + 1]
+        order = np.argsort(Noise(self.lessons.seed).at("held out", np.arange(len(texts))))
+        border = max(1, math.ceil(self.lessons.held_out * len(texts)))
+        self.held_out, own = texts[np.sort(order[:border])], texts[np.sort(order[border:])]
+        self.texts = own[np.argsort(own[:, 2], kind="stable")]  # a batch holds texts of like length
+
+    def batch(self, number: int) -> Batch:
+        """The batch of a training step."""
+        generator = draws(self.lessons.seed, "batch", number)
+        count = min(self.lessons.texts, len(self.texts))
+        first = int(generator.integers(len(self.texts) - count + 1))
+        return self.cut(self.texts[first : first + count], generator, self.lessons.windows, self.lessons.greedy)
+
+    def cut(self, texts: np.ndarray, generator: np.random.Generator, windows: int, greedy: float) -> Batch:
+        """Windows at random places of texts' completions, `greedy` of them at temperature 0 if they were written so."""
+        begins, prompts, lengths, written = texts.T
+        firsts = np.maximum(1, lengths - self.lessons.slots)  # what stands first has no state before it
+        low = np.maximum(prompts, firsts + 1)
+        splits = low[:, None] + (generator.random((len(texts), windows)) * (lengths - low)[:, None]).astype(np.int64)
+        slots = int((lengths - firsts).max())
+        here = np.minimum(firsts[:, None] + np.arange(slots), lengths[:, None] - 1)
+        rows = torch.from_numpy(begins[:, None] + here)
+        tokens = self.states.tokens[rows]
+        own = torch.from_numpy(splits - firsts[:, None])  # slots before each window
+        padded = torch.cat([rows, rows[:, -1:].expand(-1, self.window)], 1)
+        asked = inside(padded, own, self.window)
+        known = own[..., None] + torch.arange(self.window) < torch.from_numpy(lengths - firsts)[:, None, None]
+        which = torch.from_numpy(generator.integers(len(self.states.temperatures), size=splits.shape))
+        found = self.states.edges[which[..., None], asked]
+        uniforms, holds = place(Edges(found[..., 0], found[..., 1]), generator, self.lessons.placement)
+        cold = torch.from_numpy((generator.random(splits.shape) < greedy) & (written == 0)[:, None])
+        temperatures = torch.where(cold, 0.0, torch.tensor(self.states.temperatures, dtype=torch.float64)[which])
+        uniforms = torch.where(cold[..., None], torch.nan, uniforms)
+        places = self.place[self.states.tokens[asked]]
+        counted = followed(known & (holds | cold[..., None])) & (places >= 0)
+        packed = pack(tokens, own, uniforms)
+        features = self.states.features[rows[:, : packed.context] - 1]
+        return Batch(packed, features, own, temperatures, places, counted)
+
+    def exam(self, greedy: bool, windows: int = 8, texts: int = 8) -> Iterator[Batch]:
+        """Windows of held-out texts, those written greedily, or those that were sampled; always the same."""
+        chosen = self.held_out[(self.held_out[:, 3] == 0) == greedy]
+        for number in range(0, len(chosen), texts):
+            yield self.cut(chosen[number : number + texts], draws(1, "exam", number), windows, float(greedy))
 
 
-class Objective(nn.Module):
-    """Cross-entropy of the tokens that the uniforms pick (O-PTP, Eq. 10), later queries of a window discounted."""
-
-    weights: Tensor  # [window]
-
-    def __init__(self, model: DraftModel, discount: float) -> None:
-        super().__init__()
-        self.model = model
-        weights = discount ** torch.arange(model.shape.window)
-        self.register_buffer("weights", weights / weights.mean(), persistent=False)
-
-    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        logits = predicted(self.model, batch)
-        losses = F.cross_entropy(logits.float(), batch["labels"].flatten(), reduction="none", ignore_index=-100)
-        weights = self.weights.repeat(len(losses) // len(self.weights)) * (batch["labels"].flatten() >= 0)
-        return {"loss": (losses * weights).sum() / weights.sum()}
+def answers(model: DraftModel, batch: Batch) -> Tensor:
+    """The last states of all queries, [batch, windows, window, hidden]; the unembedding reads them."""
+    packed, windows = batch.packed, batch.packed.windows
+    slots = model.slots(batch.features, packed.tokens[:, : packed.context])
+    depths = torch.arange(packed.window, device=slots.device).repeat_interleave(windows)
+    last = slots.gather(1, (batch.splits - 1)[..., None].expand(-1, -1, slots.shape[-1]))
+    told = packed.uniforms[:, packed.context :], batch.temperatures.repeat(1, packed.window)
+    queries = model.queries(last.repeat(1, packed.window, 1), *told, depths)
+    return packed.by_window(model(torch.cat([slots, queries], 1), packed.positions, packed.mask))
 
 
-def predicted(model: DraftModel, batch: Batch) -> Tensor:
-    """Logits of all queries, [queries, draft]."""
-    slots = model.slots(batch["features"], batch["tokens"])
-    queries = model.queries(batch["u"], batch["temperature"])
-    hidden = model(torch.cat([slots, queries.to(slots.dtype)], 1), batch["positions"], batch["visible"])
-    states = hidden[:, slots.shape[1] :].flatten(0, 1)
-    return model.llama.lm_head(states.to(model.llama.lm_head.weight.dtype))
+def loss(model: DraftModel, batch: Batch, discount: float) -> Tensor:
+    """Cross-entropy of the tokens that the uniforms pick (PTP, Eq. 10), later queries of a window discounted."""
+    depth = torch.arange(batch.packed.window, device=batch.tokens.device).expand(batch.counted.shape)[batch.counted]
+    weights = discount**depth
+    logits = model.llama.lm_head(answers(model, batch)[batch.counted])
+    losses = F.cross_entropy(logits.float(), batch.tokens[batch.counted], reduction="none")
+    return (losses * weights).sum() / weights.sum()
 
 
 @torch.inference_mode()
-def tokens_per_call(model: DraftModel, windows: Windows, texts: np.ndarray, greedy: bool, seed: int = 1) -> float:
-    """Of chains on held-out texts: leading right drafts, and the target's own token."""
-    noise = np.random.Generator(np.random.Philox(key=[seed, 2**32]))
-    total = count = 0
-    for text in texts[texts[:, 3] == 0] if greedy else texts[texts[:, 3] > 0]:
-        batch = joined([windows.packed(text, noise, windows=8, greedy=greedy)])
-        with torch.autocast("cpu", torch.bfloat16):
-            best = predicted(model, batch).argmax(-1)
-        right = (best == batch["labels"].flatten()).view(-1, model.shape.window)
-        total += int(right.long().cumprod(-1).sum()) + len(right)
-        count += len(right)
-    return total / max(count, 1)
+def tokens_per_call(model: DraftModel, exam: Iterator[Batch]) -> float:
+    """Of chains on held-out texts: the leading right drafts, and the target's own token. NaN without texts."""
+    found = []
+    for batch in exam:
+        said = model.llama.lm_head(answers(model, batch).flatten(0, -2)).argmax(-1).view(batch.tokens.shape)
+        right = torch.where(batch.counted, said, UNDRAFTED - 1)
+        found.append(1 + correct(right.flatten(0, 1), batch.tokens.flatten(0, 1)).double())
+    return float(torch.cat(found).mean()) if found else math.nan
 
 
-def train(
-    model: DraftModel, states: States, recipe: Recipe, folder: Path, draft: Tensor, temperatures: Sequence[float]
-) -> list[dict[str, Any]]:
-    """Train, with checkpoints in `folder` from which it goes on; the history of losses and held-out tokens per call."""
-    order = np.argsort(Noise(recipe.seed).at("held out", np.arange(len(states.texts))))
-    border = max(1, math.ceil(recipe.held_out * len(order)))
-    held, own = states.texts[np.sort(order[:border])], states.texts[np.sort(order[border:])]
-    long = own[:, 2] > own[:, 1] + 1
-    windows = Windows(states, own[long], recipe, model.shape.window, draft, temperatures)
-    history: list[dict[str, Any]] = []
+def report(model: DraftModel, school: School) -> dict[str, float]:
+    """Held-out tokens per call, greedy and sampled."""
+    model.eval()
+    found = {"greedy": tokens_per_call(model, school.exam(True)), "sampled": tokens_per_call(model, school.exam(False))}
+    model.train()
+    return found
 
-    class HeldOut(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" not in (logs or {}):
-                return
-            model.eval()
-            told = {
-                "step": state.global_step,
-                "loss": logs["loss"],
-                "greedy": tokens_per_call(model, windows, held, True),
-                "sampled": tokens_per_call(model, windows, held, False),
-            }
-            model.train()
-            history.append(told)
-            print({name: round(value, 3) for name, value in told.items()}, flush=True)
 
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=recipe.steps, per_device_train_batch_size=1, seed=recipe.seed,
-        learning_rate=recipe.learning_rate, lr_scheduler_type="cosine", warmup_steps=recipe.warmup, weight_decay=0.01,
-        adam_beta2=0.98, max_grad_norm=1.0, save_steps=recipe.checkpoint, save_total_limit=2, logging_steps=100,
-        report_to="none", bf16=True,
-        use_cpu=not torch.cuda.is_available(), remove_unused_columns=False, disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )  # fmt: skip
-    objective = Objective(model, recipe.discount)
-    trainer = Trainer(
-        objective, arguments, data_collator=lambda found: found[0], train_dataset=windows, callbacks=[HeldOut()]
-    )
-    resumable = any(folder.glob("checkpoint-*"))
-    trainer.train(resume_from_checkpoint=resumable or None)
-    return history
+def frequent(states: States, count: int) -> Tensor:
+    """The ids of the tokens that occur most often, in their order, and nothing that never occurs."""
+    counts = torch.bincount(states.tokens)
+    return counts.argsort(descending=True)[: min(count, int((counts > 0).sum()))].sort().values
+
+
+def objective(model: DraftModel, school: School) -> Callable[[int], Tensor]:
+    """The loss of a step, for `training.loop.train`."""
+    return lambda step: loss(model, school.batch(step), school.lessons.discount)

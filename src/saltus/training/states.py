@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
+from saltus.networks.drafter_files import fingerprint
 from saltus.training.edges import edges
 
 SHARD = 128  # texts of a file
@@ -35,23 +38,43 @@ def collect(
 ) -> Iterator[int]:
     """Write shards of `SHARD` texts; those that are there are kept. Yields how many texts are done.
 
-    A shard holds `tokens` [tokens], `features` [tokens, hidden], `edges` [temperatures, tokens, 2] (0, 0 for tokens of
+    A shard holds `tokens` [tokens], `features` [tokens, states], `edges` [temperatures, tokens, 2] (0, 0 for tokens of
     a prompt) and `texts` [texts, 3]: prompt length, length, and the temperature it was written at, times 1,000.
+    Errors: ValueError where the folder holds shards of another model, of other taps, temperatures or texts.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    model = {"target": fingerprint(network.model), "taps": list(network.taps), "temperatures": list(temperatures)}
     for number, start in enumerate(range(0, len(samples), SHARD)):
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + SHARD]
-        if not file.exists():
+        made_of = {"papers": json.dumps(model | {"texts": _digest(part)})}
+        if file.exists():
+            if _papers(file) != made_of:
+                raise ValueError(f"{file} holds states of another model or other texts; collect into another folder")
+        else:
             kept: dict[str, list[Tensor]] = {"tokens": [], "features": [], "edges": [], "texts": []}
             for done, sample in enumerate(part):
                 for name, tensor in _read(network, sample, temperatures).items():
                     kept[name].append(tensor)
                 yield start + done
             joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in kept.items()}
-            save_file(joined, file.with_suffix(".part"))
+            save_file(joined, file.with_suffix(".part"), made_of)
             file.with_suffix(".part").replace(file)
         yield start + len(part)
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    text = json.dumps([[*map(int, one.prompt), -1, *map(int, one.completion)] for one in samples])
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _papers(file: Path) -> dict[str, str]:
+    """What a shard says of itself. Errors: ValueError for a damaged one."""
+    try:
+        with safe_open(file, "pt") as shard:
+            return shard.metadata() or {}
+    except Exception as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
 
 
 def _read(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[str, Tensor]:
@@ -84,9 +107,12 @@ class States:
     """All shards together. Row i of the features is the target's state after it has read token i."""
 
     tokens: Int[Tensor, "tokens"]
-    features: Float[Tensor, "tokens hidden"]
+    features: Float[Tensor, "tokens states"]
     edges: Float[Tensor, "temperatures tokens 2"]
     texts: np.ndarray  # [texts, 4]: start, prompt length, length, temperature × 1,000
+    temperatures: tuple[float, ...]  # of the edges
+    taps: tuple[int, ...]  # layers whose states the features hold, besides the last
+    target: str  # fingerprint
 
 
 def load_states(folder: Path) -> States:
@@ -94,13 +120,11 @@ def load_states(folder: Path) -> States:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no shards of states; collect them first")
-    shards = []
-    for file in files:
-        try:
-            with safe_open(file, "pt"):
-                shards.append(load_file(file))
-        except Exception as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
+    papers = [json.loads(_papers(file)["papers"]) for file in files]
+    for file, one in zip(files, papers, strict=True):
+        if any(one[name] != papers[0][name] for name in ("target", "taps", "temperatures")):
+            raise ValueError(f"{file} holds states of another model than {files[0]}; keep them in folders of their own")
+    shards = [load_file(file) for file in files]
     texts = torch.cat([shard["texts"] for shard in shards]).numpy()
     starts = np.concatenate([[0], np.cumsum(texts[:, 1])[:-1]])
     return States(
@@ -108,4 +132,7 @@ def load_states(folder: Path) -> States:
         torch.cat([shard["features"] for shard in shards]),
         torch.cat([shard["edges"] for shard in shards], 1),
         np.column_stack([starts, texts]),
+        tuple(papers[0]["temperatures"]),
+        tuple(papers[0]["taps"]),
+        papers[0]["target"],
     )

@@ -1,0 +1,136 @@
+"""Propose what the dice will choose: a small drafter is told the uniforms, and says several tokens in one pass."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saltus.core.auxiliary_groups import SOURCE, Form, Rider, given, in_two_calls, uniforms_of, with_groups
+from saltus.core.canvas import Canvas
+from saltus.core.decode import Drafter
+from saltus.core.forward import Forward, Laws, Reply, Step
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule, reject
+from saltus.core.sampling import Sampling, pick, probability
+from saltus.core.tree import Branch
+
+LEAST = 0.01  # nodes that are reached with a smaller chance are not offered
+
+
+@dataclass(frozen=True)
+class Ptp:
+    """Parallel token prediction (PTP, Draxler et al. 2025): tokens that depend on each other, from one pass.
+
+    What `saltus train ptp` made drafts: a small drafter that reads the target's states, in a pass of its own, or a
+    gated adapter of the target, in the very calls that verify. Where a query has a second opinion, it is offered too.
+    """
+
+    model: str = "auto"  # a folder of `saltus train ptp`; auto is the drafter that is shipped for the target
+    length: int = 6  # tokens drafted, at most
+    choices: int = 3  # tokens offered for each place, at most
+
+    def __post_init__(self) -> None:
+        for name in ("length", "choices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"ptp": f"{'adapter' if self._is_adapter else 'drafter'}:{self.model}"}
+
+    @property
+    def _is_adapter(self) -> bool:
+        return Path(self.model, "adapter_config.json").is_file()
+
+    @cached_property
+    def _form(self) -> Form:
+        """What the model's queries were trained to be told, as its papers say."""
+        papers = Path(self.model, "saltus.json")
+        told: Mapping[str, Any] = json.loads(papers.read_text(encoding="utf-8")) if papers.is_file() else {}
+        return told.get("training", {}).get("form", "one-hot")
+
+    def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        if not self._is_adapter:
+            return Readers(noise, sampling, rule, self._form, self.length, self.choices)
+        if rule is reject:
+            return in_two_calls(noise, sampling, rule, self._form, self.length)
+        return Rider(noise, sampling, self._form, self.length)
+
+
+@dataclass
+class Readers:
+    """Drafts of one text by a network that reads the target's states: queries of uniforms, all in one pass."""
+
+    noise: Noise
+    sampling: Sampling
+    rule: Rule
+    form: Form
+    length: int
+    choices: int
+    features: bool = field(default=True, init=False)  # the target is to give out its states
+    states: list[torch.Tensor] = field(default_factory=list, init=False)  # that the network has not been shown
+    heard: int = field(default=0, init=False)  # decided tokens before which a state was given out
+
+    def __call__(
+        self, canvas: Canvas, last: Step | None, room: int
+    ) -> Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]:
+        if last is None:
+            return ()
+        self._hear(last, len(canvas.decided))
+        return self._offer(canvas, room)
+
+    def _hear(self, last: Step, decided: int) -> None:
+        """Keep the states before the tokens that are decided now: of what the call read, then of the accepted path."""
+        states, nodes = last.reply.features, len(last.asked.tokens)
+        assert states is not None
+        path, node = [], last.node
+        while node >= 0:
+            path.append(len(states) - nodes + node)
+            node = last.asked.parents[node]
+        found = states[torch.tensor([*range(len(states) - nodes), *path[::-1]])]
+        self.states.append(found[-min(len(found), decided - self.heard) :])
+        self.heard = decided
+
+    def _offer(self, canvas: Canvas, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
+        places = canvas.open[: min(self.length, room)]
+        stream = f"{SOURCE}/{canvas.done}" if self.rule is reject else "text"  # under `reject` never the rule's own
+        uniforms = uniforms_of(self.noise, self.sampling, places, stream)
+        told = [math.nan] * len(places) if self.sampling.greedy else given(uniforms, self.form)
+        asked = Forward(canvas, to="ptp", hidden=torch.cat(self.states))
+        asked = with_groups(asked, [(-1, told)], self.sampling.temperature)
+        reply = yield asked
+        self.states.clear()
+        if self.form == "one-hot" or self.sampling.greedy:
+            return branches(reply.logits[1:], self.choices)
+        laws = Laws(asked, reply, self.sampling, self.noise)
+        tokens = [pick(u, laws[query]) for query, u in enumerate(uniforms)]
+        chances = [probability(token, laws[query]) for query, token in enumerate(tokens)]
+        return [Branch(tokens, chances, SOURCE)]
+
+
+def branches(logits: torch.Tensor, choices: int) -> list[Branch]:
+    """The likeliest token of every query as a chain, and beside it, at each place, the next likely ones.
+
+    A query knows the uniforms of the tokens before its own but not the tokens, so behind another choice the chain goes
+    on as it is.
+    """
+    chances, tokens = logits.float().softmax(-1).topk(choices)
+    if not chances.isfinite().all():  # a broken drafter offers nothing
+        return []
+    best, likely = tokens[:, 0].tolist(), chances[:, 0].tolist()
+    found, reached = [Branch(best, likely, SOURCE)], 1.0
+    for place, (others, odds) in enumerate(zip(tokens[:, 1:].tolist(), chances[:, 1:].tolist(), strict=True)):
+        for token, chance in zip(others, odds, strict=True):
+            if reached * chance < LEAST:
+                break
+            changed = [*best[:place], token, *best[place + 1 :]], [*likely[:place], chance, *likely[place + 1 :]]
+            found.append(Branch(*changed, SOURCE))
+        reached *= likely[place]
+    return found
