@@ -1,6 +1,7 @@
 """Drafts by auxiliary queries: they never change a text, and who reads the uniforms right writes the most per call."""
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -12,22 +13,13 @@ from scipy import stats
 
 from architectures import tiny
 from saltus.core import auxiliary_groups
-from saltus.core.auxiliary_groups import (
-    Rider,
-    endings,
-    given,
-    group_sizes,
-    hull,
-    in_two_calls,
-    most_central,
-    offset,
-    with_groups,
-)
+from saltus.core.auxiliary_groups import given, in_two_calls, most_central, offset, with_groups
 from saltus.core.canvas import continuation
 from saltus.core.control import Controller, Costs
 from saltus.core.decode import Seat, rounds, speculate
 from saltus.core.forward import AUXILIARY, Forward, Laws, Reply
 from saltus.core.noise import Noise
+from saltus.core.riding import Rider, endings, group_sizes, hull
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, interval, law, pick, probabilities
 from saltus.evaluation.witness import Witness, decided, problems
@@ -97,6 +89,13 @@ def test_a_query_is_never_taken_for_a_token():
     assert asked.follow([AUXILIARY]) == []
     assert [asked.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
     assert (asked.group(-1), asked.group(0), asked.group(1)) == ([2, 3], [], [4])
+
+
+def test_queries_are_told_no_uniform_where_none_chooses():
+    """So that an adapter need not learn that u means nothing at temperature 0; in training it is told none either."""
+    greedy = with_groups(Forward(continuation([1, 2], 9), (3,), (-1,)), [(0, [0.1, 0.2])], 0.0)
+    assert greedy.uniforms is not None
+    assert [u if u is None else math.isnan(u) for u in greedy.uniforms] == [None, True, True]
 
 
 @pytest.mark.parametrize(

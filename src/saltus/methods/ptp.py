@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from saltus.core.auxiliary_groups import SOURCE, Form, Rider, given, in_two_calls, uniforms_of, with_groups
+from saltus.core.auxiliary_groups import SOURCE, Form, given, in_two_calls, uniforms_of, with_groups
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
 from saltus.core.forward import Forward, Laws, Reply, Step
 from saltus.core.noise import Noise
+from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, pick, probability
 from saltus.core.tree import Branch
