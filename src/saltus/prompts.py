@@ -1,4 +1,4 @@
-"""Read prompts: from the command line, from stdin, and from JSON lines with `prompt`, `messages` or `turns`."""
+"""Read prompts: from the command line, from stdin, from text files, and from JSON lines."""
 
 from __future__ import annotations
 
@@ -69,14 +69,19 @@ def gather(words: Sequence[str], file: Path | None, limit: int | None = None) ->
 
 
 def read(file: Path) -> list[Prompt]:
-    """The prompts of a file of JSON lines; an error names the file and the line."""
+    """The prompts of a file: JSON lines with `prompt`, `messages` or `turns`, or (.txt) a prompt a line.
+
+    An error names the file and the line.
+    """
     if str(file) == "-":
         name, text = "stdin", _stdin()
     else:
         name, text = str(file), _text(file)
-    prompts = [
-        _prompt(line, f"{name}, line {number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if file.suffix == ".txt":
+        prompts = [Prompt((line.strip(),)) for _, line in lines]
+    else:
+        prompts = [_prompt(line, f"{name}, line {number}") for number, line in lines]
     if not prompts:
         raise ValueError(f'{name} holds no prompts; write one JSON object a line, such as {{"prompt": "Why?"}}')
     return prompts

@@ -13,6 +13,7 @@ import saltus
 from saltus.cli.bench import bench
 from saltus.cli.chat import chat
 from saltus.cli.check import check
+from saltus.cli.collect import collect
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.generate import generate
@@ -62,12 +63,13 @@ def saltus_(
     """Let language models write several tokens per network call, and not one token changes."""
 
 
-WRITE, PROVE, KNOW = "Write", "Compare", "Models and methods"
+WRITE, PROVE, TEACH, KNOW = "Write", "Compare", "Train", "Models and methods"
 app.command(rich_help_panel=WRITE)(generate)
 app.command(rich_help_panel=WRITE)(chat)
 app.command(rich_help_panel=WRITE)(demo)
 app.command(rich_help_panel=PROVE)(check)
 app.add_typer(bench, name="bench", rich_help_panel=PROVE)
 app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
+app.add_typer(collect, name="collect", rich_help_panel=TEACH)
 app.command(rich_help_panel=KNOW)(pull)
 app.command(rich_help_panel=KNOW)(methods)

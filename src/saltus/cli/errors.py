@@ -18,8 +18,8 @@ def one_line_errors() -> Iterator[None]:
     """Turn what is raised inside into a line on stderr and the exit code of its kind."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise SystemExit(_told("interrupted", INTERRUPTED)) from None
+    except KeyboardInterrupt as stopped:
+        raise SystemExit(_told(str(stopped) or "interrupted", INTERRUPTED)) from None
     except Exception as error:
         if type(error).__name__ in ("Exit", "Abort"):  # typer's own ways to end
             raise

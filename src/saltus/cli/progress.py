@@ -30,3 +30,28 @@ def bar(total: int, what: str) -> Any:
 
     columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
     return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
+
+
+def meter(total: int, what: str) -> Any:
+    """Entering gives what says how many are done and, in words, how it goes; it too draws only then."""
+    if not sys.stderr.isatty():
+        return nullcontext(lambda done, words="": None)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    class Meter(Progress):
+        """A bar with words beside it."""
+
+        def __enter__(self) -> Any:
+            super().__enter__()
+            task = self.add_task(what, total=total, words="")
+            self.refresh()
+
+            def tell(done: int, words: str = "") -> None:
+                self.update(task, completed=done, words=words)
+                self.refresh()
+
+            return tell
+
+    words = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[words]}")
+    return Meter(*words, TimeRemainingColumn(), console=Console(stderr=True), auto_refresh=False, transient=True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from filelock import FileLock, Timeout
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
+def put(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Written under another name, brought to the disk, then renamed: the file is always the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as file:
-        torch.save(state, file)
+        write(file)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
@@ -23,6 +26,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Put a run's state there."""
+    put(path, lambda file: torch.save(state, file))
 
 
 def load(path: Path) -> dict[str, Any] | None:
@@ -35,3 +43,18 @@ def load(path: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"the checkpoint {path} cannot be read ({type(error).__name__}); delete it to begin anew"
         ) from error
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Work in a folder that no other process works in meanwhile. Errors: ValueError where one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"another process is at work in {folder}; wait for it, or take another folder") from None
+    try:
+        yield
+    finally:
+        lock.release()

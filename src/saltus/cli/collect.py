@@ -1,0 +1,171 @@
+"""Collect what is learned from: texts that a model writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, no_type_check
+
+import typer
+
+from saltus.cli import options as o
+from saltus.prompts import Prompt
+
+WORK = "Work"
+
+collect = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+
+@collect.callback()
+@no_type_check  # typer calls it with the context of its own click
+def collect_(context: typer.Context) -> None:
+    """Collect what drafters learn from.
+
+    [bold]Examples[/bold]
+
+        saltus collect text
+    """
+    if not context.invoked_subcommand:
+        typer.echo(context.get_help())
+
+
+@collect.command()
+def text(
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            "--prompts",
+            "-f",
+            metavar="FILE",
+            help='JSON lines with "prompt" or "messages", or (.txt) a prompt a line; - is stdin.',
+            rich_help_panel=o.PROMPT,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT
+        ),
+    ],
+    limit: o.Limit = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    free_shapes: Annotated[
+        bool,
+        typer.Option(
+            "--free-shapes",
+            help="Let calls round as their shapes have it: quicker batches on a GPU, and texts that depend on them.",
+            rich_help_panel=o.MODEL,
+        ),
+    ] = False,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--temperature",
+            "-t",
+            metavar="X",
+            help="0 takes the likeliest token; may be repeated. [dim]\\[default: 0 and 0.7][/dim]",
+            show_default=False,
+            rich_help_panel=o.SAMPLING,
+        ),
+    ] = None,
+    seed: o.Seed = 0,
+    max_new_tokens: o.MaxNewTokens = 256,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK)
+    ] = 16,
+    processes: Annotated[
+        int,
+        typer.Option(
+            "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK
+        ),
+    ] = 1,
+    shard: Annotated[
+        int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK)
+    ] = 128,
+) -> None:
+    """Let a model answer prompts, and keep the answers as token ids.
+
+    [dim]Give the same command again after an interruption: it writes the files that
+    are missing. A text depends on the seed and on the number of its prompt, never
+    on batches or processes.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus collect text --prompts asked.jsonl --out teacher
+
+        saltus collect text -f asked.txt -t 0 -t 0.7 -t 1 -n 160 --out teacher
+
+        saltus collect text -f asked.jsonl --out teacher --processes 4
+
+    [bold]DIR[/bold] gets 00000.jsonl.gz and so on, in each line source, temperature, prompt
+    and completion; collect.json says which model wrote them and how.
+    [bold]saltus train ptp[/bold] learns from it.
+    """
+    from saltus.prompts import read
+
+    asked = read(prompts)[:limit]
+    if number := next((number for number, one in enumerate(asked) if len(one.turns) > 1), None):
+        raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
+    temperatures = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
+    from saltus.training.teacher import Plan
+
+    settings = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "shard": shard}
+    Plan((), **settings)  # a wrong number costs no loading
+    from saltus.cli.loading import open_engine
+    from saltus.training.checkpoint import alone
+    from saltus.training.teacher import begun, collect_apart, write_shard
+
+    loading = {"dtype": dtype, "device": device, "exact": not free_shapes}
+    engine = open_engine(model, "plain", None, **loading, batch_size=batch_size)
+    plan = Plan(questions(engine, asked, prompts), **settings)
+    with alone(out):
+        left = begun(out, plan, engine)
+        if processes > 1 and len(left) > 1:
+            del engine
+            loading |= {"model": model, "method": "plain"}
+            _watched(collect_apart(plan, left, out, loading, batch_size, processes), plan, left, out)
+        else:
+            parts = (write_shard(engine, plan, number, out, batch_size) for number in left)
+            _watched(chain.from_iterable(parts), plan, left, out)
+
+
+def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:
+    """The prompts as tokens. Errors: ValueError for one that the model cannot read."""
+    from saltus.training.teacher import Question
+
+    found, context = [], engine.target.context
+    for number, one in enumerate(asked):
+        tokens = engine.encode(one.turns[0] if one.turns else list(one.messages))
+        if context is not None and len(tokens) >= context:
+            raise ValueError(
+                f"prompt {number} of {file} has {len(tokens):,} tokens, but {engine.target.name} reads {context:,};"
+                " shorten it or leave it out"
+            )
+        source = one.record.get("source") or one.record.get("category") or file.stem
+        found.append(Question(str(source), tuple(tokens)))
+    return found
+
+
+def _watched(done: Iterator[tuple[int, int]], plan: Any, left: Sequence[int], out: Path) -> None:
+    """Show how far it has come, and at the end, or at Ctrl-C, what there is."""
+    from saltus.cli.answering import note
+    from saltus.cli.progress import meter
+    from saltus.training.teacher import missing
+
+    ended, tokens, began = plan.texts - sum(len(plan.part(number)) for number in left), 0, time.monotonic()
+    try:
+        with meter(plan.texts, "texts") as tell:
+            tell(ended)
+            for texts, new in done:
+                ended, tokens = ended + texts, tokens + new
+                tell(ended, f"{tokens / (time.monotonic() - began):,.0f} tokens/s")
+    except KeyboardInterrupt:
+        whole = len(plan.files) - len(missing(out, plan))
+        raise KeyboardInterrupt(
+            f"interrupted; {whole:,} of {len(plan.files):,} files are written, the same command writes the others"
+        ) from None
+    note(f"{plan.texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if left else ", all there before"))

@@ -1,0 +1,176 @@
+"""Teacher text: whatever interrupts its writing, each text is there once, and is the one that its seed asks for."""
+
+import gzip
+import json
+import os
+import signal
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+import saltus
+from saltus.training.teacher import Plan, Question, read_teacher, text_seed, write_shard
+from test_cli import complaint, lines, saltus_
+
+PROMPTS = ["the cat sat on the mat", "the dog", "a log and a mat", "sat", "the mat and the log", "on", "dog cat dog"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder) -> str:
+    return str(tiny_folder())
+
+
+@pytest.fixture
+def asked(tmp_path) -> Path:
+    return lines(tmp_path / "asked.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
+
+
+def collect(*arguments: object, code: int = 0, **settings):
+    return saltus_("collect", "text", *arguments, "-n", 12, code=code, **settings)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.jsonl.gz"))}
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for data in shards(folder).values() for line in gzip.decompress(data).splitlines()]
+
+
+def test_texts_are_those_that_the_engine_writes(folder, asked, tmp_path):
+    collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 5)
+    engine, found = saltus.load(folder), rows(tmp_path / "teacher")
+    assert [(row["source"], row["temperature"]) for row in found] == [("asked", 0.0), ("asked", 0.7)] * len(PROMPTS)
+    for number, row in enumerate(found):
+        prompt, seed = PROMPTS[number // 2], text_seed(0, number // 2)
+        answer = engine.generate(prompt, max_new_tokens=12, temperature=row["temperature"], seed=seed)
+        assert row["completion"] == answer.tokens
+        assert row["prompt"] == engine.encode(prompt)
+    assert [sample.completion for sample in read_teacher(tmp_path / "teacher")] == [row["completion"] for row in found]
+
+
+def test_neither_batches_nor_processes_change_a_text(folder, asked, tmp_path):
+    collect("-f", asked, "-m", folder, "--out", tmp_path / "one", "--shard", 4, "--batch-size", 1)
+    collect("-f", asked, "-m", folder, "--out", tmp_path / "two", "--shard", 4, "--processes", 2)
+    assert len(shards(tmp_path / "one")) == 4
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_path):
+    file = lines(
+        tmp_path / "asked.jsonl",
+        {"messages": [{"role": "user", "content": "the cat"}], "source": "talk"},
+        {"turns": ["the dog"], "category": "pets"},
+    )
+    collect("-f", file, "-m", folder, "--out", tmp_path / "json", "-t", 0)
+    assert [row["source"] for row in rows(tmp_path / "json")] == ["talk", "pets"]
+    (tmp_path / "asked.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
+    collect("-f", tmp_path / "asked.txt", "-m", folder, "--out", tmp_path / "text", "-t", 0)
+    assert [row["prompt"] for row in rows(tmp_path / "text")] == [row["prompt"] for row in rows(tmp_path / "json")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(processes, folder, tmp_path):
+    asked = lines(tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(6) for prompt in PROMPTS))
+    wanted = ["collect", "text", "-f", asked, "-m", folder, "-n", 40, "--shard", 3]
+    saltus_(*wanted, "--out", tmp_path / "whole")
+    killed = tmp_path / "killed"
+    kills = 0
+    for files in (1, 9) if processes == 1 else (5,):
+        run = get_context("fork").Process(target=saltus_, args=(*wanted, "--out", killed, "--processes", processes))
+        run.start()
+        while len(shards(killed)) < files and run.is_alive():
+            time.sleep(0.005)
+        run.kill()
+        run.join()
+        kills += run.exitcode == -signal.SIGKILL
+        assert shards(killed).items() <= shards(tmp_path / "whole").items()
+    assert kills == (2 if processes == 1 else 1)
+    there = {name: os.stat(killed / name).st_mtime_ns for name in shards(killed)}
+    assert 5 <= len(there) < 28
+    saltus_(*wanted, "--out", killed, "--processes", processes)
+    assert shards(killed) == shards(tmp_path / "whole")
+    assert there.items() <= {name: os.stat(killed / name).st_mtime_ns for name in there}.items(), "none is written anew"
+
+
+def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, asked, tmp_path):
+    out = "--out", tmp_path / "teacher"
+    collect("-f", asked, "-m", folder, *out)
+    assert "all there before" in collect("-f", asked, "-m", folder, *out).stderr
+
+    def refused(*arguments: object) -> str:
+        return complaint("collect", "text", *out, *arguments)
+
+    assert "begun with seed 0, not 1" in refused("-f", asked, "-m", folder, "-n", 12, "--seed", 1)
+    assert "max-new-tokens 12, not 13" in refused("-f", asked, "-m", folder, "-n", 13)
+    assert "temperatures [0.0, 0.7], not [0.5]" in refused("-f", asked, "-m", folder, "-n", 12, "-t", 0.5)
+    assert "other prompts" in refused("-f", asked, "-m", folder, "-n", 12, "--limit", 2)
+    assert "another model" in refused("-f", asked, "-m", tiny_folder(1), "-n", 12)
+
+
+def test_a_damaged_file_is_one_line_with_its_name(folder, asked, tmp_path):
+    out = tmp_path / "teacher"
+    collect("-f", asked, "-m", folder, "--out", out, "--shard", 5)
+    file = out / "00001.jsonl.gz"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    again = ["collect", "text", "-f", asked, "-m", folder, "--out", out, "--shard", 5, "-n", 12]
+    assert f"{file} is damaged" in complaint(*again)
+    with pytest.raises(ValueError, match="is damaged"):
+        read_teacher(out)
+    file.write_bytes(gzip.compress(b"".join(gzip.decompress(whole).splitlines(True)[1:])))
+    assert "texts are missing" in complaint(*again)
+    file.unlink()
+    with pytest.raises(ValueError, match="lacks 1 of 3 shards"):
+        read_teacher(out)
+    saltus_(*again)
+    assert file.read_bytes() == whole
+
+
+def test_two_runs_do_not_work_in_one_folder(folder, asked, tmp_path):
+    from saltus.training.checkpoint import alone
+
+    with alone(tmp_path / "teacher"):
+        assert "another process" in complaint(
+            "collect", "text", "-f", asked, "-m", folder, "--out", tmp_path / "teacher"
+        )
+
+
+def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, asked, tmp_path, monkeypatch):
+    def interrupted(engine, plan, number, *rest):
+        if number == 2:
+            raise KeyboardInterrupt
+        return write_shard(engine, plan, number, *rest)
+
+    monkeypatch.setattr("saltus.training.teacher.write_shard", interrupted)
+    said = collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
+    assert said == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
+
+
+def test_bad_prompts_and_settings_cost_no_loading(folder, asked, tmp_path, monkeypatch):
+    out = "--out", tmp_path / "teacher"
+    long = lines(tmp_path / "long.jsonl", {"prompt": "x" * 600})
+    assert "reads 512" in complaint("collect", "text", "-f", long, *out, "-m", folder)
+    monkeypatch.setattr("saltus.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    turns = lines(tmp_path / "turns.jsonl", {"prompt": "a"}, {"turns": ["a", "b"]})
+    assert "prompt 1 of" in complaint("collect", "text", "-f", turns, *out)
+    assert "there is no file" in complaint("collect", "text", "-f", tmp_path / "nowhere", *out)
+    assert "temperature is -1" in complaint("collect", "text", "-f", asked, *out, "-t", -1)
+    assert "--prompts" in complaint("collect", "text", *out)
+
+
+def test_the_commands_of_the_group_are_shown(folder):
+    assert "Let a model answer prompts" in saltus_("collect").stdout
+    assert "--processes" in saltus_("collect", "text", "--help").stdout
+
+
+def test_a_question_s_seed_is_its_own():
+    assert len({text_seed(seed, number) for seed in range(10) for number in range(100)}) == 1000
+    plan = Plan([Question("", (1,))] * 5, (0.0, 1.0), shard=4)
+    assert plan.part(1) == [(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)]
+    assert [text for number in range(len(plan.files)) for text in plan.part(number)] == [
+        (question, temperature) for question in range(5) for temperature in (0.0, 1.0)
+    ]
