@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -42,20 +42,33 @@ def collect(
     a prompt) and `texts` [texts, 3]: prompt length, length, and the temperature it was written at, times 1,000.
     Errors: ValueError where the folder holds shards of another model, of other taps, temperatures or texts.
     """
+    papers = {"target": fingerprint(network.model), "taps": list(network.taps), "temperatures": list(temperatures)}
+    yield from write_shards(samples, folder, papers, lambda sample: _read(network, sample, temperatures))
+
+
+def write_shards(
+    samples: Sequence[Sample],
+    folder: Path,
+    papers: dict[str, Any],
+    read: Callable[[Sample], dict[str, Tensor]],
+) -> Iterator[int]:
+    """What `read` finds in each text, `SHARD` texts a file; those that are there are kept. Yields how many are done.
+
+    `papers` say what was read with. Errors: ValueError where the folder holds shards of others, or of other texts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model = {"target": fingerprint(network.model), "taps": list(network.taps), "temperatures": list(temperatures)}
     for number, start in enumerate(range(0, len(samples), SHARD)):
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + SHARD]
-        made_of = {"papers": json.dumps(model | {"texts": _digest(part)})}
+        made_of = {"papers": json.dumps(papers | {"texts": _digest(part)})}
         if file.exists():
             if _papers(file) != made_of:
                 raise ValueError(f"{file} holds states of another model or other texts; collect into another folder")
         else:
-            kept: dict[str, list[Tensor]] = {"tokens": [], "features": [], "edges": [], "texts": []}
+            kept: dict[str, list[Tensor]] = {}
             for done, sample in enumerate(part):
-                for name, tensor in _read(network, sample, temperatures).items():
-                    kept[name].append(tensor)
+                for name, tensor in read(sample).items():
+                    kept.setdefault(name, []).append(tensor)
                 yield start + done
             joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in kept.items()}
             save_file(joined, file.with_suffix(".part"), made_of)
@@ -117,22 +130,28 @@ class States:
 
 def load_states(folder: Path) -> States:
     """Raises ValueError where there are none, or where a shard is damaged."""
+    shards, texts, papers = load_shards(folder, ("target", "taps", "temperatures"))
+    return States(
+        shards["tokens"].long(), shards["features"], shards["edges"], texts, tuple(papers["temperatures"]),
+        tuple(papers["taps"]), papers["target"],
+    )  # fmt: skip
+
+
+def load_shards(folder: Path, alike: Sequence[str]) -> tuple[dict[str, Tensor], np.ndarray, dict[str, Any]]:
+    """All shards together, where each text is (`States.texts`), and their papers, `alike` in what is named.
+
+    Errors: ValueError where there are none, where one is damaged, or where they are not alike.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no shards of states; collect them first")
     papers = [json.loads(_papers(file)["papers"]) for file in files]
     for file, one in zip(files, papers, strict=True):
-        if any(one[name] != papers[0][name] for name in ("target", "taps", "temperatures")):
+        if any(one.get(name) != papers[0].get(name) for name in alike):
             raise ValueError(f"{file} holds states of another model than {files[0]}; keep them in folders of their own")
     shards = [load_file(file) for file in files]
-    texts = torch.cat([shard["texts"] for shard in shards]).numpy()
+    names = shards[0].keys()
+    joined = {name: torch.cat([shard[name] for shard in shards], 1 if name == "edges" else 0) for name in names}
+    texts = joined.pop("texts").numpy()
     starts = np.concatenate([[0], np.cumsum(texts[:, 1])[:-1]])
-    return States(
-        torch.cat([shard["tokens"] for shard in shards]).long(),
-        torch.cat([shard["features"] for shard in shards]),
-        torch.cat([shard["edges"] for shard in shards], 1),
-        np.column_stack([starts, texts]),
-        tuple(papers[0]["temperatures"]),
-        tuple(papers[0]["taps"]),
-        papers[0]["target"],
-    )
+    return joined, np.column_stack([starts, texts]), papers[0]

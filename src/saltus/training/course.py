@@ -1,0 +1,31 @@
+"""Say what a training run needs of whatever it trains: a loss for every step, an examination, and a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class Course(Protocol):
+    """Something to train by `training.loop.train`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    def loss(self, step: int) -> Tensor:
+        """Of a step: a function of the step and the weights alone."""
+        ...
+
+    def report(self) -> dict[str, float]:
+        """Held-out tokens per call of chains, "greedy" and "sampled", the verifier's own token counted."""
+        ...
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """Keep what was trained, for use; the card says how it was made."""
+        ...

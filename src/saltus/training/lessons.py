@@ -1,0 +1,154 @@
+"""Cut windows from texts: at random places to learn from, and always the same ones of held-out texts to examine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from saltus.core.noise import Noise
+from saltus.training.draws import draws
+from saltus.training.edges import Edges, place
+from saltus.training.windows import followed, inside
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What a drafter is taught."""
+
+    texts: int = 6  # of a batch
+    windows: int = 60  # of a text
+    discount: float = 0.85  # weight of a query relative to the one before it: it counts only if that is right
+    placement: float = 1.0  # b of Beta(b, b): where u lies between its edges (PTP, App. D)
+    greedy: float = 0.7  # share of windows at temperature 0, of texts that were written so
+    slots: int = 384  # of a text at most
+    held_out: float = 0.04  # share of the texts
+    seed: int = 0
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """Texts end to end, and the edges of their tokens, as in `States`."""
+
+    @property
+    def tokens(self) -> Int[Tensor, "tokens"]: ...
+    @property
+    def edges(self) -> Float[Tensor, "temperatures tokens 2"]: ...
+    @property
+    def texts(self) -> np.ndarray:
+        """[texts, 4]: start, prompt length, length, temperature × 1,000."""
+        ...
+
+    @property
+    def temperatures(self) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Windows of some texts, which begin at `splits`: what their queries should say, and what that depends on."""
+
+    rows: Int[Tensor, "batch slots"]  # places of the texts' tokens in the corpus
+    tokens: Int[Tensor, "batch slots"]
+    splits: Int[Tensor, "batch windows"]  # slots before each window
+    targets: Int[Tensor, "batch windows window"]
+    uniforms: Float[Tensor, "batch windows window"]  # that pick the targets; NaN at temperature 0
+    temperatures: Float[Tensor, "batch windows"]  # 0 is greedy
+    counted: Bool[Tensor, "batch windows window"]  # do they count? Not behind a text's end, or a u that misleads
+
+    def to(self, device: torch.device) -> Cut:
+        return Cut(*(part.to(device) for part in vars(self).values()))
+
+
+@dataclass(eq=False)
+class Curriculum:
+    """The windows of every step: functions of the seed and of its number.
+
+    `whole`: contexts begin where texts do, and what is behind the slots is left out. Otherwise the ends of texts are
+    kept, behind one token at least: for drafters, whose first slot has a state of what came before.
+    `faithful`: windows have the temperature of their text alone, for students who learn laws. A text is a sample of
+    the laws at that temperature only; told their uniforms, its tokens are right at any.
+    """
+
+    corpus: Corpus
+    lessons: Lessons
+    window: int
+    whole: bool = False
+    faithful: bool = False
+    held_out: np.ndarray = field(init=False)
+    texts: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        texts = self.corpus.texts.copy()
+        if self.whole:
+            texts[:, 2] = np.minimum(texts[:, 2], self.lessons.slots)
+        texts = texts[texts[:, 2] > texts[:, 1] + 1]
+        if len(texts) < 2:
+            raise ValueError(
+                "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
+            )
+        order = np.argsort(Noise(self.lessons.seed).at("held out", np.arange(len(texts))))
+        border = max(1, math.ceil(self.lessons.held_out * len(texts)))
+        self.held_out, own = texts[np.sort(order[:border])], texts[np.sort(order[border:])]
+        self.texts = own[np.argsort(own[:, 2], kind="stable")]  # a batch holds texts of like length
+        if self.faithful:
+            self._written(texts[texts[:, 3] > 0, 3])
+
+    def lesson(self, number: int) -> Cut:
+        """The windows of a training step."""
+        generator = draws(self.lessons.seed, "batch", number)
+        count = min(self.lessons.texts, len(self.texts))
+        first = int(generator.integers(len(self.texts) - count + 1))
+        return self.cut(self.texts[first : first + count], generator, self.lessons.windows, self.lessons.greedy)
+
+    def exam(self, greedy: bool, windows: int = 8, texts: int = 8) -> Iterator[Cut]:
+        """Windows of held-out texts, those written greedily, or those that were sampled; always the same."""
+        chosen = self.held_out[(self.held_out[:, 3] == 0) == greedy]
+        for number in range(0, len(chosen), texts):
+            yield self.cut(chosen[number : number + texts], draws(1, "exam", number), windows, float(greedy))
+
+    def cut(self, texts: np.ndarray, generator: np.random.Generator, windows: int, greedy: float) -> Cut:
+        """Windows at random places of texts' completions, `greedy` of them at temperature 0 if they were written so."""
+        begins, prompts, lengths, written = texts.T
+        firsts = np.maximum(0 if self.whole else 1, lengths - self.lessons.slots)
+        low = np.maximum(prompts, firsts + 1)
+        splits = low[:, None] + (generator.random((len(texts), windows)) * (lengths - low)[:, None]).astype(np.int64)
+        here = np.minimum(firsts[:, None] + np.arange(int((lengths - firsts).max())), lengths[:, None] - 1)
+        rows = torch.from_numpy(begins[:, None] + here)
+        own = torch.from_numpy(splits - firsts[:, None])
+        padded = torch.cat([rows, rows[:, -1:].expand(-1, self.window)], 1)
+        asked = inside(padded, own, self.window)
+        known = own[..., None] + torch.arange(self.window) < torch.from_numpy(lengths - firsts)[:, None, None]
+        which = torch.from_numpy(generator.integers(len(self.corpus.temperatures), size=splits.shape))
+        if self.faithful:
+            which = torch.from_numpy(self._written(written))[:, None].expand_as(which)
+            greedy = 1.0
+        found = self.corpus.edges[which[..., None], asked]
+        uniforms, holds = place(Edges(found[..., 0], found[..., 1]), generator, self.lessons.placement)
+        cold = torch.from_numpy((generator.random(splits.shape) < greedy) & (written == 0)[:, None])
+        temperatures = torch.tensor(self.corpus.temperatures, dtype=torch.float64)[which]
+        return Cut(
+            rows=rows,
+            tokens=self.corpus.tokens[rows],
+            splits=own,
+            targets=self.corpus.tokens[asked],
+            uniforms=torch.where(cold[..., None], torch.nan, uniforms),
+            temperatures=torch.where(cold, 0.0, temperatures),
+            counted=followed(known & (holds | cold[..., None])),
+        )
+
+    def _written(self, written: np.ndarray) -> np.ndarray:
+        """Which of the edges' temperatures texts were written at; any for greedy ones."""
+        known = np.round(1000 * np.array(self.corpus.temperatures)).astype(np.int64)
+        missing = np.setdiff1d(written[written > 0], known)
+        if len(missing):
+            raise ValueError(
+                f"a student of laws learns at the temperature that a text was written at, but there are no edges at"
+                f" {missing[0] / 1000:g}; collect them at that temperature too"
+            )
+        return (written[:, None] == known).argmax(1)
