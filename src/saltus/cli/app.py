@@ -20,6 +20,7 @@ from saltus.cli.generate import generate
 from saltus.cli.lm_eval import PASSED_ON, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
+from saltus.cli.train import train
 
 
 class Commands(TyperGroup):
@@ -71,5 +72,6 @@ app.command(rich_help_panel=PROVE)(check)
 app.add_typer(bench, name="bench", rich_help_panel=PROVE)
 app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
 app.add_typer(collect, name="collect", rich_help_panel=TEACH)
+app.add_typer(train, name="train", rich_help_panel=TEACH)
 app.command(rich_help_panel=KNOW)(pull)
 app.command(rich_help_panel=KNOW)(methods)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Progress:
     loss: float
     seconds: float  # of training, those before an interruption included
     left: float
+    found: dict[str, float] = field(default_factory=dict)  # by the examination
 
 
 def train(
@@ -54,34 +55,42 @@ def train(
     path: Path,
     settings: dict[str, Any],
     report: Callable[[Progress], None] = lambda progress: None,
+    examine: Callable[[], dict[str, float]] = dict,
+    watch: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """Train in place; the mean losses between checkpoints. `loss(step)` must depend on the step and the weights alone.
 
-    `settings` say what the run is. Errors: a checkpoint of another run at `path`, or a damaged one.
+    Before each checkpoint `examine` is asked; what it found is kept there, with step and loss, under `exams`. `watch`
+    is told every step, counted from 1, and its loss. `settings` say what the run is. Errors: a checkpoint of another
+    run at `path`, or a damaged one.
     """
     optimiser = torch.optim.AdamW(module.parameters(), lr=schedule.rate, weight_decay=schedule.decay, betas=(0.9, 0.99))
     settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
     state = load(path)
-    step, seconds, curve = 0, 0.0, []
+    step, seconds, curve, exams = 0, 0.0, [], []
     if state is not None:
         if state["settings"] != settings:
             raise ValueError(f"{path} belongs to a run with other settings; delete it, or keep runs in another folder")
         module.load_state_dict(state["module"])
         optimiser.load_state_dict(state["optimiser"])
-        step, seconds, curve = state["step"], state["seconds"], state["curve"]
+        step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
     began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
     while step < schedule.steps:
-        total += _step(module, optimiser, loss(step), schedule.at(step), schedule.clip)
+        own = _step(module, optimiser, loss(step), schedule.at(step), schedule.clip)
+        total += own
         step += 1
+        watch(step, own)
         if step % schedule.every == 0 or step == schedule.steps:
-            seconds = time.perf_counter() - began
             curve.append(total / (step - saved))
             if not math.isfinite(curve[-1]):
                 raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
+            found = examine()
+            exams.append({"step": step, "loss": curve[-1], **found})
+            seconds = time.perf_counter() - began
             state = {"module": module.state_dict(), "optimiser": optimiser.state_dict(), "settings": settings}
-            save(path, state | {"step": step, "seconds": seconds, "curve": curve})
-            report(Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step)))
+            save(path, state | {"step": step, "seconds": seconds, "curve": curve, "exams": exams})
+            report(Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), found))
             saved, total = step, 0.0
     module.eval()
     return curve

@@ -216,7 +216,7 @@ def read_texts(file: Path) -> list[Sample]:
         data = file.read_bytes()
         text = gzip.decompress(data) if file.suffix == ".gz" else data
         rows = [json.loads(line) for line in text.decode().splitlines()]
-        return [Sample(row["prompt"], row["completion"], row["temperature"]) for row in rows]
+        return [Sample(row["prompt"], row["completion"], float(row["temperature"])) for row in rows]
     except FileNotFoundError:
         raise ValueError(f"there is no teacher text {file}; write it with saltus collect text") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

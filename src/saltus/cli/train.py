@@ -1,0 +1,308 @@
+"""Train what drafts: recipes in files, on texts that the model wrote itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, no_type_check
+
+import typer
+
+from saltus.cli import options as o
+
+RECIPE, WORK = "Recipe", "Work"
+
+train = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+
+@train.callback()
+@no_type_check  # typer calls it with the context of its own click
+def train_(context: typer.Context) -> None:
+    """Train drafters and adapters for a model.
+
+    [bold]Examples[/bold]
+
+        saltus train ptp
+    """
+    if not context.invoked_subcommand:
+        typer.echo(context.get_help())
+
+
+@train.command()
+def ptp(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="What a recipe in Python is given.")
+    ] = None,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.", rich_help_panel=RECIPE
+        ),
+    ] = "smollm2",
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting of it, such as rank=32; may be repeated.",
+            rich_help_panel=RECIPE,
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE)
+    ] = None,
+    device: o.Device = "auto",
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            "--teacher",
+            metavar="PATH",
+            help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind. "
+            "[dim]\\[default: WORK/teacher][/dim]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            "--work",
+            metavar="DIR",
+            help="States, checkpoint and curves (tensorboard). [dim]\\[default: runs/NAME][/dim]",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="What was trained. [dim]\\[default: WORK/drafter or WORK/adapter][/dim]",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE)
+    ] = False,
+) -> None:
+    """Train a drafter, or an adapter, for the method ptp.
+
+    [dim]Give the same command again after an interruption: it goes on from the last
+    checkpoint, with the outcome that it would have had.[/dim]
+
+    The model first reads the teacher's texts once; what it understood of them is
+    kept. A drafter is a small network beside the model, an adapter a low-rank
+    part of it that acts on guesses alone. Neither can change a text.
+
+    [bold]Examples[/bold]
+
+        saltus train ptp --list
+
+        saltus train ptp --recipe smollm2 --teacher teacher --out drafter
+
+        saltus train ptp -r smollm2-adapter --set rank=32 --steps 500 --work runs/32
+
+    Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
+
+    [bold]A recipe[/bold] is a TOML file; one in Python is a program, run with what stands
+    behind [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
+    """
+    from saltus.training.recipe import find, read
+
+    if show:
+        _list()
+        return
+    file = find(recipe)
+    if file.suffix == ".py":
+        _run_program(file, arguments or (), change, steps, seed, model, teacher, work, out)
+        return
+    if arguments:
+        raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
+    chosen = read(file, change or ())
+    chosen = replace(
+        chosen,
+        model=model or chosen.model,
+        schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
+        lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
+    )
+    work = work or Path("runs", file.stem)
+    _train(chosen, file.stem, _teacher(teacher, work, chosen), work, out or work / chosen.kind, device)
+
+
+def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
+    """The texts to learn from. Errors: ValueError that says how to get them."""
+    found = teacher or work / "teacher"
+    if not found.exists():
+        kinds = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
+        raise ValueError(
+            f"there is no teacher text in {found}; let the model write it first:"
+            f" saltus collect text --model {recipe.model} --prompts FILE {kinds} --out {found}"
+        )
+    return found
+
+
+def _train(recipe: Any, name: str, teacher: Path, work: Path, out: Path, device: str) -> None:
+    from saltus.training.run import Run, teacher_texts, written_by
+
+    samples, writer = teacher_texts(recipe, teacher), _curves()
+    from saltus.cli.answering import note
+    from saltus.cli.loading import open_engine
+    from saltus.training.checkpoint import alone
+
+    engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
+    written_by(teacher, engine.network.model, recipe.model)
+    run = Run(recipe, engine.network, recipe.model, work)
+    with alone(work):
+        _read(run, samples)
+        course = run.course()
+        found = _taught(run, course, writer)
+        tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
+        course.save(out, _card(recipe, name, len(samples), tokens, found))
+    counted = found["held_out_tokens_per_call"]
+    rates = ", ".join(f"{each} {value:.2f}" for each, value in counted.items())
+    note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
+
+
+def _read(run: Any, samples: Sequence[Any]) -> None:
+    from saltus.cli.progress import meter
+
+    try:
+        with meter(len(samples), "reading") as tell:
+            for done in run.read(list(samples)):
+                tell(done, "texts")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; what was read is kept in {run.kept}, the same command goes on") from None
+
+
+def _taught(run: Any, course: Any, writer: Callable[..., Any]) -> dict[str, Any]:
+    """Train, with a bar on a terminal, lines elsewhere, and curves for TensorBoard."""
+    from saltus.cli.answering import note
+    from saltus.cli.progress import meter
+
+    lessons, window = run.recipe.lessons, getattr(run.recipe, run.recipe.kind).window
+    queries = lessons.texts * lessons.windows * window  # of a step
+    curves = Curves(writer, run.work / "tensorboard", queries)
+    steps, saved = run.recipe.schedule.steps, 0
+
+    def watch(step: int, loss: float) -> None:
+        curves.step(step, loss)
+        tell(step, curves.words)
+
+    def report(progress: Any) -> None:
+        nonlocal saved
+        saved = progress.step
+        curves.checkpoint(progress)
+        if not sys.stderr.isatty():
+            note(f"step {progress.step:,} of {steps:,}: {curves.words}, {progress.left / 60:.0f} min left")
+
+    try:
+        with meter(steps, "training") as tell:
+            return run.train(course, report, watch)
+    except KeyboardInterrupt:
+        at = f" at step {curves.at:,}" if curves.at else ""
+        last = "the last checkpoint" if run.checkpoint.exists() else "the beginning"
+        onward = f"from {f'step {saved:,}' if saved else last}"
+        raise KeyboardInterrupt(f"interrupted{at}; the same command goes on {onward}") from None
+    finally:
+        curves.close()
+
+
+class Curves:
+    """The curves of a run: on the screen in words, and in a folder for TensorBoard."""
+
+    def __init__(self, writer: Callable[..., Any], folder: Path, queries: int) -> None:
+        self.writer, self.folder, self.queries = writer, folder, queries
+        self.file: Any = None
+        self.at, self.loss, self.speed = 0, 0.0, 0.0
+        self.found: dict[str, float] = {}
+
+    def step(self, step: int, loss: float) -> None:
+        """A step is done. What a killed run has told of it and later ones is purged."""
+        from time import monotonic
+
+        if self.file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file, self.began, self.first = self.writer(str(self.folder), purge_step=step), monotonic(), step
+        elif step > self.first:
+            self.speed = self.queries * (step - self.first) / (monotonic() - self.began)
+        self.at, self.loss = step, loss
+        self.file.add_scalar("loss", loss, step)
+
+    def checkpoint(self, progress: Any) -> None:
+        """An examination's findings."""
+        self.found = {name: value for name, value in progress.found.items() if value == value}
+        for name, value in self.found.items():
+            self.file.add_scalar(f"held-out tokens per call/{name}", value, progress.step)
+        self.file.add_scalar("query tokens per second", self.speed, progress.step)
+        self.file.flush()
+
+    @property
+    def words(self) -> str:
+        found = "".join(f" · {name} {value:.2f} a call" for name, value in self.found.items())
+        return f"loss {self.loss:.3f}{found} · {self.speed:,.0f} query tokens/s"
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def _curves() -> Callable[..., Any]:
+    """What writes for TensorBoard. Errors: ValueError where that is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
+    except ImportError:
+        raise ValueError("training needs tensorboard for its curves; pip install 'saltus[train]'") from None
+    return SummaryWriter
+
+
+def _card(recipe: Any, name: str, texts: int, tokens: int, found: dict[str, Any]) -> dict[str, Any]:
+    from saltus.evaluation.machine import commit, machine
+
+    return {
+        "recipe": {"name": name, **recipe.settings},
+        "teacher_texts": texts,
+        "teacher_tokens": tokens,
+        "steps": recipe.schedule.steps,
+        "seed": recipe.lessons.seed,
+        **found,
+        "machine": machine(),
+        "commit": commit(),
+    }
+
+
+def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None:
+    """As python would run it."""
+    import runpy
+
+    if any(option is not None for option in options):
+        raise ValueError(f"{file} is a program, and takes its own options; put them behind --")
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[0:0] = [str(file), *arguments], [str(file.resolve().parent)]
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _list() -> None:
+    from rich import box
+    from rich.table import Table
+
+    from saltus.cli.painting import terminal
+    from saltus.training.recipe import SHIPPED, read, shipped
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("recipe", "trains", "takes"):
+        table.add_column(head, no_wrap=head == "recipe")
+    for name in shipped():
+        recipe = read(SHIPPED / f"{name}.toml")
+        table.add_row(name, recipe.about, recipe.time)
+    terminal(soft_wrap=False).print(table)

@@ -1,0 +1,221 @@
+"""Read what a training run is made of: TOML files, whose every key is a field of the dataclasses below."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from saltus.networks.auxiliary import KINDS
+from saltus.networks.drafter import Shape
+from saltus.networks.gated import Gating
+from saltus.training.distillation import Loss, Objective
+from saltus.training.lessons import Lessons
+from saltus.training.loop import Schedule
+from saltus.training.windows import Form
+
+SHIPPED = Path(__file__).parent / "recipes"
+TOLD = ("kind", "about", "time")  # what a recipe says of itself
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A small network beside the target; its heads are like the target's."""
+
+    layers: int = 2
+    intermediate: int = 768
+    taps: tuple[int, ...] = ()  # states after so many of the target's layers are read, besides the last
+    window: int = 6  # tokens of a pass
+    vocabulary: int = 8192  # tokens that are drafted: the most frequent
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    told: bool = True  # the temperature
+    informed: bool = True  # False: no uniform is told, which is independent prediction
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "intermediate", "window", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a drafter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if self.embedding not in KINDS:
+            raise ValueError(f"a drafter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    def shape(self, target: Any) -> Shape:
+        """For this Hugging Face model. Errors: ValueError for taps that it has not."""
+        config = target.config.get_text_config()
+        if wrong := [tap for tap in self.taps if not 0 < tap < config.num_hidden_layers]:
+            raise ValueError(f"taps has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer")
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        return Shape(
+            config.hidden_size, self.intermediate, self.taps, self.layers, heads, shared,
+            self.window, self.embedding, self.told, self.informed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A gated LoRA of the target."""
+
+    rank: int = 64
+    alpha: float | None = None  # of rank, where none is given
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    told: bool = True  # the temperature
+    form: Form = "one-hot"
+    loss: Loss = "ce"
+    window: int = 16  # queries of a group; the first drafts nothing
+    recompute: bool = False  # in the backward pass: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.gating and self.objective(1.0)  # made now, so that what they refuse is refused now
+        if self.window < 2:
+            raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
+
+    @property
+    def gating(self) -> Gating:
+        alpha = float(self.rank) if self.alpha is None else self.alpha
+        return Gating(self.rank, alpha, self.dropout, self.targets, self.embedding, self.told, self.window)
+
+    def objective(self, placement: float) -> Objective:
+        return Objective(self.form, self.loss, self.window, placement)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, for which model, on what, and how long."""
+
+    kind: Literal["drafter", "adapter"]
+    schedule: Schedule
+    about: str = ""
+    time: str = ""  # that it takes, and where
+    model: str = "smollm2-135m"
+    dtype: str = "auto"  # that the target reads in
+    temperatures: tuple[float, ...] = (0.7, 1.0)  # that are drafted for, besides 0
+    teacher_texts: int = 0  # of the teacher's, evenly spread; 0: all
+    lessons: Lessons = field(default_factory=Lessons)
+    drafter: Drafter = field(default_factory=Drafter)
+    adapter: Adapter = field(default_factory=Adapter)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that can change what comes out, as a file of settings holds it."""
+        told = asdict(self)
+        del told["about"], told["time"], told["adapter" if self.kind == "drafter" else "drafter"]
+        return told
+
+
+def shipped() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
+
+
+def find(name: str) -> Path:
+    """The file of a recipe: a shipped one by its name, or one's own. Errors: ValueError."""
+    if Path(name).suffix in (".toml", ".py"):
+        if not Path(name).is_file():
+            raise ValueError(f"there is no recipe {name}; check the path, or take one of {', '.join(shipped())}")
+        return Path(name)
+    if name not in shipped():
+        raise ValueError(f"unknown recipe {name!r}; {_offer(name, shipped())}; a file of yours ends in .toml or .py")
+    return SHIPPED / f"{name}.toml"
+
+
+def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
+    """A recipe with some settings changed: `rank=32`, `schedule.rate=1e-3`. Errors: ValueError."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not TOML ({error}); correct it") from None
+    where = f"recipe {file.stem}"
+    for change in changes:
+        _change(table, change)
+    recipe = _filled(Recipe, table, where)
+    other = "adapter" if recipe.kind == "drafter" else "drafter"
+    if other in table:
+        raise ValueError(f"{where}: its kind is {recipe.kind}, which has no [{other}]; leave that out")
+    return recipe
+
+
+def _change(table: dict[str, Any], change: str) -> None:
+    """Put a change into a table, in the section that has such a key."""
+    key, equals, value = change.partition("=")
+    if not (equals and key):
+        raise ValueError(f"--set {change}: write KEY=VALUE, such as lessons.texts=4")
+    sections = {"", "lessons", "schedule", str(table.get("kind"))}
+    known = [path for path in _paths() if path.rpartition(".")[0] in sections and path not in TOLD]
+    found = [path for path in known if key in (path, path.rpartition(".")[2])]
+    if not found:
+        near = difflib.get_close_matches(key, {*known, *(path.rpartition(".")[2] for path in known)}, n=1)
+        offer = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"--set {change}: a recipe has no setting {key}; {offer}")
+    section, _, name = found[0].rpartition(".")
+    (table.setdefault(section, {}) if section else table)[name] = _value(value)
+
+
+def _value(text: str) -> Any:
+    """As TOML writes it; what is none of its values is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _paths() -> list[str]:
+    """All settings, `section.key` within sections."""
+    found, hints = [], typing.get_type_hints(Recipe)
+    for each in fields(Recipe):
+        inner = hints[each.name]
+        found += [f"{each.name}.{one.name}" for one in fields(inner)] if is_dataclass(inner) else [each.name]
+    return found
+
+
+def _filled(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a table. Errors: ValueError for keys that it has not, lacks, or that are of another type."""
+    hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]
+    if unknown := [key for key in table if key not in names]:
+        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; {_offer(unknown[0], names)}")
+    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in table]:
+        raise ValueError(f"{where} lacks {lacking[0]}; add it")
+    given = {}
+    for key, value in table.items():
+        if not is_dataclass(hints[key]):
+            given[key] = _checked(value, hints[key], f"{where}: {key}")
+        elif isinstance(value, Mapping):
+            given[key] = _filled(hints[key], value, f"{where}, [{key}],")
+        else:
+            raise ValueError(f"{where}: {key} is a section; give its keys, such as {key}.{fields(hints[key])[0].name}")
+    return kind(**given)
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """The value in the type of its field."""
+    kind, inner = typing.get_origin(hint), typing.get_args(hint)
+    if kind is Literal:
+        if value in inner:
+            return value
+        raise ValueError(f"{where} is {value!r}, but must be one of {', '.join(inner)}")
+    if kind is types.UnionType:  # X | None
+        return _checked(value, inner[0], where)
+    if kind is tuple and isinstance(value, list):
+        return tuple(_checked(one, inner[0], where) for one in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if kind is None and type(value) is hint:
+        return value
+    wanted = f"a list, each {_NAMES[inner[0]]}" if kind is tuple else _NAMES[hint]
+    raise ValueError(f"{where} is {value!r}, but must be {wanted}")
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _offer(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

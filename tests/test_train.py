@@ -1,0 +1,276 @@
+"""`saltus train ptp`: from recipe and teacher text to what drafts, through any interruption to the same weights."""
+
+import json
+import re
+import signal
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import saltus
+from saltus.cli.app import app
+from saltus.networks.drafter_files import PAPERS, WEIGHTS
+from saltus.training import recipe as recipes
+from saltus.training.checkpoint import load
+from saltus.training.drafter import DrafterCourse
+from test_cli import complaint, lines, saltus_
+
+RECIPE = """
+kind = "drafter"
+temperatures = [0.7]
+
+[drafter]
+layers = 1
+intermediate = 16
+taps = [1]
+window = 4
+vocabulary = 120
+embedding = "th"
+
+[lessons]
+texts = 3
+windows = 6
+held_out = 0.3
+
+[schedule]
+steps = 12
+every = 4
+"""
+ADAPTER = RECIPE.replace("drafter", "adapter").replace(
+    "layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder) -> Path:
+    return tiny_folder()
+
+
+@pytest.fixture(scope="module")
+def teacher(folder, tmp_path_factory) -> Path:
+    """Texts of the tiny model."""
+    room = tmp_path_factory.mktemp("teacher")
+    asked = lines(room / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
+    saltus_("collect", "text", "-f", asked, "-m", folder, "-n", 24, "--out", room / "teacher")
+    return room / "teacher"
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    (tmp_path / "tiny.toml").write_text(RECIPE, encoding="utf-8")
+    return tmp_path / "tiny.toml"
+
+
+def training(recipe: Path, folder: Path, teacher: Path, work: Path, *more: object) -> list[object]:
+    return ["train", "ptp", "-r", recipe, "-m", folder, "--teacher", teacher, "--work", work, *more]
+
+
+def scalars(work: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curves = EventAccumulator(str(work / "tensorboard"))
+    curves.Reload()
+    return {tag: [(one.step, one.value) for one in curves.Scalars(tag)] for tag in curves.Tags()["scalars"]}
+
+
+def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, teacher, tmp_path):
+    out = tmp_path / "drafter"
+    said = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
+    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", said)
+    card = json.loads((out / PAPERS).read_text())["card"]
+    assert {"machine", "commit", "minutes", "loss"} <= card.keys()
+    assert (card["steps"], card["seed"], card["teacher_texts"]) == (12, 3, 20)
+    assert (card["recipe"]["name"], card["recipe"]["drafter"]["taps"]) == ("tiny", [1])
+    assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
+    assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in said
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out), "length": 4}})
+    for temperature in (0.0, 0.7):
+        given = {"max_new_tokens": 24, "temperature": temperature}
+        assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+
+
+def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
+    file = tmp_path / "gated.toml"
+    file.write_text(ADAPTER, encoding="utf-8")
+    saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", "rank=2"))
+    papers = json.loads((tmp_path / "work" / "adapter" / PAPERS).read_text())
+    assert papers["settings"]["rank"] == papers["settings"]["alpha"] == 2
+    assert papers["training"]["steps"] == 12
+    assert papers["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})
+    given = {"max_new_tokens": 24, "temperature": 0.7}
+    assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+
+
+def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):
+    work = tmp_path / "work"
+    saltus_(*training(recipe, folder, teacher, work))
+    found, exams = scalars(work), load(work / "checkpoint.pt")["exams"]
+    assert [step for step, _ in found["loss"]] == list(range(1, 13))
+    assert [exam["step"] for exam in exams] == [4, 8, 12]
+    for name in ("greedy", "sampled"):
+        told = found[f"held-out tokens per call/{name}"]
+        assert told == [(exam["step"], pytest.approx(exam[name])) for exam in exams]
+    assert [step for step, _ in found["query tokens per second"]] == [4, 8, 12]
+    mean = sum(value for step, value in found["loss"] if step <= 4) / 4
+    assert mean == pytest.approx(exams[0]["loss"])
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(recipe, folder, teacher, tmp_path):
+    saltus_(*training(recipe, folder, teacher, tmp_path / "whole"))
+    killed, kills = tmp_path / "killed", 0
+    for moment in ("states/00000.safetensors", "checkpoint.pt"):
+        command = training(recipe, folder, teacher, killed)
+        run = get_context("fork").Process(target=saltus_, args=command)
+        run.start()
+        while not (killed / moment).exists() and run.is_alive():
+            time.sleep(0.002)
+        run.kill()
+        run.join()
+        kills += run.exitcode == -signal.SIGKILL
+    assert kills == 2
+    assert load(killed / "checkpoint.pt")["step"] < 12
+    assert not (killed / "drafter").exists()
+    time.sleep(1.1)  # files of curves are ordered by the second
+    saltus_(*training(recipe, folder, teacher, killed))
+    one, other = (tmp_path / work / "drafter" / WEIGHTS for work in ("whole", "killed"))
+    assert one.read_bytes() == other.read_bytes()
+    assert load(killed / "checkpoint.pt")["exams"] == load(tmp_path / "whole" / "checkpoint.pt")["exams"]
+    assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
+
+
+def test_ctrl_c_says_where_it_was_and_how_to_go_on(recipe, folder, teacher, tmp_path, monkeypatch):
+    whole = DrafterCourse.loss
+
+    def interrupted(course: DrafterCourse, step: int):
+        if step == 6:
+            raise KeyboardInterrupt
+        return whole(course, step)
+
+    monkeypatch.setattr(DrafterCourse, "loss", interrupted)
+    said = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
+    assert said.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
+
+
+def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder, teacher, tmp_path):
+    work = tmp_path / "work"
+    saltus_(*training(recipe, folder, teacher, work))
+    assert "other settings" in complaint(*training(recipe, folder, teacher, work, "--seed", 1))
+    assert "other settings" in complaint(*training(recipe, folder, teacher, work, "--steps", 20))
+    assert "other texts" in complaint(*training(recipe, folder, teacher, work, "--set", "teacher_texts=7"))
+    assert "were written by" in complaint(*training(recipe, tiny_folder(1), teacher, tmp_path / "another"))
+    assert "the model has 2 layers" in complaint(
+        *training(recipe, folder, teacher, tmp_path / "taps", "--set", "taps=[1, 2]")
+    )
+    texts = lines(tmp_path / "texts.jsonl", *[{"prompt": [1], "completion": [300] * 9, "temperature": 0}] * 2)
+    assert "tokens that" in complaint(*training(recipe, folder, texts, tmp_path / "big"))
+
+
+def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp_path):
+    work = tmp_path / "work"
+    saltus_(*training(recipe, folder, teacher, work))
+    for file in (work / "checkpoint.pt", work / "states" / "00000.safetensors"):
+        file.write_bytes(file.read_bytes()[:100])
+        assert str(file) in complaint(*training(recipe, folder, teacher, work))
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"x")
+    assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
+
+
+def test_without_teacher_text_it_says_how_to_get_it(recipe, folder, tmp_path):
+    work = tmp_path / "work"
+    said = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
+    command = said.partition("first: saltus ")[2].split()
+    asked = tmp_path / "asked.txt"
+    asked.write_text("the cat\nthe dog\nthe log\nthe mat\n")
+    saltus_(*(asked if word == "FILE" else word for word in command), "-n", 12)
+    saltus_("train", "ptp", "-r", recipe, "-m", folder, "--work", work, "--steps", 1)
+    assert (work / "drafter" / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cure"),
+    [
+        ("layers = 1", "layer = 1", "did you mean layers?"),
+        ("[lessons]", "[lesons]", "did you mean lessons?"),
+        ("layers = 1", 'layers = "one"', "layers is 'one', but must be a whole number"),
+        ("layers = 1", "layers = true", "must be a whole number"),
+        ("layers = 1", "layers = 0", "must be 1 or more"),
+        ("taps = [1]", "taps = 1", "must be a list, each a whole number"),
+        ("taps = [1]", "taps = [0.5]", "must be a whole number"),
+        ('"th"', '"tt"', "must be one of bits"),
+        ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
+        ('kind = "drafter"', "", "lacks kind"),
+        ("steps = 12", "", "lacks steps"),
+        ("[lessons]", "[adapter]\n[lessons]", "leave that out"),
+        ("[drafter]", "[drafter", "is not TOML"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_path):
+    recipe.write_text(RECIPE.replace(old, new), encoding="utf-8")
+    assert cure in complaint("train", "ptp", "-r", recipe, "--teacher", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ("vocabulry=3", "did you mean vocabulary?"),
+        ("drafter.layrs=3", "did you mean drafter.layers?"),
+        ("rank=3", "no setting rank"),
+        ("layers", "write KEY=VALUE"),
+        ("layers=two", "must be a whole number"),
+        ("kind=adapter", "no setting kind"),
+    ],
+)
+def test_a_wrong_change_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
+    assert cure in complaint("train", "ptp", "-r", recipe, "--set", change, "--teacher", tmp_path)
+
+
+def test_changes_reach_the_section_that_has_them(recipe):
+    changed = recipes.read(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
+    assert (changed.drafter.layers, changed.schedule.rate, changed.drafter.embedding) == (3, 1.0, "ar")
+    assert changed.temperatures == (0.5,)
+
+
+def test_recipes_that_come_with_it_are_sound_and_listed():
+    said = saltus_("train", "ptp", "--list").stdout
+    assert {"smollm2", "smollm2-adapter", "smollm2-code", "vicuna-7b"} <= set(recipes.shipped())
+    for name in recipes.shipped():
+        found = recipes.read(recipes.find(name))
+        assert name in said
+        assert found.about
+        assert found.time
+    assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")
+    assert "there is no recipe nowhere.toml" in complaint("train", "ptp", "-r", "nowhere.toml")
+
+
+def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tmp_path):
+    (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
+    file = tmp_path / "own.py"
+    file.write_text("import sys, beside\nprint(__name__, beside.WORD, sys.argv[1:])\n")
+    before = sys.argv, sys.path[:]
+    assert saltus_("train", "ptp", "-r", file, "--", "a", "--help").stdout == "__main__ beside ['a', '--help']\n"
+    assert (sys.argv, sys.path) == before
+    assert "behind --" in complaint("train", "ptp", "-r", file, "--steps", 3)
+    assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
+
+
+def test_training_without_tensorboard_says_what_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert "pip install 'saltus[train]'" in complaint(*training(recipe, folder, teacher, tmp_path / "work"))
+
+
+def test_the_help_s_examples_use_options_that_exist():
+    assert "Train a drafter" in saltus_("train").stdout
+    groups = get_command(app).commands
+    for group, name in (("train", "ptp"), ("collect", "text")):
+        command = groups[group].commands[name]
+        known = {option for parameter in command.params for option in parameter.opts}
+        examples = re.findall(rf"saltus {group} {name}(.*)", command.help)
+        assert examples
+        for rest in examples:
+            assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest)) <= known
