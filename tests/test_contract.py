@@ -18,7 +18,7 @@ from saltus.core.tree import Tree
 from saltus.methods import available
 from saltus.testing import Toy, Writing, joint, toy, writing
 
-METHODS = [*available(), "jacobi+lookup", "small_model+lookup", "jacobi+lookup+small_model"]
+METHODS = [*available(), "jacobi+lookup", "small_model+lookup", "ptp+lookup", "jacobi+lookup+small_model"]
 PROMPT = [1, 2, 3, 4, 1, 2]
 LENGTH = 24
 SAMPLINGS = {

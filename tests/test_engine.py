@@ -21,15 +21,15 @@ from saltus.networks import causal
 from saltus.networks.memory import Memory
 from saltus.writing import Shelf, Text, calibrate, write
 
-METHODS = [*available(), "jacobi+lookup"]
+METHODS = [*available(), "jacobi+lookup", "ptp+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 GREEDY, SAMPLED = {}, {"temperature": 0.7, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_folder) -> saltus.Engine:
+def engine(tiny_folder, tiny_drafter) -> saltus.Engine:
     """It drafts on and on, even where it does not pay."""
-    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}}
+    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}, "ptp": {"model": str(tiny_drafter())}}
     return saltus.load(str(tiny_folder()), options=drafter, batch_size=2, adaptive=False)
 
 
@@ -423,10 +423,10 @@ def test_of_two_memories_alike_in_length_the_right_one_is_taken():
     assert [entry[1]["target"].tokens[0] for entry in small.kept] == [1]
 
 
-def test_by_rejection_a_text_depends_on_its_seed_alone(engine, tiny_folder):
-    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}}
+@pytest.mark.parametrize("method", ["small_model", "ptp"])
+def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
     one, two = (
-        saltus.load(engine.target.name, "small_model", rule="reject", options=drafter, batch_size=3) for _ in range(2)
+        saltus.load(engine.target.name, method, rule="reject", options=engine.options, batch_size=3) for _ in range(2)
     )
     prompts = [PROMPT, "a", "the dog"]
     settings = {"temperature": 0.9, "max_new_tokens": 20}

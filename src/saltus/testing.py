@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ Adapted = Callable[[tuple[int, int], Sequence[float]], Tensor]
 class Toy:
     """A causal law of the last two tokens. It counts calls, and refuses what no network should be asked.
 
-    `rewrites`: a drafter's text may take decided tokens back (its own drafts); the target's only grows.
+    `rewrites`: a drafter's text may take decided tokens back (its own drafts); the target's only grows. The state of a
+    token, as a feature, is its position: so a drafter that is shown states can tell whether they are the right ones.
     """
 
     logits: Float[Tensor, "vocab vocab vocab"]
@@ -68,6 +69,11 @@ class Toy:
         differs = np.flatnonzero(memory.decided[:shared] != decided[:shared])
         read = int(len(decided) - (differs[0] if len(differs) else shared))
         self.read += read
+        if ask.hidden is not None:
+            shown = torch.arange(len(decided) - len(ask.hidden), len(decided))[:, None] - 1
+            assert torch.equal(ask.hidden, shown), "a drafter is shown the states before the tokens decided since"
+            assert 0 < len(ask.hidden), "a drafter is shown something new"
+            assert not len(memory.decided) or read == len(ask.hidden), "no state comes twice, or never"
         memory.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
         for token, parent in zip(ask.tokens[: ask.drafts], ask.parents, strict=False):
@@ -75,7 +81,8 @@ class Toy:
         logits = self.logits[tuple(zip(*pairs, strict=True))]
         if ask.queries:
             logits = torch.cat([logits, self._adapted(ask, pairs)])
-        return Reply(logits, read=read)
+        states = [*range(len(decided) - read, len(decided)), *(len(decided) + depth for depth in ask.depths)]
+        return Reply(logits, torch.tensor(states, dtype=torch.float64)[:, None] if ask.features else None, read=read)
 
     def _adapted(self, ask: Forward, pairs: list[tuple[int, int]]) -> Tensor:
         assert self.adapted is not None and ask.uniforms is not None, "queries need an adapter"
@@ -115,10 +122,14 @@ def toy(vocab: int = 6, sharp: float = 2.0, seed: int = 0) -> Toy:
     return Toy(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * sharp))
 
 
-def student(of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter") -> Toy:
-    """A drafter's network that has learned a toy's logits up to an error of this deviation."""
+def student(
+    of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None
+) -> Toy:
+    """A drafter's network that has learned a toy's logits up to an error of this deviation, and to read uniforms."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
-    return Toy(of.logits + noise, name=name, rewrites=True)
+    made = Toy(of.logits + noise, name=name, rewrites=True)
+    made.adapted = oracle(made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced=()))
+    return made
 
 
 def oracle(of: Toy, sampling: Sampling, form: Form = "one-hot") -> Adapted:
@@ -136,6 +147,7 @@ def oracle(of: Toy, sampling: Sampling, form: Form = "one-hot") -> Adapted:
             if key not in marginals:
                 marginals[key] = torch.from_numpy(_marginal(of, sampling, *key)).log()
             return marginals[key]
+        uniforms = [0.0 if sampling.greedy else u for u in uniforms]  # greedy picks need none
         known, own = (uniforms[:-1], uniforms[-1]) if form == "one-hot" else (uniforms[1:], None)
         pair = before
         for u in known:
@@ -203,7 +215,8 @@ def writing(
     """A text about to be written by the methods of `spec`; their own networks are students of the target."""
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
     methods = make(spec, options)
-    networks = {"target": target} | {name: student(target, error, name=name) for one in methods for name in one.models}
+    own = [name for one in methods for name in one.models]
+    networks = {"target": target} | {name: student(target, error, name=name, sampling=sampling) for name in own}
     drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
     canvas = continuation(prompt, length)
     writer = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)

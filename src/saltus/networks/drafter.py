@@ -167,7 +167,7 @@ class DraftNetwork:
         with self._exact():
             slots = self.model.slots(self._states(ask.hidden[past - begin :]), tokens)
             told = torch.full_like(u, ask.temperature), torch.arange(len(u), device=self.device)
-            rows = torch.cat([slots, self.model.queries(slots[-1:], u, *told)])
+            rows = torch.cat([slots, self.model.queries(slots[-1:].expand(len(u), -1), u, *told)])
         filled = past - memory.start
         while len(rows) > ROWS:
             count = min(ROWS, len(rows) - len(u) - 1)

@@ -10,8 +10,10 @@
 
 #ifdef __AVX512F__
 #define LANES 16
+#define FITS 24  // sums of a register tile, beside what they are made of
 #else
 #define LANES 8  // compilers split wider vectors badly: four times slower
+#define FITS 12
 #endif
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef float four __attribute__((vector_size(4 * sizeof(float))));
