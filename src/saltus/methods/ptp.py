@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,9 +102,8 @@ class Readers:
         places = canvas.open[: min(self.length, room)]
         stream = f"{SOURCE}/{canvas.done}" if self.rule is reject else "text"  # under `reject` never the rule's own
         uniforms = uniforms_of(self.noise, self.sampling, places, stream)
-        told = [math.nan] * len(places) if self.sampling.greedy else given(uniforms, self.form)
         asked = Forward(canvas, to="ptp", hidden=torch.cat(self.states))
-        asked = with_groups(asked, [(-1, told)], self.sampling.temperature)
+        asked = with_groups(asked, [(-1, given(uniforms, self.form))], self.sampling.temperature)
         reply = yield asked
         self.states.clear()
         if self.form == "one-hot" or self.sampling.greedy:
