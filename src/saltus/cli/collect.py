@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -117,7 +117,7 @@ def text(
     Plan((), **settings)  # a wrong number costs no loading
     from saltus.cli.loading import open_engine
     from saltus.training.checkpoint import alone
-    from saltus.training.teacher import begun, collect_apart, write_shard
+    from saltus.training.teacher import begun, collect_apart, collect_here
 
     loading = {"dtype": dtype, "device": device, "exact": not free_shapes}
     engine = open_engine(model, "plain", None, **loading, batch_size=batch_size)
@@ -127,10 +127,10 @@ def text(
         if processes > 1 and len(left) > 1:
             del engine
             loading |= {"model": model, "method": "plain"}
-            _watched(collect_apart(plan, left, out, loading, batch_size, processes), plan, left, out)
+            done = collect_apart(plan, left, out, loading, batch_size, processes)
         else:
-            parts = (write_shard(engine, plan, number, out, batch_size) for number in left)
-            _watched(chain.from_iterable(parts), plan, left, out)
+            done = collect_here(engine, plan, left, out, batch_size)
+        _watched(done, plan, left, out)
 
 
 def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:
@@ -150,7 +150,7 @@ def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:
     return found
 
 
-def _watched(done: Iterator[tuple[int, int]], plan: Any, left: Sequence[int], out: Path) -> None:
+def _watched(done: Generator[tuple[int, int]], plan: Any, left: Sequence[int], out: Path) -> None:
     """Show how far it has come, and at the end, or at Ctrl-C, what there is."""
     from saltus.cli.answering import note
     from saltus.cli.progress import meter
@@ -158,7 +158,7 @@ def _watched(done: Iterator[tuple[int, int]], plan: Any, left: Sequence[int], ou
 
     ended, tokens, began = plan.texts - sum(len(plan.part(number)) for number in left), 0, time.monotonic()
     try:
-        with meter(plan.texts, "texts") as tell:
+        with closing(done), meter(plan.texts, "texts") as tell:
             tell(ended)
             for texts, new in done:
                 ended, tokens = ended + texts, tokens + new

@@ -11,6 +11,7 @@ from typing import Annotated, Any, no_type_check
 import typer
 
 from saltus.cli import options as o
+from saltus.cli.curves import Curves, writer
 
 RECIPE, WORK = "Recipe", "Work"
 
@@ -152,7 +153,7 @@ def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
 def _train(recipe: Any, name: str, teacher: Path, work: Path, out: Path, device: str) -> None:
     from saltus.training.run import Run, teacher_texts, written_by
 
-    samples, writer = teacher_texts(recipe, teacher), _curves()
+    samples, tensorboard = teacher_texts(recipe, teacher), writer()
     from saltus.cli.answering import note
     from saltus.cli.loading import open_engine
     from saltus.training.checkpoint import alone
@@ -163,7 +164,7 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, out: Path, device:
     with alone(work):
         _read(run, samples)
         course = run.course()
-        found = _taught(run, course, writer)
+        found = _taught(run, course, tensorboard)
         tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
         course.save(out, _card(recipe, name, len(samples), tokens, found))
     counted = found["held_out_tokens_per_call"]
@@ -182,14 +183,14 @@ def _read(run: Any, samples: Sequence[Any]) -> None:
         raise KeyboardInterrupt(f"interrupted; what was read is kept in {run.kept}, the same command goes on") from None
 
 
-def _taught(run: Any, course: Any, writer: Callable[..., Any]) -> dict[str, Any]:
+def _taught(run: Any, course: Any, tensorboard: Callable[..., Any]) -> dict[str, Any]:
     """Train, with a bar on a terminal, lines elsewhere, and curves for TensorBoard."""
     from saltus.cli.answering import note
     from saltus.cli.progress import meter
 
     lessons, window = run.recipe.lessons, getattr(run.recipe, run.recipe.kind).window
     queries = lessons.texts * lessons.windows * window  # of a step
-    curves = Curves(writer, run.work / "tensorboard", queries)
+    curves = Curves(tensorboard, run.work / "tensorboard", queries)
     steps, saved = run.recipe.schedule.steps, 0
 
     def watch(step: int, loss: float) -> None:
@@ -213,54 +214,6 @@ def _taught(run: Any, course: Any, writer: Callable[..., Any]) -> dict[str, Any]
         raise KeyboardInterrupt(f"interrupted{at}; the same command goes on {onward}") from None
     finally:
         curves.close()
-
-
-class Curves:
-    """The curves of a run: on the screen in words, and in a folder for TensorBoard."""
-
-    def __init__(self, writer: Callable[..., Any], folder: Path, queries: int) -> None:
-        self.writer, self.folder, self.queries = writer, folder, queries
-        self.file: Any = None
-        self.at, self.loss, self.speed = 0, 0.0, 0.0
-        self.found: dict[str, float] = {}
-
-    def step(self, step: int, loss: float) -> None:
-        """A step is done. What a killed run has told of it and later ones is purged."""
-        from time import monotonic
-
-        if self.file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.file, self.began, self.first = self.writer(str(self.folder), purge_step=step), monotonic(), step
-        elif step > self.first:
-            self.speed = self.queries * (step - self.first) / (monotonic() - self.began)
-        self.at, self.loss = step, loss
-        self.file.add_scalar("loss", loss, step)
-
-    def checkpoint(self, progress: Any) -> None:
-        """An examination's findings."""
-        self.found = {name: value for name, value in progress.found.items() if value == value}
-        for name, value in self.found.items():
-            self.file.add_scalar(f"held-out tokens per call/{name}", value, progress.step)
-        self.file.add_scalar("query tokens per second", self.speed, progress.step)
-        self.file.flush()
-
-    @property
-    def words(self) -> str:
-        found = "".join(f" · {name} {value:.2f} a call" for name, value in self.found.items())
-        return f"loss {self.loss:.3f}{found} · {self.speed:,.0f} query tokens/s"
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-
-def _curves() -> Callable[..., Any]:
-    """What writes for TensorBoard. Errors: ValueError where that is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
-    except ImportError:
-        raise ValueError("training needs tensorboard for its curves; pip install 'saltus[train]'") from None
-    return SummaryWriter
 
 
 def _card(recipe: Any, name: str, texts: int, tokens: int, found: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import gzip
 import json
 import signal
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import get_context
@@ -153,9 +153,17 @@ def write_shard(engine: Engine, plan: Plan, number: int, folder: Path, batch_siz
     put(folder / plan.files[number], lambda out: out.write(gzip.compress(data, mtime=0)))
 
 
+def collect_here(
+    engine: Engine, plan: Plan, numbers: Sequence[int], folder: Path, batch_size: int
+) -> Generator[tuple[int, int]]:
+    """`write_shard` for many, one after the other."""
+    for number in numbers:
+        yield from write_shard(engine, plan, number, folder, batch_size)
+
+
 def collect_apart(
     plan: Plan, numbers: Sequence[int], folder: Path, loading: Mapping[str, Any], batch_size: int, processes: int
-) -> Iterator[tuple[int, int]]:
+) -> Generator[tuple[int, int]]:
     """`write_shard` for many, dealt out over processes that each load the model and share the threads.
 
     A process whose parent is gone ends by itself. Errors: ValueError of one that failed or was killed.
