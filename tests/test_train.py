@@ -171,6 +171,25 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     assert "tokens that" in complaint(*training(recipe, folder, texts, tmp_path / "big"))
 
 
+def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
+    from saltus.training.run import Run, teacher_texts
+
+    chosen = recipes.read(recipe)
+    engine = saltus.load(str(folder), "plain")
+    run = Run(chosen, engine.network, "tiny", recipe.parent)
+    for _ in run.read(teacher_texts(chosen, teacher)):
+        pass
+    cuts = run.course().curriculum
+    assert len(cuts.texts) + len(cuts.held_out) == 20
+
+    def prompts(texts) -> set[tuple[int, ...]]:
+        return {tuple(cuts.corpus.tokens[begin : begin + length].tolist()) for begin, length, *_ in texts}
+
+    assert len(prompts(cuts.held_out)) == 3
+    assert len(cuts.held_out) == 6
+    assert not prompts(cuts.held_out) & prompts(cuts.texts)
+
+
 def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp_path):
     work = tmp_path / "work"
     saltus_(*training(recipe, folder, teacher, work))

@@ -92,12 +92,21 @@ class Curriculum:
             raise ValueError(
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
-        order = np.argsort(Noise(self.lessons.seed).at("held out", np.arange(len(texts))))
+        ranks = Noise(self.lessons.seed).at("held out", self._questions(texts))
         border = max(1, math.ceil(self.lessons.held_out * len(texts)))
-        self.held_out, own = texts[np.sort(order[:border])], texts[np.sort(order[border:])]
+        held_out = ranks <= np.sort(ranks)[border - 1]  # with all answers to their prompts
+        if held_out.all():
+            raise ValueError("all texts answer the same prompt, and none can be held out; collect answers to others")
+        self.held_out, own = texts[held_out], texts[~held_out]
         self.texts = own[np.argsort(own[:, 2], kind="stable")]  # a batch holds texts of like length
         if self.faithful:
             self._written(texts[texts[:, 3] > 0, 3])
+
+    def _questions(self, texts: np.ndarray) -> np.ndarray:
+        """The number of the first text with the same prompt, for each."""
+        first: dict[bytes, int] = {}
+        prompts = (self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts)
+        return np.array([first.setdefault(prompt, number) for number, prompt in enumerate(prompts)])
 
     def lesson(self, number: int) -> Cut:
         """The windows of a training step."""
