@@ -72,7 +72,7 @@ class Toy:
         if ask.hidden is not None:
             shown = torch.arange(len(decided) - len(ask.hidden), len(decided))[:, None] - 1
             assert torch.equal(ask.hidden, shown), "a drafter is shown the states before the tokens decided since"
-            assert 0 < len(ask.hidden), "a drafter is shown something new"
+            assert len(ask.hidden) > 0, "a drafter is shown something new"
             assert not len(memory.decided) or read == len(ask.hidden), "no state comes twice, or never"
         memory.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
@@ -122,9 +122,7 @@ def toy(vocab: int = 6, sharp: float = 2.0, seed: int = 0) -> Toy:
     return Toy(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * sharp))
 
 
-def student(
-    of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None
-) -> Toy:
+def student(of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None) -> Toy:
     """A drafter's network that has learned a toy's logits up to an error of this deviation, and to read uniforms."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
     made = Toy(of.logits + noise, name=name, rewrites=True)

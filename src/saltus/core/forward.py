@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
@@ -121,6 +121,7 @@ class Reply:
     seconds: float = 0.0  # wall time of the call that carried it
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
     rows: int = 0  # of the whole call, other texts' included
+    columns: Int[Tensor, "vocab"] | None = None  # tokens that the logits are of, where a drafter knows only some
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Ptp:
     """
 
     model: str = "auto"  # a folder of `saltus train ptp`; auto is the drafter that is shipped for the target
-    length: int = 6  # tokens drafted, at most
+    length: int = 8  # tokens drafted, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each place, at most
 
     def __post_init__(self) -> None:
@@ -50,18 +51,20 @@ class Ptp:
         return Path(self.model, "adapter_config.json").is_file()
 
     @cached_property
-    def _form(self) -> Form:
-        """What the model's queries were trained to be told, as its papers say."""
+    def _training(self) -> Mapping[str, Any]:
+        """How the model was trained, as its papers say: `form`, and the `window` of its queries."""
         papers = Path(self.model, "saltus.json")
-        told: Mapping[str, Any] = json.loads(papers.read_text(encoding="utf-8")) if papers.is_file() else {}
-        return told.get("training", {}).get("form", "one-hot")
+        told = json.loads(papers.read_text(encoding="utf-8")) if papers.is_file() else {}
+        return told.get("training", {})
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        form: Form = self._training.get("form", "one-hot")
         if not self._is_adapter:
-            return Readers(noise, sampling, rule, self._form, self.length, self.choices)
+            return Readers(noise, sampling, rule, form, self.length, self.choices)
+        length = min(self.length, self._training.get("window", self.length + 1) - 1)  # the first query drafts nothing
         if rule is reject:
-            return in_two_calls(noise, sampling, rule, self._form, self.length)
-        return Rider(noise, sampling, self._form, self.length)
+            return in_two_calls(noise, sampling, rule, form, length)
+        return Rider(noise, sampling, form, length)
 
 
 @dataclass
@@ -107,29 +110,40 @@ class Readers:
         reply = yield asked
         self.states.clear()
         if self.form == "one-hot" or self.sampling.greedy:
-            return branches(reply.logits[1:], self.choices)
-        laws = Laws(asked, reply, self.sampling, self.noise)
-        tokens = [pick(u, laws[query]) for query, u in enumerate(uniforms)]
+            return branches(reply.logits[1:], self.choices, reply.columns)
+        laws = Laws(asked, _whole(reply), self.sampling, self.noise)
+        tokens = [pick(u, laws[query]) for query, u in enumerate(uniforms[: len(reply.logits) - 1])]
         chances = [probability(token, laws[query]) for query, token in enumerate(tokens)]
         return [Branch(tokens, chances, SOURCE)]
 
 
-def branches(logits: torch.Tensor, choices: int) -> list[Branch]:
+def _whole(reply: Reply) -> Reply:
+    """With logits of all tokens, −inf for those that are not drafted."""
+    if reply.columns is None:
+        return reply
+    logits = reply.logits.new_full((len(reply.logits), int(reply.columns.max()) + 1), -torch.inf)
+    logits[:, reply.columns] = reply.logits
+    return replace(reply, logits=logits, columns=None)
+
+
+def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = None) -> list[Branch]:
     """The likeliest token of every query as a chain, and beside it, at each place, the next likely ones.
 
-    A query knows the uniforms of the tokens before its own but not the tokens, so behind another choice the chain goes
-    on as it is.
+    `columns`: the tokens that logits are of. A query knows the uniforms of the tokens before its own but not the
+    tokens, so behind another choice the chain goes on as it is.
     """
-    chances, tokens = logits.float().softmax(-1).topk(choices)
-    if not chances.isfinite().all():  # a broken drafter offers nothing
+    found, places = logits.float().topk(choices)
+    odds = (found - logits.float().logsumexp(-1, keepdim=True)).exp().tolist()
+    if not all(map(math.isfinite, (chance for row in odds for chance in row))):  # a broken drafter offers nothing
         return []
-    best, likely = tokens[:, 0].tolist(), chances[:, 0].tolist()
-    found, reached = [Branch(best, likely, SOURCE)], 1.0
-    for place, (others, odds) in enumerate(zip(tokens[:, 1:].tolist(), chances[:, 1:].tolist(), strict=True)):
-        for token, chance in zip(others, odds, strict=True):
+    tokens = (places if columns is None else columns[places]).tolist()
+    best, likely = [row[0] for row in tokens], [row[0] for row in odds]
+    offered, reached = [Branch(best, likely, SOURCE)], 1.0
+    for place, (others, chances) in enumerate(zip(tokens, odds, strict=True)):
+        for token, chance in zip(others[1:], chances[1:], strict=True):
             if reached * chance < LEAST:
                 break
             changed = [*best[:place], token, *best[place + 1 :]], [*likely[:place], chance, *likely[place + 1 :]]
-            found.append(Branch(*changed, SOURCE))
+            offered.append(Branch(*changed, SOURCE))
         reached *= likely[place]
-    return found
+    return offered

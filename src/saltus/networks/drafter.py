@@ -25,7 +25,7 @@ from saltus.networks import attention, native
 from saltus.networks.attention import Call, Part
 from saltus.networks.auxiliary import Auxiliary
 from saltus.networks.lean import Lean, supports
-from saltus.networks.linear import Exact
+from saltus.networks.linear import Exact, linear
 from saltus.networks.memory import Memory
 
 ROWS = 256  # of one pass
@@ -75,11 +75,17 @@ class DraftModel(nn.Module):
     def slots(
         self, features: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*slots"]
     ) -> Float[Tensor, "*slots hidden"]:
-        """The inputs of slots: the features before each token, and the token, all of one size."""
+        """The inputs of slots."""
+        return self.fuse(self.told(features, tokens))
+
+    def told(
+        self, features: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*slots"]
+    ) -> Float[Tensor, "*slots told"]:
+        """What slots are made of: the features before each token, and the token's embedding, all of one size."""
         dtype = self.fuse.weight.dtype
         states = features.to(dtype).unflatten(-1, (-1, self.shape.hidden))
         embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
-        return self.fuse(_normed(torch.cat([states, embedded], -2)).flatten(-2))
+        return _normed(torch.cat([states, embedded], -2)).flatten(-2)
 
     def queries(
         self,
@@ -100,7 +106,9 @@ class DraftModel(nn.Module):
 
 
 def _normed(x: Tensor) -> Tensor:
-    return x * (x.float().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().to(x.dtype)
+    """Of mean square 1; by operations that round alike wherever a row stands."""
+    wide = x.float()
+    return (wide / ((wide * wide).mean(-1, keepdim=True) + 1e-6).sqrt()).to(x.dtype)
 
 
 @dataclass
@@ -152,7 +160,10 @@ class DraftNetwork:
 
     @torch.inference_mode()
     def forward(self, asks: Sequence[Forward], memories: Sequence[DraftMemory]) -> list[Reply]:
-        """Logits over the target's vocabulary (−inf for tokens that it does not draft), of each query."""
+        """Logits over the drafted tokens behind the decided text, and of each query.
+
+        Of no more queries than it was trained with: what else is asked stays without an answer.
+        """
         with native.in_charge() if self.device.type == "cpu" else nullcontext():
             return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
 
@@ -163,11 +174,12 @@ class DraftNetwork:
         end, begin = len(decided), len(decided) - len(ask.hidden)  # of the slots that it brings
         past = memory.recall(decided, begin)
         tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
-        u = torch.tensor(ask.uniforms, dtype=torch.float64, device=self.device)
-        with self._exact():
-            slots = self.model.slots(self._states(ask.hidden[past - begin :]), tokens)
-            told = torch.full_like(u, ask.temperature), torch.arange(len(u), device=self.device)
-            rows = torch.cat([slots, self.model.queries(slots[-1:].expand(len(u), -1), u, *told)])
+        u = torch.tensor(ask.uniforms[: self.model.shape.window], dtype=torch.float64, device=self.device)
+        told = self.model.told(self._states(ask.hidden[past - begin :]), tokens)
+        fuse = self.model.fuse
+        slots = linear(told, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(told)
+        asked = torch.full_like(u, ask.temperature), torch.arange(len(u), device=self.device)
+        rows = torch.cat([slots, self.model.queries(slots[-1:].expand(len(u), -1), u, *asked)])
         filled = past - memory.start
         while len(rows) > ROWS:
             count = min(ROWS, len(rows) - len(u) - 1)
@@ -175,18 +187,14 @@ class DraftNetwork:
             rows, filled = rows[count:], filled + count
         answers = self._pass(rows, filled, memory, len(u) + 1)
         memory.read = decided[memory.start : end].copy()
-        logits = answers.new_full((len(answers), len(self.model.embeddings[0])), -torch.inf)
-        logits[:, self.model.tokens] = answers
-        return Reply(logits, None, time.perf_counter() - started, end - past, end - past + len(u))
+        seconds = time.perf_counter() - started
+        return Reply(answers, None, seconds, end - past, end - past + len(u), self.model.tokens)
 
     def _states(self, features: Tensor) -> Tensor:
         """Those that this drafter reads: the target may give out more of them, for others."""
         size, taps = self.model.shape.hidden, self.target.taps
         wanted = [*(taps.index(tap) for tap in self.model.shape.taps), len(taps)]
         return features if len(wanted) > len(taps) else features.unflatten(-1, (-1, size))[:, wanted].flatten(-2)
-
-    def _exact(self) -> Any:
-        return Exact() if self.device.type == "cpu" else nullcontext()
 
     def _pass(self, inputs: Tensor, filled: int, memory: DraftMemory, wanted: int) -> Tensor:
         """Read rows behind those that memory holds; logits over the drafted tokens of the last ones."""
@@ -196,7 +204,8 @@ class DraftNetwork:
         keep = torch.arange(len(inputs) - wanted, len(inputs), device=self.device)
         if self.lean is not None:
             return self.lean(inputs, torch.from_numpy(positions), call, keep)[0]
-        with attention.during(call), self._exact():
+        exact = Exact() if self.device.type == "cpu" else nullcontext()
+        with attention.during(call), exact:
             places = torch.from_numpy(positions[None]).to(self.device)
             return self.model.llama(
                 inputs_embeds=inputs[None], position_ids=places, logits_to_keep=keep, use_cache=False

@@ -64,7 +64,9 @@ def load_drafter(folder: Path, target: Any, name: str) -> DraftModel:
     if missing:
         raise ValueError(f"the drafter in {folder} lacks {min(missing)}; fetch or train it again")
     model.load_state_dict(weights, strict=False)
-    return model.to(target.dtype).eval()
+    model = model.to(target.dtype).eval()
+    model.auxiliary.float()  # so small that processors without bfloat16 are quicker so
+    return model
 
 
 def shipped(target: Any) -> Path | None:

@@ -25,9 +25,11 @@ UNDRAFTED = -100  # in the place of a token that is not drafted, or not there
 
 
 def new_drafter(shape: Shape, tokens: Tensor, target: Any, seed: int = 0) -> DraftModel:
-    """An untrained drafter of these tokens for a Hugging Face model, in float32; its last norm starts as the target's.
+    """An untrained drafter of these tokens for a Hugging Face model, in float32.
 
-    GPT-2's starting values, from the seed alone; what tells of uniforms starts at zero.
+    GPT-2's starting values, from the seed alone; what tells of uniforms starts at zero. A slot starts as the sum of the
+    target's last state and the token's embedding, and the last norm as the target's: so all is said in the terms of
+    the unembedding from the beginning.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
@@ -45,6 +47,9 @@ def new_drafter(shape: Shape, tokens: Tensor, target: Any, seed: int = 0) -> Dra
                 weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
         if norm is not None:
             model.llama.model.norm.weight.copy_(norm.weight)
+        parts = model.fuse.weight.mul_(0.25).unflatten(1, (-1, shape.hidden))
+        for part in (-2, -1):
+            parts[:, part] += 0.7 * torch.eye(shape.hidden)
     return model
 
 
@@ -81,14 +86,17 @@ class DrafterCourse:
         self.module = new_drafter(self.shape, draft, self.target, self.lessons.seed).to(self.target.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """Cross-entropy of the tokens that the uniforms pick (PTP, Eq. 10), later queries of a window discounted."""
+        """Cross-entropy of the tokens that the uniforms pick (PTP, Eq. 10), later queries of a window discounted.
+
+        To that comes the cross-entropy of the law behind every slot with the target's own, which is known there.
+        """
         cut = self.curriculum.lesson(step)
         tokens, counted = self._drafted(cut)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]
         weights = self.lessons.discount**depths
-        logits = self.module.llama.lm_head(self._answers(cut)[counted])
-        losses = F.cross_entropy(logits.float(), tokens[counted], reduction="none")
-        return (losses * weights).sum() / weights.sum()
+        slots, queries = self._answers(cut)
+        losses = F.cross_entropy(self._logits(queries[counted]), tokens[counted], reduction="none")
+        return (losses * weights).sum() / weights.sum() + self.lessons.laws * self._law_loss(cut, slots)
 
     def report(self) -> dict[str, float]:
         """Tokens per call on held-out texts: the leading right drafts, and the target's own token."""
@@ -107,8 +115,25 @@ class DrafterCourse:
         counted = cut.counted & (tokens >= 0)
         return tokens.to(self.target.device), counted.to(self.target.device)
 
-    def _answers(self, cut: Cut) -> Float[Tensor, "batch windows window hidden"]:
-        """The last states of all queries; the unembedding reads them."""
+    def _logits(self, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
+        head = self.module.llama.lm_head
+        return head(states.to(head.weight.dtype)).float()
+
+    def _law_loss(self, cut: Cut, slots: Float[Tensor, "batch slots hidden"]) -> Float[Tensor, ""]:
+        """Over all slots that a token of their text follows; laws are over the drafted tokens, at temperature 1."""
+        rows = cut.rows[:, : slots.shape[1] + 1]
+        inside = rows[:, 1:] > rows[:, :-1]  # behind its end a text's last row is repeated
+        here = rows[:, :-1][inside]
+        after = self.states.features[here, -self.shape.hidden :].to(slots.device)
+        with torch.no_grad():
+            laws = self._logits(after).softmax(-1)
+        return F.cross_entropy(self._logits(slots[:, : inside.shape[1]][inside.to(slots.device)]), laws)
+
+    def _answers(self, cut: Cut) -> tuple[Tensor, Tensor]:
+        """The last states of the slots [batch, slots, hidden] and of the queries [batch, windows, window, hidden].
+
+        The unembedding reads both.
+        """
         cut, here = cut.to(self.target.device), cut.rows
         packed = pack(cut.tokens, cut.splits, cut.uniforms)
         features = self.states.features[here[:, : packed.context] - 1].to(self.target.device)
@@ -119,7 +144,8 @@ class DrafterCourse:
         last = slots.gather(1, (cut.splits - 1)[..., None].expand(-1, -1, slots.shape[-1]))
         told = packed.uniforms[:, packed.context :], cut.temperatures.repeat(1, packed.window)
         queries = self.module.queries(last.repeat(1, packed.window, 1), *told, depths)
-        return packed.by_window(self.module(torch.cat([slots, queries], 1), packed.positions, packed.mask))
+        hidden = self.module(torch.cat([slots, queries], 1), packed.positions, packed.mask)
+        return hidden[:, : packed.context], packed.by_window(hidden)
 
     @torch.inference_mode()
     def _tokens_per_call(self, greedy: bool) -> float:
@@ -127,7 +153,7 @@ class DrafterCourse:
         found = []
         for cut in self.curriculum.exam(greedy):
             tokens, counted = self._drafted(cut)
-            said = self.module.llama.lm_head(self._answers(cut).flatten(0, -2)).argmax(-1).view(tokens.shape)
+            said = self._logits(self._answers(cut)[1].flatten(0, -2)).argmax(-1).view(tokens.shape)
             right = torch.where(counted, said, UNDRAFTED - 1)
             found.append(1 + correct(right.flatten(0, 1), tokens.flatten(0, 1)).double())
         return float(torch.cat(found).mean()) if found else math.nan
