@@ -26,6 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from saltus import methods
 from saltus.core.control import Acceptance, Controller, Costs
+from saltus.core.decode import Network
 from saltus.core.sampling import Sampling
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
@@ -107,7 +108,8 @@ def custom_generate(
             texts.append(Text(prompt.tolist(), length, dice, sampling, ends))
         with _lent(model, exact, budget, tested=model in learned) as network:
             known = learned.setdefault(model, _Learned())
-            networks, contexts = {"target": network}, {}
+            networks: dict[str, Network] = {"target": network}
+            contexts: dict[str, int | None] = {}
             for name, where in (pair for one in made for pair in one.models.items()):
                 if not is_trained(where):
                     own = drafter(where, str(model.device))

@@ -55,6 +55,7 @@ def run(
     ] = None,
     option: o.Options = None,
     budget: o.Budget = None,
+    whole_trees: o.WholeTrees = False,
     rule: o.Rule = "match",
     suite: Annotated[
         str,
@@ -141,12 +142,22 @@ def run(
     from saltus.evaluation.run import Bench, open_notebook
 
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
-    engine = open_engine(model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget)
+    engine = open_engine(
+        model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees
+    )
     sides = _sides(engine, names, peers, assistant, endpoint or ())
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
     run = Bench(engine, sides, tasks, {**writing, "sampling": Sampling(**law)}, raw, grader_of(suite, tasks))
-    settings = {**writing, **law, "rule": rule, "budget": engine.budget, "raw": raw, "options": option or []}
+    settings = {
+        **writing,
+        **law,
+        "rule": rule,
+        "budget": engine.budget,
+        "adaptive": engine.adaptive,
+        "raw": raw,
+        "options": option or [],
+    }
     notebook = open_notebook(out, _plan(engine, suite, run, settings), tasks, circumstances(engine, settings), fresh)
     whole = _measure(run, notebook)
     if not notebook.records:

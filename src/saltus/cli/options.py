@@ -50,6 +50,10 @@ Options = Annotated[
 Budget = Annotated[
     int | None, _option(METHOD, "--budget", metavar="N", min=0, help="Guessed tokens that one call checks, at most.")
 ]
+WholeTrees = Annotated[
+    bool,
+    _option(METHOD, "--whole-trees", help="Check every guess that the budget allows, whether it pays or not."),
+]
 Rule = Annotated[
     str,
     _option(
