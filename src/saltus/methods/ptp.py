@@ -60,7 +60,7 @@ class Ptp:
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         form: Form = self._training.get("form", "one-hot")
         if not self._is_adapter:
-            return Readers(noise, sampling, rule, form, self.length, self.choices)
+            return StateReader(noise, sampling, rule, form, self.length, self.choices)
         length = min(self.length, self._training.get("window", self.length + 1) - 1)  # the first query drafts nothing
         if rule is reject:
             return in_two_calls(noise, sampling, rule, form, length)
@@ -68,7 +68,7 @@ class Ptp:
 
 
 @dataclass
-class Readers:
+class StateReader:
     """Drafts of one text by a network that reads the target's states: queries of uniforms, all in one pass."""
 
     noise: Noise
