@@ -396,6 +396,7 @@ def test_a_forked_child_computes_the_same():
         busy.join()
 
 
+@pytest.mark.timeout(1200)  # hundreds of tests in one
 def test_without_kernels_rows_round_alike_too():
     """This file's own tests and the networks', in a process that must do without."""
     chosen = "a_row_of or attention_is_right or curve or one_token or node_of_a_tree or longer_than or counts_positions"

@@ -22,6 +22,7 @@ from saltus.networks.drafter_files import fingerprint
 from saltus.training.edges import edges
 
 SHARD = 128  # texts of a file
+PIECE = 192  # tokens of a completion that a call reads
 
 
 @dataclass(frozen=True)
@@ -91,21 +92,22 @@ def _papers(file: Path) -> dict[str, str]:
 
 
 def _read(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[str, Tensor]:
-    """One text, in one call: the completion hangs from the prompt as a chain."""
-    completion = torch.tensor(sample.completion)
+    """One text: the completion hangs as a chain, from the prompt or, piece by piece, from what was read."""
+    completion, memory = torch.tensor(sample.completion), network.memory()
     nodes = len(completion) - 1
-    ask = Forward(
-        continuation(sample.prompt, nodes + 1),
-        tuple(sample.completion[:-1]),
-        tuple(range(-1, nodes - 1)),
-        features=True,
-    )
-    reply = network.forward([ask], [network.memory()])[0]
+    logits, states = [], []
+    for start in range(0, max(nodes, 1), PIECE):
+        chain = tuple(sample.completion[start : min(start + PIECE, nodes)])
+        canvas = continuation([*sample.prompt, *sample.completion[:start]], len(completion) - start)
+        ask = Forward(canvas, chain, tuple(range(-1, len(chain) - 1)), features=True)
+        reply = network.forward([ask], [memory])[0]
+        logits.append(reply.logits[1 if start else 0 :])  # the last decided token is read again
+        states.append(reply.features[reply.read if start else 0 :])
     found = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
     for place, temperature in enumerate(temperatures):
-        own = edges(reply.logits, completion, temperature)
+        own = edges(torch.cat(logits), completion, temperature)
         found[place, len(sample.prompt) :] = torch.stack([own.low, own.high], -1)
-    features = torch.cat([reply.features, reply.features[-1:]])  # of the last token none is needed
+    features = torch.cat([*states, states[-1][-1:]])  # of the last token none is needed
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
     return {
         "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),

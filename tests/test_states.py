@@ -1,0 +1,49 @@
+"""Cached states of teacher texts: those of the target itself, however long a text is."""
+
+import numpy as np
+import torch
+
+from architectures import tiny
+from saltus.networks.causal import CausalNetwork
+from saltus.training import states
+from saltus.training.edges import edges
+from saltus.training.states import Sample, collect, load_states
+
+
+def sample(length: int, seed: int = 0) -> Sample:
+    text = np.random.default_rng(seed).integers(3, 90, 7 + length).tolist()
+    return Sample(text[:7], text[7:], 0.7)
+
+
+@torch.inference_mode()
+def test_states_and_edges_of_a_long_text_are_the_targets_own(tmp_path):
+    """Longer than a call holds."""
+    model = tiny("Llama")
+    network = CausalNetwork(model)
+    network.tap((1,))
+    long = sample(300)
+    list(collect(network, [long, sample(20, seed=1)], tmp_path, (0.7, 1.0)))
+    found = load_states(tmp_path)
+    tokens = torch.tensor([[*long.prompt, *long.completion]])
+    model = tiny("Llama")  # by its own attention
+    own = model(tokens, output_hidden_states=True, use_cache=False)
+    last = model.get_decoder()(tokens).last_hidden_state[0]
+    expected = torch.cat([own.hidden_states[1][0], last], -1)[:-1]
+    kept = found.features[: len(expected)].float()
+    assert (kept - expected).norm() < 0.01 * expected.norm()
+    for place, temperature in enumerate((0.7, 1.0)):
+        right = edges(own.logits[0, 6:-1], torch.tensor(long.completion), temperature)
+        assert torch.allclose(found.edges[place, 7:307, 0], right.low, atol=1e-5)
+        assert torch.allclose(found.edges[place, 7:307, 1], right.high, atol=1e-5)
+    assert found.texts.tolist() == [[0, 7, 307, 700], [307, 7, 27, 700]]
+
+
+def test_pieces_make_no_difference(tmp_path, monkeypatch):
+    network = CausalNetwork(tiny("Llama"))
+    texts = [sample(length, seed=length) for length in (1, 2, 5, 6, 11, 30)]
+    list(collect(network, texts, tmp_path / "whole"))
+    monkeypatch.setattr(states, "PIECE", 5)
+    list(collect(network, texts, tmp_path / "pieces"))
+    whole, pieces = (load_states(tmp_path / name) for name in ("whole", "pieces"))
+    assert torch.equal(whole.features, pieces.features)
+    assert torch.equal(whole.edges, pieces.edges)
