@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saltus.core.auxiliary_groups import SOURCE, Form, given, in_two_calls, uniforms_of, with_groups
+from saltus.core.auxiliary_groups import SOURCE, Form, in_two_calls, uniforms_of, with_groups
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Laws, Reply, Step
+from saltus.core.forward import Forward, Reply, Step
 from saltus.core.noise import Noise
 from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling, pick, probability
+from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
 LEAST = 0.01  # nodes that are reached with a smaller chance are not offered
@@ -58,9 +58,9 @@ class Ptp:
         return told.get("training", {})
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        form: Form = self._training.get("form", "one-hot")
         if not self._is_adapter:
-            return StateReader(noise, sampling, rule, form, self.length, self.choices)
+            return StateReader(noise, sampling, rule, self.length, self.choices)
+        form: Form = self._training.get("form", "one-hot")
         length = min(self.length, self._training.get("window", self.length + 1) - 1)  # the first query drafts nothing
         if rule is reject:
             return in_two_calls(noise, sampling, rule, form, length)
@@ -74,7 +74,6 @@ class StateReader:
     noise: Noise
     sampling: Sampling
     rule: Rule
-    form: Form
     length: int
     choices: int
     features: bool = field(default=True, init=False)  # the target is to give out its states
@@ -98,7 +97,10 @@ class StateReader:
             path.append(len(states) - nodes + node)
             node = last.asked.parents[node]
         found = states[torch.tensor([*range(len(states) - nodes), *path[::-1]])]
-        self.states.append(found[-min(len(found), decided - self.heard) :])
+        new = decided - self.heard
+        if len(found) < new:  # some are missing between, and the network begins anew
+            self.states.clear()
+        self.states.append(found[-new:])
         self.heard = decided
 
     def _offer(self, canvas: Canvas, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
@@ -106,24 +108,9 @@ class StateReader:
         stream = f"{SOURCE}/{canvas.done}" if self.rule is reject else "text"  # under `reject` never the rule's own
         uniforms = uniforms_of(self.noise, self.sampling, places, stream)
         asked = Forward(canvas, to="ptp", hidden=torch.cat(self.states))
-        asked = with_groups(asked, [(-1, given(uniforms, self.form))], self.sampling.temperature)
-        reply = yield asked
+        reply = yield with_groups(asked, [(-1, uniforms)], self.sampling.temperature)
         self.states.clear()
-        if self.form == "one-hot" or self.sampling.greedy:
-            return branches(reply.logits[1:], self.choices, reply.columns)
-        laws = Laws(asked, _whole(reply), self.sampling, self.noise)
-        tokens = [pick(u, laws[query]) for query, u in enumerate(uniforms[: len(reply.logits) - 1])]
-        chances = [probability(token, laws[query]) for query, token in enumerate(tokens)]
-        return [Branch(tokens, chances, SOURCE)]
-
-
-def _whole(reply: Reply) -> Reply:
-    """With logits of all tokens, −inf for those that are not drafted."""
-    if reply.columns is None:
-        return reply
-    logits = reply.logits.new_full((len(reply.logits), int(reply.columns.max()) + 1), -torch.inf)
-    logits[:, reply.columns] = reply.logits
-    return replace(reply, logits=logits, columns=None)
+        return branches(reply.logits[1:], self.choices, reply.columns)
 
 
 def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = None) -> list[Branch]:
