@@ -197,6 +197,9 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
             load_drafter(folder, target, "tiny")
     folder = tiny_drafter(target)
     papers = json.loads((folder / PAPERS).read_text())
+    (folder / PAPERS).write_text(json.dumps({"kind": "adapter"}))
+    with pytest.raises(ValueError, match="holds no drafter"):
+        load_drafter(folder, target, "tiny")
     papers["shape"]["layers"] = 3
     (folder / PAPERS).write_text(json.dumps(papers))
     with pytest.raises(ValueError, match="lacks"):
@@ -224,8 +227,8 @@ def test_taps_of_several_drafters_join(tiny_drafter):
     assert network.taps == (1, 2, 3)
 
 
-def test_a_second_turn_goes_on_from_the_states_of_the_first(tiny_folder, tiny_drafter):
-    """The prompt of the second turn is read but for what the first has read; the drafter's slots do the same."""
+def test_a_second_turn_writes_what_plain_decoding_writes(tiny_folder, tiny_drafter):
+    """Its prompt is read but for what the first turn has read, so the target gives out fewer states."""
     options = {"ptp": {"model": str(tiny_drafter())}}
     engine = saltus.load(str(tiny_folder()), "ptp", options=options, adaptive=False)
     talk = [{"role": "user", "content": "the cat sat on the mat"}]

@@ -50,9 +50,13 @@ def load_drafter(folder: Path, target: Any, name: str) -> DraftModel:
         told = json.loads((folder / PAPERS).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} holds no drafter ({Path(error.filename).name} is missing); train one") from None
+        raise ValueError(
+            f"{folder} holds no drafter ({Path(error.filename).name} is missing); train one with saltus train ptp"
+        ) from None
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"the drafter in {folder} is damaged ({error}); fetch or train it again") from None
+    if told.get("kind") != "drafter":
+        raise ValueError(f"{folder} holds no drafter, but something else; give a folder that saltus train ptp wrote")
     if told["fingerprint"] != fingerprint(target):
         raise ValueError(f"the drafter in {folder} was trained for {told['target']}, not {name}; train one for {name}")
     unembedding = target.get_output_embeddings().weight.detach()
