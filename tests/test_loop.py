@@ -9,13 +9,20 @@ import torch
 
 from saltus.training.checkpoint import load, save
 from saltus.training.draws import draws
-from saltus.training.loop import Progress, Schedule, train
+from saltus.training.loop import Progress, Schedule, _optimisers, train
+from saltus.training.muon import Muon
 
 SCHEDULE = Schedule(30, 0.05, warm_up=5, every=5)
 
 
+class Line(torch.nn.Linear):
+    @property
+    def matrices(self) -> list[torch.Tensor]:
+        return [self.weight]
+
+
 def module() -> torch.nn.Linear:
-    made = torch.nn.Linear(3, 1)
+    made = Line(3, 1)
     with torch.no_grad():
         made.weight.fill_(0.1)
         made.bias.zero_()
@@ -32,15 +39,17 @@ def losses(network: torch.nn.Linear, dies_at: int = -1):
     return loss
 
 
-def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_not(tmp_path):
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_not(optimiser, tmp_path):
+    schedule = replace(SCHEDULE, optimiser=optimiser)
     whole, path = module(), tmp_path / "interrupted.pt"
-    expected = train(whole, losses(whole), SCHEDULE, tmp_path / "whole.pt", {})
+    expected = train(whole, losses(whole), schedule, tmp_path / "whole.pt", {})
     for dies_at in (3, 9, 10, 17, 29):
         begun = module()
         with pytest.raises(KeyboardInterrupt):
-            train(begun, losses(begun, dies_at), SCHEDULE, path, {})
+            train(begun, losses(begun, dies_at), schedule, path, {})
     resumed, reports = module(), []
-    assert train(resumed, losses(resumed), SCHEDULE, path, {}, reports.append) == expected
+    assert train(resumed, losses(resumed), schedule, path, {}, reports.append) == expected
     assert torch.equal(resumed.weight, whole.weight)
     assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
 
@@ -71,6 +80,30 @@ def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoi
     assert train(resumed, losses(resumed), schedule, path, {}) == expected
     assert torch.equal(resumed.weight, whole.weight)
     assert kills >= 3
+
+
+def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_adamws():
+    for shape in ((40, 24), (24, 40)):
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        weight.grad = (
+            torch.from_numpy(draws(0, "gradient").normal(size=shape)).float() * torch.logspace(-1, 1, 40)[: shape[1]]
+        )
+        Muon([weight], lr=0.1, momentum=0.0).step()
+        step = weight.detach() / 0.1
+        expected = 0.2 * 40**0.5  # all singular values, so that entries are about 0.2
+        assert torch.linalg.svdvals(step) / expected == pytest.approx(torch.ones(24), abs=0.35)
+        assert float((step * weight.grad).sum()) < 0
+        left, _, right = torch.linalg.svd(weight.grad, full_matrices=False)
+        assert torch.nn.functional.cosine_similarity(step.flatten(), -(left @ right).flatten(), 0) > 0.97
+
+
+def test_muon_learns_matrices_alone_and_refuses_other_weights():
+    lines = module()
+    train_with = replace(SCHEDULE, optimiser="muon")
+    assert [type(one).__name__ for one in _optimisers(lines, train_with)] == ["AdamW", "Muon"]
+    assert [type(one).__name__ for one in _optimisers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
+    with pytest.raises(ValueError, match="two dimensions; leave the others to AdamW"):
+        Muon([lines.bias], lr=0.1)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

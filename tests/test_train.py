@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from typer.main import get_command
 
 import saltus
@@ -105,6 +106,28 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})
     given = {"max_new_tokens": 24, "temperature": 0.7}
     assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+
+
+@pytest.mark.parametrize("kind", ["drafter", "adapter"])
+def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher, tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
+    first, second = tmp_path / "first", tmp_path / "second"
+    saltus_(*training(file, folder, teacher, first))
+    given = [*training(file, folder, teacher, second, "--from", first / kind), "--set", "rate=1e-9", "--steps", 4]
+    saltus_(*given)
+    papers = json.loads((second / kind / PAPERS).read_text())
+    assert papers["card" if kind == "drafter" else "training"]["begun_with"] == str(first / kind)
+    before, after = (load(work / "checkpoint.pt")["module"] for work in (first, second))
+    assert before.keys() == after.keys()
+    assert all(
+        torch.allclose(before[name], after[name], atol=0.01, rtol=0.01) for name in before if "embed_tokens" not in name
+    )
+    bare = [*training(file, folder, teacher, second), "--set", "rate=1e-9", "--steps", 4]
+    assert "belongs to a run with other settings" in complaint(*bare)
+    change = "intermediate=24" if kind == "drafter" else "rank=2"
+    said = complaint(*given, "--set", change, "--work", tmp_path / "third")
+    assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", said)
 
 
 def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):

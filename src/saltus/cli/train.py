@@ -81,6 +81,15 @@ def ptp(
             rich_help_panel=WORK,
         ),
     ] = None,
+    begin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="Go on with what such a recipe trained before, in a work folder of its own: on more texts, say.",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -123,7 +132,7 @@ def ptp(
         return
     file = find(recipe)
     if file.suffix == ".py":
-        _run_program(file, arguments or (), change, steps, seed, model, teacher, work, out)
+        _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
         return
     if arguments:
         raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
@@ -135,7 +144,7 @@ def ptp(
         lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
     )
     work = work or Path("runs", file.stem)
-    _train(chosen, file.stem, _teacher(teacher, work, chosen), work, out or work / chosen.kind, device)
+    _train(chosen, file.stem, _teacher(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
 
 
 def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
@@ -150,7 +159,7 @@ def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
     return found
 
 
-def _train(recipe: Any, name: str, teacher: Path, work: Path, out: Path, device: str) -> None:
+def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None, out: Path, device: str) -> None:
     from saltus.training.run import Run, teacher_texts, written_by
 
     samples, tensorboard = teacher_texts(recipe, teacher), writer()
@@ -160,13 +169,13 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, out: Path, device:
 
     engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
     written_by(teacher, engine.network.model, recipe.model)
-    run = Run(recipe, engine.network, recipe.model, work)
+    run = Run(recipe, engine.network, recipe.model, work, begin)
     with alone(work):
         _read(run, samples)
         course = run.course()
         found = _taught(run, course, tensorboard)
         tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
-        course.save(out, _card(recipe, name, len(samples), tokens, found))
+        course.save(out, _card(recipe, name, begin, len(samples), tokens, found))
     counted = found["held_out_tokens_per_call"]
     rates = ", ".join(f"{each} {value:.2f}" for each, value in counted.items())
     note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
@@ -216,11 +225,12 @@ def _taught(run: Any, course: Any, tensorboard: Callable[..., Any]) -> dict[str,
         curves.close()
 
 
-def _card(recipe: Any, name: str, texts: int, tokens: int, found: dict[str, Any]) -> dict[str, Any]:
+def _card(recipe: Any, name: str, begin: Path | None, texts: int, tokens: int, found: dict[str, Any]) -> dict[str, Any]:
     from saltus.evaluation.machine import commit, machine
 
     return {
         "recipe": {"name": name, **recipe.settings},
+        **({} if begin is None else {"begun_with": str(begin)}),
         "teacher_texts": texts,
         "teacher_tokens": tokens,
         "steps": recipe.schedule.steps,

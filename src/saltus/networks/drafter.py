@@ -72,6 +72,12 @@ class DraftModel(nn.Module):
         self.register_buffer("tokens", tokens, persistent=False)
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
 
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The weights that turn states into states, for optimisers that treat such apart."""
+        layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
+        return [self.fuse.weight, *layers]
+
     def slots(
         self, features: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*slots"]
     ) -> Float[Tensor, "*slots hidden"]:

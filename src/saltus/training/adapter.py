@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.networks.adapters import save_adapter
+from saltus.networks.adapters import load_adapter, save_adapter
 from saltus.networks.drafter_files import fingerprint
 from saltus.networks.gated import Adapter, Gating, new_adapter
 from saltus.training import losses
@@ -60,6 +60,17 @@ class AdapterCourse:
         self.lessons = replace(self.lessons, placement=self.objective.b)
         self.curriculum = Curriculum(self.corpus, self.lessons, self.objective.window, True, self.has_laws)
         self.module = new_adapter(prepared(self.model), self.gating, self.lessons.seed)
+
+    def begin(self, folder: Path) -> None:
+        """Go on with an adapter. Errors: ValueError where its settings are others."""
+        adapter = load_adapter(folder, self.model, fingerprint(self.model), self.name)
+        if adapter.settings != self.gating:
+            raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
+        self.module.auxiliary.load_state_dict(adapter.auxiliary.state_dict())
+        for path in self.module.sizes:
+            own, found = self.module.part(path), adapter.part(path)
+            assert own is not None and found is not None
+            own.load_state_dict(found.state_dict())
 
     @property
     def has_laws(self) -> bool:

@@ -18,6 +18,10 @@ class Course(Protocol):
         """What is trained."""
         ...
 
+    def begin(self, folder: Path) -> None:
+        """Go on with what was saved there, before any step. Errors: ValueError where it does not fit."""
+        ...
+
     def loss(self, step: int) -> Tensor:
         """Of a step: a function of the step and the weights alone."""
         ...

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.networks.drafter import DraftModel, Shape
-from saltus.networks.drafter_files import fingerprint, save_drafter
+from saltus.networks.drafter_files import fingerprint, load_drafter, save_drafter
 from saltus.training.distillation import correct
 from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
@@ -27,9 +27,8 @@ UNDRAFTED = -100  # in the place of a token that is not drafted, or not there
 def new_drafter(shape: Shape, tokens: Tensor, target: Any, seed: int = 0) -> DraftModel:
     """An untrained drafter of these tokens for a Hugging Face model, in float32.
 
-    GPT-2's starting values, from the seed alone; what tells of uniforms starts at zero. A slot starts as the sum of the
-    target's last state and the token's embedding, and the last norm as the target's: so all is said in the terms of
-    the unembedding from the beginning.
+    GPT-2's starting values, from the seed alone; what tells of uniforms starts at zero. A slot starts as the target's
+    last state, and the last norm as the target's: so all is said in the terms of the unembedding from the beginning.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
@@ -48,8 +47,7 @@ def new_drafter(shape: Shape, tokens: Tensor, target: Any, seed: int = 0) -> Dra
         if norm is not None:
             model.llama.model.norm.weight.copy_(norm.weight)
         parts = model.fuse.weight.mul_(0.25).unflatten(1, (-1, shape.hidden))
-        for part in (-2, -1):
-            parts[:, part] += 0.7 * torch.eye(shape.hidden)
+        parts[:, -2] += 0.7 * torch.eye(shape.hidden)
     return model
 
 
@@ -79,11 +77,22 @@ class DrafterCourse:
     def __post_init__(self) -> None:
         if self.states.target != fingerprint(self.target) or self.states.taps != self.shape.taps:
             raise ValueError(f"these are states of another model than {self.name}, or of other taps; collect them anew")
+        self.curriculum = Curriculum(self.states, self.lessons, self.shape.window)
         draft = frequent(self.states, self.vocabulary)
+        self._teach(new_drafter(self.shape, draft, self.target, self.lessons.seed))
+
+    def begin(self, folder: Path) -> None:
+        """Go on with a drafter, its own tokens included. Errors: ValueError where its shape is another."""
+        drafter = load_drafter(folder, self.target, self.name)
+        if drafter.shape != self.shape:
+            raise ValueError(f"the drafter in {folder} has another shape than the recipe; take the one it was made by")
+        self._teach(drafter.float())
+
+    def _teach(self, module: DraftModel) -> None:
+        draft = module.tokens
         self.places = torch.full((int(max(self.states.tokens.max(), draft.max())) + 1,), UNDRAFTED)
         self.places[draft] = torch.arange(len(draft))
-        self.curriculum = Curriculum(self.states, self.lessons, self.shape.window)
-        self.module = new_drafter(self.shape, draft, self.target, self.lessons.seed).to(self.target.device)
+        self.module = module.to(self.target.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """Cross-entropy of the tokens that the uniforms pick (PTP, Eq. 10), later queries of a window discounted.

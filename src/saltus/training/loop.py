@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from saltus.training.checkpoint import load, save
+from saltus.training.muon import Muon
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: AdamW, a linear warm-up, then a cosine down to a tenth of the rate."""
+    """How long and how fast: a linear warm-up, then a cosine down to a tenth of the rate.
+
+    `muon` is for the weights that a module calls its `matrices`, where it has some; all others are AdamW's.
+    """
 
     steps: int
     rate: float = 1e-3
@@ -25,6 +29,7 @@ class Schedule:
     clip: float = 1.0
     every: int = 200  # steps between checkpoints
     decay: float = 0.01
+    optimiser: Literal["adamw", "muon"] = "adamw"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.every < 1:
@@ -64,7 +69,7 @@ def train(
     is told every step, counted from 1, and its loss. `settings` say what the run is. Errors: a checkpoint of another
     run at `path`, or a damaged one.
     """
-    optimiser = torch.optim.AdamW(module.parameters(), lr=schedule.rate, weight_decay=schedule.decay, betas=(0.9, 0.99))
+    optimisers = _optimisers(module, schedule)
     settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
     state = load(path)
     step, seconds, curve, exams = 0, 0.0, [], []
@@ -72,12 +77,13 @@ def train(
         if state["settings"] != settings:
             raise ValueError(f"{path} belongs to a run with other settings; delete it, or keep runs in another folder")
         module.load_state_dict(state["module"])
-        optimiser.load_state_dict(state["optimiser"])
+        for optimiser, own in zip(optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(own)
         step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
     began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
     while step < schedule.steps:
-        own = _step(module, optimiser, loss(step), schedule.at(step), schedule.clip)
+        own = _step(module, optimisers, loss(step), schedule.at(step), schedule.clip)
         total += own
         step += 1
         watch(step, own)
@@ -88,19 +94,31 @@ def train(
             found = examine()
             exams.append({"step": step, "loss": curve[-1], **found})
             seconds = time.perf_counter() - began
-            state = {"module": module.state_dict(), "optimiser": optimiser.state_dict(), "settings": settings}
-            save(path, state | {"step": step, "seconds": seconds, "curve": curve, "exams": exams})
+            state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
+            save(path, state | {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams})
             report(Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), found))
             saved, total = step, 0.0
     module.eval()
     return curve
 
 
-def _step(module: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, rate: float, clip: float) -> float:
-    for group in optimiser.param_groups:
-        group["lr"] = rate
-    optimiser.zero_grad(set_to_none=True)
+def _optimisers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    matrices = list(getattr(module, "matrices", ())) if schedule.optimiser == "muon" else []
+    chosen = {id(weight) for weight in matrices}
+    rest = [weight for weight in module.parameters() if id(weight) not in chosen]
+    rate, decay = schedule.rate, schedule.decay
+    adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99))
+    return [adamw, Muon(matrices, lr=rate, weight_decay=decay)] if matrices else [adamw]
+
+
+def _step(
+    module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
+) -> float:
+    module.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), clip)
-    optimiser.step()
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.step()
     return float(loss.detach())

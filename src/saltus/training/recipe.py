@@ -102,6 +102,10 @@ class Recipe:
     drafter: Drafter = field(default_factory=Drafter)
     adapter: Adapter = field(default_factory=Adapter)
 
+    def __post_init__(self) -> None:
+        if self.kind == "adapter" and self.schedule.optimiser == "muon":
+            raise ValueError("an adapter's low-rank parts are no matrices for muon; take the optimiser adamw")
+
     @property
     def settings(self) -> dict[str, Any]:
         """All that can change what comes out, as a file of settings holds it."""

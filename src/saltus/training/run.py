@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Run:
     network: Any  # a CausalNetwork
     name: str  # of the model
     work: Path
+    begin: Path | None = None  # a folder of what was trained before, to go on with
 
     @property
     def kept(self) -> Path:
@@ -52,16 +54,21 @@ class Run:
         return collect(self.network, samples, self.kept, recipe.temperatures)
 
     def course(self) -> Course:
-        """What is trained, at its beginning."""
+        """What is trained, at its beginning. Errors: ValueError where `begin` does not fit."""
         recipe, model = self.recipe, self.network.model
+        course: Course
         if recipe.kind == "drafter":
             shape, size = recipe.drafter.shape(model), recipe.drafter.vocabulary
-            return DrafterCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
-        own = recipe.adapter
-        return AdapterCourse(
-            model, load_edges(self.kept), own.gating, own.objective(recipe.lessons.placement), recipe.lessons,
-            self.name, own.recompute, own.autocast,
-        )  # fmt: skip
+            course = DrafterCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
+        else:
+            own = recipe.adapter
+            course = AdapterCourse(
+                model, load_edges(self.kept), own.gating, own.objective(recipe.lessons.placement), recipe.lessons,
+                self.name, own.recompute, own.autocast,
+            )  # fmt: skip
+        if self.begin is not None:
+            course.begin(self.begin)
+        return course
 
     def train(
         self, course: Course, report: Callable[[loop.Progress], None], watch: Callable[[int, float], None]
@@ -70,6 +77,8 @@ class Run:
         told = json.loads(json.dumps(self.recipe.settings))
         del told["schedule"]  # the loop's own setting, of which it leaves out how often it is saved
         settings = {"recipe": told, "target": fingerprint(self.network.model)}
+        if self.begin is not None:
+            settings["begin"] = _digest(self.begin)
         schedule, path = self.recipe.schedule, self.checkpoint
         loop.train(course.module, course.loss, schedule, path, settings, report, course.report, watch)
         state = load(path)
@@ -78,6 +87,14 @@ class Run:
         found = {name: round(value, 3) for name, value in last.items() if name != "step" and value == value}
         minutes = round(state["seconds"] / 60, 1)
         return {"loss": found.pop("loss", None), "held_out_tokens_per_call": found, "minutes": minutes}
+
+
+def _digest(folder: Path) -> str:
+    """What tells a folder's weights from others."""
+    digest = blake2b(digest_size=16)
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def teacher_texts(recipe: Recipe, teacher: Path) -> list[Sample]:
