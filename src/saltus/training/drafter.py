@@ -57,6 +57,23 @@ def frequent(states: States, count: int) -> Tensor:
     return counts.argsort(descending=True)[: min(count, int((counts > 0).sum()))].sort().values
 
 
+def answers(
+    module: DraftModel, states: States, cut: Cut
+) -> tuple[Float[Tensor, "batch slots hidden"], Float[Tensor, "batch windows window hidden"]]:
+    """The last states of the slots and of the queries; the unembedding reads both."""
+    device = module.tokens.device
+    cut, here = cut.to(device), cut.rows
+    packed = pack(cut.tokens, cut.splits, cut.uniforms)
+    features = states.features[here[:, : packed.context] - 1].to(device)
+    slots = module.slots(features, packed.tokens[:, : packed.context])
+    depths = torch.arange(packed.window, device=device).repeat_interleave(packed.windows).expand(len(slots), -1)
+    last = slots.gather(1, (cut.splits - 1)[..., None].expand(-1, -1, slots.shape[-1]))
+    told = packed.uniforms[:, packed.context :], cut.temperatures.repeat(1, packed.window)
+    queries = module.queries(last.repeat(1, packed.window, 1), *told, depths)
+    hidden = module(torch.cat([slots, queries], 1), packed.positions, packed.mask)
+    return hidden[:, : packed.context], packed.by_window(hidden)
+
+
 @dataclass(eq=False)
 class DrafterCourse:
     """A `Course`: a drafter of the `vocabulary` most frequent tokens, on what its target has read.
@@ -103,7 +120,7 @@ class DrafterCourse:
         tokens, counted = self._drafted(cut)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]
         weights = self.lessons.discount**depths
-        slots, queries = self._answers(cut)
+        slots, queries = answers(self.module, self.states, cut)
         losses = F.cross_entropy(self._logits(queries[counted]), tokens[counted], reduction="none")
         return (losses * weights).sum() / weights.sum() + self.lessons.laws * self._law_loss(cut, slots)
 
@@ -138,31 +155,13 @@ class DrafterCourse:
             laws = self._logits(after).softmax(-1)
         return F.cross_entropy(self._logits(slots[:, : inside.shape[1]][inside.to(slots.device)]), laws)
 
-    def _answers(self, cut: Cut) -> tuple[Tensor, Tensor]:
-        """The last states of the slots [batch, slots, hidden] and of the queries [batch, windows, window, hidden].
-
-        The unembedding reads both.
-        """
-        cut, here = cut.to(self.target.device), cut.rows
-        packed = pack(cut.tokens, cut.splits, cut.uniforms)
-        features = self.states.features[here[:, : packed.context] - 1].to(self.target.device)
-        slots = self.module.slots(features, packed.tokens[:, : packed.context])
-        depths = (
-            torch.arange(packed.window, device=slots.device).repeat_interleave(packed.windows).expand(len(slots), -1)
-        )
-        last = slots.gather(1, (cut.splits - 1)[..., None].expand(-1, -1, slots.shape[-1]))
-        told = packed.uniforms[:, packed.context :], cut.temperatures.repeat(1, packed.window)
-        queries = self.module.queries(last.repeat(1, packed.window, 1), *told, depths)
-        hidden = self.module(torch.cat([slots, queries], 1), packed.positions, packed.mask)
-        return hidden[:, : packed.context], packed.by_window(hidden)
-
     @torch.inference_mode()
     def _tokens_per_call(self, greedy: bool) -> float:
         """NaN without such texts."""
         found = []
         for cut in self.curriculum.exam(greedy):
             tokens, counted = self._drafted(cut)
-            said = self._logits(self._answers(cut)[1].flatten(0, -2)).argmax(-1).view(tokens.shape)
+            said = self._logits(answers(self.module, self.states, cut)[1].flatten(0, -2)).argmax(-1).view(tokens.shape)
             right = torch.where(counted, said, UNDRAFTED - 1)
             found.append(1 + correct(right.flatten(0, 1), tokens.flatten(0, 1)).double())
         return float(torch.cat(found).mean()) if found else math.nan

@@ -107,7 +107,7 @@ def _optimisers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optim
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in module.parameters() if id(weight) not in chosen]
     rate, decay = schedule.rate, schedule.decay
-    adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99))
+    adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)
     return [adamw, Muon(matrices, lr=rate, weight_decay=decay)] if matrices else [adamw]
 
 

@@ -29,6 +29,7 @@ class Student(nn.Module):
         super().__init__()
         settings = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
         settings |= {"bos_token_id": None, "eos_token_id": None}
+        settings |= {"activation_function": "gelu_pytorch_tanh"}  # GPT-2's own, as one operation
         self.body = GPT2Model(
             GPT2Config(
                 vocab_size=vocab + 1, n_positions=length + 1, n_embd=hidden, n_layer=layers, n_head=heads, **settings

@@ -1,0 +1,209 @@
+"""What are uniforms worth to a drafter? Count its right drafts, told the text's own uniforms and told others.
+
+    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --out uniforms.json
+    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --checkpoints kept/*.pt --plot uniforms.png
+
+The teacher's texts are read as `saltus collect text` wrote them; they should be none that the drafter was trained on.
+With checkpoints of a training run, the same is counted for each, so that a plot shows when uniforms begin to pay.
+Drafts are chains: a call brings the leading right ones, and the target's own token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.special import ndtr
+
+import saltus
+from saltus.networks.drafter import DraftModel
+from saltus.networks.drafter_files import load_drafter, shipped
+from saltus.training.checkpoint import load
+from saltus.training.drafter import answers
+from saltus.training.draws import draws
+from saltus.training.edges import picks
+from saltus.training.lessons import Curriculum, Cut, Lessons
+from saltus.training.loop import Schedule
+from saltus.training.recipe import Recipe
+from saltus.training.run import teacher_texts
+from saltus.training.states import States, collect, load_states
+
+LIKELY = 64  # tokens that can be nearest to a blurred uniform
+Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
+
+
+def told(uniforms: Tensor, edges: Tensor) -> dict[str, Tensor]:
+    """What queries may be told, by name."""
+    other = torch.from_numpy(draws(0, "others").random(tuple(uniforms.shape)))
+    return {
+        "the text's uniforms": uniforms,
+        "the middle of each token's interval": edges.mean(-1),
+        "0.5 for each": torch.full_like(uniforms, 0.5),
+        "other uniforms": other,
+        "none": torch.full_like(uniforms, torch.nan),
+    }
+
+
+def likeliest(logits: Tensor, uniforms: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def picked(sharpness: float) -> Drafts:
+    """By the uniform, from the drafter's own law; sharpness 1 is independent prediction in the paper's sense."""
+    return lambda logits, uniforms: picks(uniforms, logits * sharpness)
+
+
+def blurred(width: float) -> Drafts:
+    """The token whose interval most probably holds the uniform, if a normal error of this width were added to it."""
+
+    def nearest(logits: Tensor, uniforms: Tensor) -> Tensor:
+        law, tokens = logits.double().softmax(-1).topk(LIKELY)
+        high = law.cumsum(-1)
+        above, below = ((edge - uniforms[..., None]) / width for edge in (high, high - law))
+        return tokens.gather(-1, (ndtr(above) - ndtr(below)).argmax(-1, keepdim=True))[..., 0]
+
+    return nearest
+
+
+DRAFTS: dict[str, Drafts] = {
+    "the likeliest token": likeliest,
+    "Pick by the uniform": picked(1.0),
+    **{f"Pick, laws sharpened by {sharpness:g}": picked(sharpness) for sharpness in (1.3, 1.6, 2.0)},
+    **{f"the interval nearest to the uniform, blurred by {width:g}": blurred(width) for width in (0.1, 0.3, 1.0)},
+}
+
+
+@torch.inference_mode()
+def right(model: DraftModel, states: States, cut: Cut, drafts: Drafts, uniforms: Tensor) -> Tensor:
+    """Which drafts are right, with all before them: [windows, window]."""
+    logits = model.llama.lm_head(answers(model, states, cut)[1]).float()
+    said = model.tokens[drafts(logits, uniforms)]
+    return ((said == cut.targets) & cut.counted).flatten(0, 1).long().cumprod(-1)
+
+
+class Examination:
+    """Windows of texts that were not trained on, always the same ones."""
+
+    def __init__(self, states: States, window: int) -> None:
+        self.states = states
+        self.curriculum = Curriculum(states, Lessons(), window)
+
+    def cuts(self, greedy: bool, texts: int = 8, windows: int = 24) -> Iterator[Cut]:
+        every = self.states.texts
+        chosen = every[(every[:, 3] == 0) == greedy]
+        for number in range(0, len(chosen), texts):
+            part = chosen[number : number + texts]
+            yield self.curriculum.cut(part, draws(1, "exam", number), windows, float(greedy))
+
+    def edges(self, cut: Cut) -> Tensor:
+        """Of the windows' tokens, at the temperature of each."""
+        temperatures = torch.tensor(self.states.temperatures, dtype=torch.float64)
+        which = (cut.temperatures[..., None] - temperatures).abs().argmin(-1)
+        places = cut.rows.gather(1, cut.splits)[..., None] + torch.arange(cut.targets.shape[-1])
+        return self.states.edges[which[..., None], places.clamp_max(len(self.states.tokens) - 1)]
+
+    def greedy(self, model: DraftModel) -> dict[str, Any]:
+        nothing = (right(model, self.states, cut, likeliest, cut.uniforms) for cut in self.cuts(True))
+        return summary(torch.cat(list(nothing)))
+
+    def told(self, model: DraftModel) -> dict[str, dict[str, Any]]:
+        """By what the queries are told, of texts that were sampled."""
+        found: dict[str, list[Tensor]] = {}
+        for cut in self.cuts(False):
+            for name, given in told(cut.uniforms, self.edges(cut)).items():
+                counts = right(model, self.states, replace(cut, uniforms=given), likeliest, cut.uniforms)
+                found.setdefault(name, []).append(counts)
+        return {name: summary(torch.cat(counts)) for name, counts in found.items()}
+
+    def drafted(self, model: DraftModel) -> dict[str, dict[str, Any]]:
+        """By what is drafted from the laws of queries that are told nothing."""
+        found: dict[str, list[Tensor]] = {}
+        for cut in self.cuts(False):
+            untold = replace(cut, uniforms=torch.full_like(cut.uniforms, torch.nan))
+            for name, drafts in DRAFTS.items():
+                found.setdefault(name, []).append(right(model, self.states, untold, drafts, cut.uniforms))
+        return {name: summary(torch.cat(counts)) for name, counts in found.items()}
+
+
+def summary(counts: Tensor) -> dict[str, Any]:
+    """Tokens a call, the standard error if windows were independent, and the share of chains right up to each depth."""
+    calls = 1 + counts.sum(-1).double()
+    error = float(calls.std() / len(calls) ** 0.5)
+    return {
+        "tokens_per_call": round(float(calls.mean()), 3),
+        "error": round(error, 3),
+        "right": [round(float(share), 3) for share in counts.double().mean(0)],
+        "windows": len(counts),
+    }
+
+
+def plot(curves: list[dict[str, Any]], path: Path) -> None:
+    """Tokens a call against query tokens of training, for what queries are told."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name in curves[0]["told"]:
+        values = [one["told"][name]["tokens_per_call"] for one in curves]
+        axes.plot([one["queries"] / 1e6 for one in curves], values, marker="o", markersize=3, label=name)
+    axes.set(xlabel="query tokens of training, millions", ylabel="tokens a call, sampled texts")
+    axes.legend(title="queries are told", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--teacher", type=Path, required=True, help="texts of the model that no drafter was trained on")
+    parser.add_argument("--texts", type=int, default=80, help="of them, evenly spread")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafter", type=Path, help="a folder of saltus train ptp; else the one that is shipped")
+    parser.add_argument("--checkpoints", type=Path, nargs="+", default=[], help="of the run that made the drafter")
+    parser.add_argument("--queries", type=int, default=1600, help="of a step of that run")
+    parser.add_argument("--states", type=Path, help="where to keep what is read; else nowhere")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+
+    network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
+    folder = options.drafter or shipped(network.model)
+    if folder is None:
+        parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
+    model = load_drafter(folder, network.model, options.model).float()
+    network.tap(model.shape.taps)
+    samples = teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
+    with TemporaryDirectory() as room:
+        for done in collect(network, samples, options.states or Path(room)):
+            print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
+        print()
+        examination = Examination(load_states(options.states or Path(room)), model.shape.window)
+    found: dict[str, Any] = {"texts": len(samples), "drafter": str(folder)}
+    found["greedy"] = examination.greedy(model)
+    found["told"], found["drafted"] = examination.told(model), examination.drafted(model)
+    for title in ("told", "drafted"):
+        for name, one in found[title].items():
+            print(f"{title:8} {name:56} {one['tokens_per_call']:.3f} ± {one['error']:.3f}")
+    print(f"greedy {found['greedy']['tokens_per_call']:.3f} ± {found['greedy']['error']:.3f}")
+    found["curve"] = []
+    for file in options.checkpoints:
+        state = load(file)
+        assert state is not None
+        model.load_state_dict(state["module"])
+        one = {"queries": state["step"] * options.queries, "told": examination.told(model)}
+        found["curve"].append(one)
+        print(state["step"], {name: value["tokens_per_call"] for name, value in one["told"].items()}, flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot:
+        plot(found["curve"], options.plot)
+
+
+if __name__ == "__main__":
+    main()
