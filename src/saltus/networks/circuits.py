@@ -1,0 +1,299 @@
+"""Joint laws of a window of tokens as probabilistic circuits: mixtures whose latent choices form a tree (MtPC, §3).
+
+A circuit here is a structure without parameters: latents, each with `rank` states, that hang from one another, and
+the window's positions, each of which hangs from a latent. The first latent's state follows `start`, every other one's
+the row of `steps` that its parent's state names, and a position's token the law of its latent's state. So the joint law
+is a sum over all states, computed by passing messages up the tree; sums are over states that exclude each other
+(smooth), products over parts of the window that do not meet (decomposable), and all weights are normalised.
+
+Tensors, all logarithms, with any batch dimensions in front:
+
+    start   [rank]                   of the first latent
+    steps   [latents − 1, rank, rank]  of the others: from the parent's state (rows) to its own (columns)
+    leaves  [window, rank]           evidence: log p(token | state) of what is known, 0 of what is not
+
+There is no hidden state: what is not given is not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """The structure; `independent`, `mixture`, `chain` and `tree` make the four of the paper."""
+
+    rank: int
+    parents: tuple[int, ...]  # of the latents, in whose order parents come first; -1: the first latent, which has none
+    holders: tuple[int, ...]  # of the positions: the latent that each hangs from
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"a circuit's rank is {self.rank}, but must be 1 or more")
+        if not self.holders:
+            raise ValueError("a circuit's window is 0, but must be 1 or more")
+        assert self.parents[0] == -1 and all(0 <= parent < own for own, parent in enumerate(self.parents) if own)
+        assert set(self.holders) | set(self.parents[1:]) == set(range(self.latents)), "a latent that nothing hangs from"
+        assert all(len(children) <= 2 for children in self.children)
+
+    @property
+    def window(self) -> int:
+        """Tokens that the law is of."""
+        return len(self.holders)
+
+    @property
+    def latents(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Of each latent."""
+        found: list[list[int]] = [[] for _ in self.parents]
+        for latent, parent in enumerate(self.parents[1:], start=1):
+            found[parent].append(latent)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def scopes(self) -> tuple[frozenset[int], ...]:
+        """The positions below each latent."""
+        below = [{place for place, holder in enumerate(self.holders) if holder == latent} for latent in self.places]
+        for latent in reversed(self.places[1:]):
+            below[self.parents[latent]] |= below[latent]
+        return tuple(map(frozenset, below))
+
+    @property
+    def places(self) -> range:
+        """The latents' numbers."""
+        return range(self.latents)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The latents but the first, by their depth: as many stages as a law needs, one after the other."""
+        depths = [0] * self.latents
+        for latent, parent in enumerate(self.parents[1:], start=1):
+            depths[latent] = depths[parent] + 1
+        return tuple(
+            tuple(latent for latent in self.places if depths[latent] == depth) for depth in range(1, max(depths) + 1)
+        )
+
+    @cached_property
+    def moves(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """From the holder of each position to that of the next: latents that are left, then those that are entered."""
+        found, here = [], 0
+        for holder in self.holders:
+            above, below = self._upwards(here), self._upwards(holder)
+            left = tuple(latent for latent in above if latent not in below)
+            found.append((left, tuple(latent for latent in reversed(below) if latent not in above)))
+            here = holder
+        return tuple(found)
+
+    def _upwards(self, latent: int) -> list[int]:
+        """A latent, what it hangs from, and so on to the first."""
+        found = [latent]
+        while found[-1]:
+            found.append(self.parents[found[-1]])
+        return found
+
+    def log_probability(
+        self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
+        leaves: Float[Tensor, "*batch window rank"],
+    ) -> Float[Tensor, "*batch"]:  # fmt: skip
+        """Of the evidence; what is not known is summed out."""
+        return (start + self._upward(steps, leaves)[0][0]).logsumexp(-1)
+
+    def states(
+        self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
+        leaves: Float[Tensor, "*batch window rank"],
+    ) -> Float[Tensor, "*batch window rank"]:  # fmt: skip
+        """The law of each position's state, given the evidence.
+
+        With the position's own leaf 0, the law of its token is the mixture of its states' laws with these weights.
+        Errors: ValueError for evidence of probability 0.
+        """
+        own, messages, here = self._upward(steps, leaves)
+        before = [start] * self.latents  # log P(state, evidence that is not below the latent)
+        for latent in self.places[1:]:
+            parent = self.parents[latent]
+            outside = before[parent] + here[parent]
+            for sibling in self.children[parent]:
+                if sibling != latent:
+                    outside = outside + messages[sibling]
+            before[latent] = (outside[..., :, None] + steps[..., latent - 1, :, :]).logsumexp(-2)
+        joint = torch.stack([before[holder] + own[holder] for holder in self.holders], -2)
+        total = joint.logsumexp(-1, keepdim=True)
+        if bool((total == -torch.inf).any()):
+            raise ValueError(IMPOSSIBLE)
+        return joint - total
+
+    def sample(
+        self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
+        leaves: Float[Tensor, "*batch window rank"], uniforms: Float[Tensor, "*batch latents"],
+    ) -> Int[Tensor, "*batch window"]:  # fmt: skip
+        """A state for each position, drawn top-down given the evidence (MtPC, Alg. 1); a uniform for each latent.
+
+        Tokens are then drawn from the chosen states' laws alone. Errors: ValueError for evidence of probability 0.
+        """
+        own = self._upward(steps, leaves)[0]
+        chosen: list[Tensor] = []
+        for latent in self.places:
+            parent = self.parents[latent]
+            row = start if parent < 0 else _rows(steps[..., latent - 1, :, :], chosen[parent])
+            chosen.append(_drawn(row + own[latent], uniforms[..., latent]))
+        return torch.stack([chosen[holder] for holder in self.holders], -1)
+
+    def best(
+        self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
+        leaves: Float[Tensor, "*batch window rank"],
+    ) -> tuple[Int[Tensor, "*batch window"], Float[Tensor, "*batch"]]:  # fmt: skip
+        """The most probable states of all latents together, for each position its own, and their log-probability.
+
+        With the leaf of an unknown token the largest of its state's law, tokens are chosen too: the likeliest path.
+        Errors: ValueError where every path has probability 0.
+        """
+        own = list(self._gathered(leaves))
+        arrows: list[Tensor] = [start] * self.latents
+        for latent in reversed(self.places[1:]):
+            values, arrows[latent] = (steps[..., latent - 1, :, :] + own[latent][..., None, :]).max(-1)
+            own[self.parents[latent]] = own[self.parents[latent]] + values
+        value, root = (start + own[0]).max(-1)
+        if bool((value == -torch.inf).any()):
+            raise ValueError(IMPOSSIBLE)
+        chosen = [root]
+        for latent in self.places[1:]:
+            chosen.append(arrows[latent].gather(-1, chosen[self.parents[latent]][..., None])[..., 0])
+        return torch.stack([chosen[holder] for holder in self.holders], -1), value
+
+    def _gathered(self, leaves: Float[Tensor, "*batch window rank"]) -> Sequence[Tensor]:
+        """The evidence at each latent itself: the sum of its positions' leaves."""
+        found = leaves.new_zeros(*leaves.shape[:-2], self.latents, self.rank)
+        return found.index_add(-2, torch.tensor(self.holders, device=leaves.device), leaves).unbind(-2)
+
+    def _upward(
+        self, steps: Float[Tensor, "*batch steps rank rank"], leaves: Float[Tensor, "*batch window rank"]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Of each latent: log P(evidence below it | its state); the same, | its parent's state; and its leaves' sum."""
+        here = list(self._gathered(leaves))
+        own, messages = here[:], here[:]
+        for level in reversed(self.levels):
+            ids = torch.tensor(level, device=leaves.device)
+            below = torch.stack([own[latent] for latent in level], -2)
+            said = (steps.index_select(-3, ids - 1) + below[..., None, :]).logsumexp(-1)
+            for number, latent in enumerate(level):
+                messages[latent] = said[..., number, :]
+                own[self.parents[latent]] = own[self.parents[latent]] + messages[latent]
+        return own, messages, here
+
+
+class Reader:
+    """Reads a window's tokens one after the other, and says before each of them what it expects.
+
+    The law of the token to come is the mixture of its position's states with the weights `expected`. So a window is
+    drafted token by token, each knowing the ones before; and the chain rule takes a window's log-probability apart.
+    Each position costs a step down the tree or, behind a finished part of it, one up again.
+    """
+
+    def __init__(
+        self, circuit: Circuit, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"]
+    ) -> None:
+        self.circuit, self.steps = circuit, steps.unbind(-3)
+        self.place = 0
+        self.joint = {0: start}  # log P(state, all that was read), of the latents above the next position
+        self.below = {0: torch.zeros_like(start)}  # log P(what was read below the latent | its state)
+        self._move()
+
+    @property
+    def expected(self) -> Float[Tensor, "*batch rank"]:
+        """The log-weights of the next position's states. Errors: ValueError where what was read has probability 0."""
+        joint = self.joint[self.circuit.holders[self.place]]
+        total = joint.logsumexp(-1, keepdim=True)
+        if bool((total == -torch.inf).any()):
+            raise ValueError(IMPOSSIBLE)
+        return joint - total
+
+    def read(self, leaf: Float[Tensor, "*batch rank"]) -> None:
+        """The next position's token, by its log-probability in each state."""
+        holder = self.circuit.holders[self.place]
+        self.joint[holder], self.below[holder] = self.joint[holder] + leaf, self.below[holder] + leaf
+        self.place += 1
+        if self.place < self.circuit.window:
+            self._move()
+
+    def _move(self) -> None:
+        left, entered = self.circuit.moves[self.place]
+        for latent in left:
+            parent, own = self.circuit.parents[latent], self.below.pop(latent)
+            del self.joint[latent]
+            said = (self.steps[latent - 1] + own[..., None, :]).logsumexp(-1)
+            self.joint[parent], self.below[parent] = self.joint[parent] + said, self.below[parent] + said
+        for latent in entered:
+            parent = self.circuit.parents[latent]
+            self.joint[latent] = (self.joint[parent][..., :, None] + self.steps[latent - 1]).logsumexp(-2)
+            self.below[latent] = torch.zeros_like(self.joint[latent])
+
+
+def surprises(
+    circuit: Circuit, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
+    leaves: Float[Tensor, "*batch window rank"],
+) -> Float[Tensor, "*batch window"]:  # fmt: skip
+    """−log q(token | those before it) of each position; they sum to −log q of the window (MtPC, Eq. 4)."""
+    reader, found = Reader(circuit, start, steps), []
+    for leaf in leaves.unbind(-2):
+        found.append(-(reader.expected + leaf).logsumexp(-1))
+        reader.read(leaf)
+    return torch.stack(found, -1)
+
+
+IMPOSSIBLE = "the evidence has probability 0 under the circuit, so nothing follows from it; give tokens that it knows"
+
+
+def independent(window: int) -> Circuit:
+    """All tokens for themselves (FF)."""
+    return mixture(window, 1)
+
+
+def mixture(window: int, rank: int) -> Circuit:
+    """One choice for the whole window, the tokens independent given it (CP)."""
+    return Circuit(rank, (-1,), (0,) * window)
+
+
+def chain(window: int, rank: int) -> Circuit:
+    """A choice for each position, each following the one before it (a hidden Markov model)."""
+    return Circuit(rank, tuple(range(-1, window - 1)), tuple(range(window)))
+
+
+def tree(window: int, rank: int) -> Circuit:
+    """A choice for the window, then for each half of it, down to pairs (BTree); halves may differ by a token."""
+    parents, holders = [-1], [0] * window
+
+    def split(low: int, high: int, latent: int) -> None:
+        middle = (low + high + 1) // 2
+        for begin, end in ((low, middle), (middle, high)):
+            if end - begin > 1:
+                parents.append(latent)
+                split(begin, end, len(parents) - 1)
+            elif end > begin:
+                holders[begin] = latent
+
+    split(0, window, 0)
+    return Circuit(rank, tuple(parents), tuple(holders))
+
+
+def _rows(tables: Float[Tensor, "*batch rank rank"], chosen: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch rank"]:
+    """The row of each table that its parent's state names."""
+    return tables.gather(-2, chosen[..., None, None].expand(*chosen.shape, 1, tables.shape[-1]))[..., 0, :]
+
+
+def _drawn(logs: Float[Tensor, "*batch rank"], uniforms: Float[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+    """The first state whose running sum exceeds u; states of probability 0 are never drawn."""
+    if bool((logs.amax(-1) == -torch.inf).any()):
+        raise ValueError(IMPOSSIBLE)
+    sums = logs.double().softmax(-1).cumsum(-1)
+    sums = sums / sums[..., -1:]
+    return (sums <= uniforms[..., None].double().clamp(0, 1 - 2.0**-53)).sum(-1)

@@ -1,0 +1,225 @@
+"""Circuits: every quantity against the sum over all tokens and states, which small vocabularies allow."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from saltus.networks.circuits import Circuit, Reader, chain, independent, mixture, surprises, tree
+from saltus.training.draws import draws
+
+VOCAB = 3
+BATCH = 2
+SHAPES = [
+    independent(1), independent(4), mixture(1, 3), mixture(4, 2), chain(1, 2), chain(2, 3), chain(4, 2),
+    tree(1, 2), tree(2, 3), tree(3, 2), tree(4, 2), tree(5, 2),
+]  # fmt: skip
+shapes = pytest.mark.parametrize("circuit", SHAPES, ids=lambda one: f"{one.parents}-{one.holders}-{one.rank}")
+
+
+def parameters(circuit: Circuit, seed: int = 0, batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
+    """start, steps, and the laws of tokens [batch, window, rank, vocab], in float64."""
+    generator, rank = draws(seed, "circuit"), circuit.rank
+    sizes = (rank,), (circuit.latents - 1, rank, rank), (circuit.window, rank, VOCAB)
+    start, steps, laws = (torch.from_numpy(generator.normal(0, 1.5, (batch, *size))) for size in sizes)
+    return start.log_softmax(-1), steps.log_softmax(-1), laws.log_softmax(-1)
+
+
+def evidence(laws: Tensor, tokens: tuple[int | None, ...]) -> Tensor:
+    """Leaves of a window, some of whose tokens are known."""
+    leaves = torch.zeros(laws.shape[:-1], dtype=laws.dtype)
+    for place, token in enumerate(tokens):
+        if token is not None:
+            leaves[..., place, :] = laws[..., place, :, token]
+    return leaves
+
+
+def joint(circuit: Circuit, start: Tensor, steps: Tensor, laws: Tensor) -> dict[tuple, Tensor]:
+    """The probability [batch] of all states of all latents with all tokens, by definition."""
+    found = {}
+    for states in itertools.product(range(circuit.rank), repeat=circuit.latents):
+        log = start[:, states[0]]
+        for latent in range(1, circuit.latents):
+            log = log + steps[:, latent - 1, states[circuit.parents[latent]], states[latent]]
+        for tokens in itertools.product(range(VOCAB), repeat=circuit.window):
+            own = log
+            for place, token in enumerate(tokens):
+                own = own + laws[:, place, states[circuit.holders[place]], token]
+            found[states, tokens] = own.exp()
+    return found
+
+
+def agrees(tokens: tuple, known: tuple) -> bool:
+    return all(wanted is None or token == wanted for token, wanted in zip(tokens, known, strict=True))
+
+
+def windows(circuit: Circuit) -> list[tuple[int | None, ...]]:
+    """All whole windows, and some with holes."""
+    every = list(itertools.product((None, *range(VOCAB)), repeat=circuit.window))
+    return [known for number, known in enumerate(every) if None not in known or number % 7 == 0]
+
+
+@shapes
+def test_probabilities_of_any_evidence_are_sums_over_states_and_unknown_tokens(circuit):
+    start, steps, laws = parameters(circuit)
+    table = joint(circuit, start, steps, laws)
+    for known in windows(circuit):
+        expected = sum(value for (_, tokens), value in table.items() if agrees(tokens, known))
+        found = circuit.log_probability(start, steps, evidence(laws, known)).exp()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+
+
+@shapes
+def test_it_is_normalised_smooth_and_decomposable(circuit):
+    start, steps, laws = parameters(circuit)
+    nothing = evidence(laws, (None,) * circuit.window)
+    torch.testing.assert_close(circuit.log_probability(start, steps, nothing), torch.zeros(BATCH).double())
+    assert circuit.scopes[0] == set(range(circuit.window)), "all of the window is below the first latent"
+    for latent in circuit.places:
+        parts = [circuit.scopes[child] for child in circuit.children[latent]]
+        parts += [{place} for place, holder in enumerate(circuit.holders) if holder == latent]
+        assert sum(map(len, parts)) == len(circuit.scopes[latent]), "factors of a product share no position"
+
+
+@shapes
+def test_the_law_of_any_token_given_any_others_is_the_mixture_of_its_states(circuit):
+    start, steps, laws = parameters(circuit)
+    table = joint(circuit, start, steps, laws)
+    for known in windows(circuit):
+        weights = circuit.states(start, steps, evidence(laws, known))
+        torch.testing.assert_close(weights.exp().sum(-1), torch.ones(BATCH, circuit.window).double())
+        for place in (place for place, token in enumerate(known) if token is None):
+            found = (weights[:, place, :, None] + laws[:, place]).logsumexp(-2).exp()
+            expected = torch.stack([
+                sum((value for (_, tokens), value in table.items() if agrees(tokens, known) and tokens[place] == token),
+                    torch.zeros(()))
+                for token in range(VOCAB)
+            ], -1)  # fmt: skip
+            torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))
+
+
+@shapes
+def test_a_window_is_read_token_by_token(circuit):
+    """What is expected before each token is its law given those before; what is told of it, by the chain rule."""
+    start, steps, laws = parameters(circuit)
+    for known in itertools.product(range(VOCAB), repeat=circuit.window):
+        leaves = evidence(laws, known)
+        reader = Reader(circuit, start, steps)
+        for place in range(circuit.window):
+            before = evidence(laws, (*known[:place], *(None,) * (circuit.window - place)))
+            torch.testing.assert_close(reader.expected, circuit.states(start, steps, before)[:, place])
+            reader.read(leaves[:, place])
+        total = circuit.log_probability(start, steps, leaves)
+        told = surprises(circuit, start, steps, leaves)
+        torch.testing.assert_close(-told.sum(-1), total)
+        torch.testing.assert_close(-told[:, 0], circuit.log_probability(
+            start, steps, evidence(laws, (known[0], *(None,) * (circuit.window - 1)))
+        ))  # fmt: skip
+
+
+@shapes
+def test_the_best_path_is_the_most_probable_of_all(circuit):
+    start, steps, laws = parameters(circuit)
+    table = joint(circuit, start, steps, laws)
+    states, value = circuit.best(start, steps, laws.amax(-1))
+    for row in range(BATCH):
+        best = max(table, key=lambda path: float(table[path][row]))
+        assert [best[0][holder] for holder in circuit.holders] == states[row].tolist()
+        assert float(value[row].exp()) == pytest.approx(float(table[best][row]))
+        chosen = laws[row, torch.arange(circuit.window), states[row]].argmax(-1)
+        assert tuple(chosen.tolist()) == best[1]
+
+
+@shapes
+def test_samples_follow_the_law_given_the_evidence(circuit):
+    start, steps, laws = (part[:1] for part in parameters(circuit))
+    table = joint(circuit, start, steps, laws)
+    known = (1, *(None,) * (circuit.window - 1))
+    count = 40_000
+    uniforms = torch.from_numpy(draws(3, "uniforms").random((count, circuit.latents)))
+    many = [part.expand(count, *part.shape[1:]) for part in (start, steps, evidence(laws, known))]
+    states = circuit.sample(*many, uniforms)
+    expected: dict[tuple[int, ...], float] = {}
+    for (latents, tokens), value in table.items():
+        if agrees(tokens, known):
+            own = tuple(latents[holder] for holder in circuit.holders)
+            expected[own] = expected.get(own, 0.0) + float(value)
+    total = sum(expected.values())
+    for own, value in expected.items():
+        share = value / total
+        found = float((states == torch.tensor(own)).all(-1).double().mean())
+        assert abs(found - share) < 5 * (share * (1 - share) / count) ** 0.5 + 1e-9
+
+
+@shapes
+def test_gradients_are_those_of_finite_differences_and_of_posteriors(circuit):
+    start, steps, laws = parameters(circuit, batch=1)
+    tokens = tuple(place % VOCAB for place in range(circuit.window))
+    given_ = [part.clone().requires_grad_() for part in (start, steps, evidence(laws, tokens))]
+    assert torch.autograd.gradcheck(circuit.log_probability, given_)
+    circuit.log_probability(*given_).backward()
+    posterior = circuit.states(start, steps, evidence(laws, tokens)).exp()
+    torch.testing.assert_close(given_[2].grad, posterior)
+
+
+@settings(deadline=None, max_examples=40)
+@given(window=st.integers(1, 40))
+def test_trees_of_any_window_halve_it_and_are_as_deep_as_its_logarithm(window):
+    circuit = tree(window, 2)
+    assert circuit.window == window
+    assert circuit.latents == max(window - 1, 1)
+    assert len(circuit.levels) == max(0, (window - 1).bit_length() - 1)
+    assert len(chain(window, 2).levels) == window - 1
+    for latent in circuit.places[1:]:
+        scope = sorted(circuit.scopes[latent])
+        assert scope == list(range(scope[0], scope[-1] + 1))
+
+
+def test_equal_where_one_is_a_case_of_the_other():
+    """A mixture of one is independent; a chain that never changes its state is a mixture, and so is such a tree."""
+    laws = parameters(mixture(4, 3))[2]
+    start = parameters(mixture(4, 3))[0]
+    leaves = evidence(laws, (0, 2, 1, 1))
+    stays = torch.eye(3).double().log().expand(BATCH, 3, 3, 3)
+    expected = mixture(4, 3).log_probability(start, torch.zeros(BATCH, 0, 3, 3).double(), leaves)
+    torch.testing.assert_close(chain(4, 3).log_probability(start, stays, leaves), expected)
+    torch.testing.assert_close(tree(4, 3).log_probability(start, stays[:, :2], leaves), expected)
+    alone = leaves[..., :1]
+    one = independent(4).log_probability(torch.zeros(BATCH, 1).double(), torch.zeros(BATCH, 0, 1, 1).double(), alone)
+    torch.testing.assert_close(one, alone.sum((-1, -2)))
+
+
+@pytest.mark.parametrize("circuit", [mixture(3, 2), chain(3, 2), tree(3, 2)], ids=["mixture", "chain", "tree"])
+def test_tokens_that_some_states_cannot_write_rule_those_states_out(circuit):
+    start, steps, laws = parameters(circuit, batch=1)
+    laws[:, 0, 0, 1] = -torch.inf  # state 0 never writes token 1 at place 0
+    weights = circuit.states(start, steps, evidence(laws, (1, None, None)))
+    assert weights[0, 0].exp().tolist() == [0.0, 1.0]
+    assert not weights.isnan().any()
+    laws[:, 0, 1, 1] = -torch.inf
+    impossible = evidence(laws, (1, None, None))
+    assert circuit.log_probability(start, steps, impossible).exp().item() == 0
+    uniforms = torch.full((1, circuit.latents), 0.5)
+    for ask in (
+        lambda: circuit.states(start, steps, impossible),
+        lambda: circuit.sample(start, steps, impossible, uniforms),
+        lambda: circuit.best(start, steps, impossible),
+        lambda: surprises(circuit, start, steps, impossible),
+    ):
+        with pytest.raises(ValueError, match=r"evidence has probability 0.*give tokens"):
+            ask()
+
+
+@pytest.mark.parametrize("make", [lambda: mixture(4, 0), lambda: chain(3, -1), lambda: tree(4, 0)])
+def test_a_rank_of_nothing_is_refused(make):
+    with pytest.raises(ValueError, match=r"rank is .*, but must be 1 or more"):
+        make()
+
+
+def test_a_window_of_nothing_is_refused():
+    for make in (lambda: mixture(0, 2), lambda: chain(0, 2), lambda: independent(0)):
+        with pytest.raises(ValueError, match="window is 0, but must be 1 or more"):
+            make()
