@@ -24,7 +24,7 @@ from torch.special import ndtr
 
 import saltus
 from saltus.networks.drafter import DraftModel
-from saltus.networks.drafter_files import load_drafter, shipped
+from saltus.networks.trained_files import load_drafter, shipped
 from saltus.training.checkpoint import load
 from saltus.training.drafter import answers
 from saltus.training.draws import draws
@@ -173,7 +173,7 @@ def main() -> None:
     options = parser.parse_args()
 
     network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
-    folder = options.drafter or shipped(network.model)
+    folder = options.drafter or shipped("drafter", network.model)
     if folder is None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model).float()

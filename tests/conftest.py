@@ -104,7 +104,7 @@ def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
 def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with an untrained drafter for a tiny model: tiny_drafter(model, **shape)."""
     from saltus.networks.drafter import DraftModel, Shape
-    from saltus.networks.drafter_files import fingerprint, save_drafter
+    from saltus.networks.trained_files import fingerprint, save
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
@@ -113,7 +113,7 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
         embeddings = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
         drafter = DraftModel(shape, torch.arange(2, 290), *embeddings)
         out = tmp_path_factory.mktemp("drafter")
-        save_drafter(drafter, out, "tiny", fingerprint(target), {})
+        save("drafter", drafter, out, "tiny", fingerprint(target), {})
         return out
 
     return folder

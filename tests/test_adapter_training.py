@@ -15,9 +15,9 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.networks.adapters import read_papers
 from saltus.networks.causal import CausalNetwork
-from saltus.networks.drafter_files import fingerprint
 from saltus.networks.gated import Gate, Gating, applied
 from saltus.networks.trained import bring
+from saltus.networks.trained_files import fingerprint
 from saltus.training.adapter import AdapterCourse
 from saltus.training.course import Course
 from saltus.training.distillation import Objective

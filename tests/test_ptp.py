@@ -19,8 +19,8 @@ from saltus.core.sampling import Sampling
 from saltus.methods.ptp import Ptp, branches
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.drafter import ROWS, DraftModel, DraftNetwork, Shape
-from saltus.networks.drafter_files import PAPERS, WEIGHTS, fingerprint, load_drafter, shipped
 from saltus.networks.trained import bring
+from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_drafter, shipped
 from saltus.testing import fool, toy, writing
 
 PROMPT = [1, 2, 3, 4, 1, 2]
@@ -190,7 +190,7 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
         load_drafter(tmp_path, target, "tiny")
     with pytest.raises(ValueError, match="was trained for tiny, not other; train one for other"):
         load_drafter(tiny_drafter(target), tiny_llama(seed=1), "other")
-    for file, content in ((WEIGHTS, b"nothing"), (PAPERS, b"{")):
+    for file, content in ((WEIGHTS["drafter"], b"nothing"), (PAPERS, b"{")):
         folder = tiny_drafter(target)
         (folder / file).write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
@@ -207,7 +207,7 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
 
 
 def test_a_target_without_a_shipped_drafter_is_told_what_to_do(tiny_folder):
-    assert shipped(tiny_llama()) is None
+    assert shipped("drafter", tiny_llama()) is None
     with pytest.raises(ValueError, match="no trained drafter comes with Saltus for") as error:
         saltus.load(str(tiny_folder()), "ptp")
     assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
-from saltus.networks.drafter_files import PAPERS, WEIGHTS
+from saltus.networks.trained_files import PAPERS, WEIGHTS
 from saltus.training import recipe as recipes
 from saltus.training.checkpoint import load
 from saltus.training.drafter import DrafterCourse
@@ -161,7 +161,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
     assert not (killed / "drafter").exists()
     time.sleep(1.1)  # files of curves are ordered by the second
     saltus_(*training(recipe, folder, teacher, killed))
-    one, other = (tmp_path / work / "drafter" / WEIGHTS for work in ("whole", "killed"))
+    one, other = (tmp_path / work / "drafter" / WEIGHTS["drafter"] for work in ("whole", "killed"))
     assert one.read_bytes() == other.read_bytes()
     assert load(killed / "checkpoint.pt")["exams"] == load(tmp_path / "whole" / "checkpoint.pt")["exams"]
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
@@ -231,7 +231,7 @@ def test_without_teacher_text_it_says_how_to_get_it(recipe, folder, tmp_path):
     asked.write_text("the cat\nthe dog\nthe log\nthe mat\n")
     saltus_(*(asked if word == "FILE" else word for word in command), "-n", 12)
     saltus_("train", "ptp", "-r", recipe, "-m", folder, "--work", work, "--steps", 1)
-    assert (work / "drafter" / WEIGHTS).exists()
+    assert (work / "drafter" / WEIGHTS["drafter"]).exists()
 
 
 @pytest.mark.parametrize(

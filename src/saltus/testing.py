@@ -73,7 +73,9 @@ class Toy:
             shown = torch.arange(len(decided) - len(ask.hidden), len(decided))[:, None] - 1
             assert torch.equal(ask.hidden, shown), "a drafter is shown the states before the tokens decided since"
             assert len(ask.hidden) > 0, "a drafter is shown something new"
-            assert not len(memory.decided) or read == len(ask.hidden), "no state comes twice, or never"
+            assert not ask.queries or not len(memory.decided) or read == len(ask.hidden), (
+                "no state comes twice, or never"
+            )
         memory.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
         for token, parent in zip(ask.tokens[: ask.drafts], ask.parents, strict=False):
@@ -209,12 +211,14 @@ def writing(
     stop: Stop | None = None,
     error: float = 0.5,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> Writing:
-    """A text about to be written by the methods of `spec`; their own networks are students of the target."""
+    """A text about to be written by the methods of `spec`; their networks are students of the target, or `others`."""
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
     methods = make(spec, options)
     own = [name for one in methods for name in one.models]
-    networks = {"target": target} | {name: student(target, error, name=name, sampling=sampling) for name in own}
+    students = {name: student(target, error, name=name, sampling=sampling) for name in own}
+    networks = {"target": target} | students | dict(others or {})
     drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
     canvas = continuation(prompt, length)
     writer = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -121,7 +122,7 @@ class Reply:
     seconds: float = 0.0  # wall time of the call that carried it
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
     rows: int = 0  # of the whole call, other texts' included
-    columns: Int[Tensor, "vocab"] | None = None  # tokens that the logits are of, where a drafter knows only some
+    columns: Int[Tensor, "vocab"] | None = None  # ascending tokens that logits are of, where a drafter knows some only
 
 
 @dataclass
@@ -142,8 +143,19 @@ class Laws:
             if self.sampling.repetition_penalty != 1.0:
                 context = np.concatenate([canvas.decided, np.array(self.asked.path(node), dtype=np.int64)])
             index = canvas.done + self.depth(node)
-            self._laws[node] = law(self.reply.logits[node + 1], self.sampling, context, index)
+            self._laws[node] = self._law(self.reply.logits[node + 1], context, index)
         return self._laws[node]
+
+    def _law(self, row: Tensor, context: np.ndarray | None, index: int) -> Law:
+        if self.reply.columns is None:
+            return law(row, self.sampling, context, index)
+        columns = self.reply.columns.numpy()
+        if self.sampling.by_values:
+            found = law(row, self.sampling)
+            return Law(columns if found.tokens is None else columns[found.tokens], found.weights)
+        size = 1 + int(max(columns[-1], -1 if context is None else context.max()))
+        whole = torch.full((size,), -torch.inf).index_copy(0, self.reply.columns, row.float())
+        return law(whole, self.sampling, context, index)
 
     def depth(self, node: int) -> int:
         """How many drafted tokens stand before the hole that this law is for: a query's is for its own place."""
@@ -153,7 +165,9 @@ class Laws:
         """The text's own token after `node`: Pick(u, law) with the uniform of that position (PTP, Eq. 2)."""
         if node not in self._picks:
             if self.sampling.bare and node < self.asked.drafts:
-                self._picks |= dict(enumerate(choices(self.reply.logits[: self.asked.drafts + 1]).tolist(), start=-1))
+                found, columns = choices(self.reply.logits[: self.asked.drafts + 1]), self.reply.columns
+                tokens = found if columns is None else columns.numpy()[found]
+                self._picks |= dict(enumerate(tokens.tolist(), start=-1))
             else:
                 open_ = self.asked.canvas.open
                 u = self.noise.at("text", open_[self.depth(node) : self.depth(node) + 1])[0]

@@ -55,7 +55,12 @@ class Sampling:
     @property
     def bare(self) -> bool:
         """Greedy on the model's own logits: `choices` says what `law` would."""
-        return self.greedy and self.repetition_penalty == 1 and not self.banned and not self.forced
+        return self.greedy and self.by_values
+
+    @property
+    def by_values(self) -> bool:
+        """Does the law depend on the logits' values alone, and not on which tokens they are of?"""
+        return self.repetition_penalty == 1 and not self.banned and not self.forced
 
     @cached_property
     def _banned(self) -> np.ndarray:

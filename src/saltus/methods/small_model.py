@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Laws, Reply, Step
+from saltus.core.forward import Forward, Reply, Step
 from saltus.core.noise import Noise
-from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, log_probability, pick, probability
+from saltus.core.rules import Rule
+from saltus.core.sampling import Sampling
+from saltus.core.token_by_token import token_by_token
 from saltus.core.tree import Branch
 
 
@@ -41,29 +39,7 @@ class SmallModel:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         def offer(canvas: Canvas, last: Step | None, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
-            tokens: list[int] = []
-            chances: list[float] = []
-            laws: list[Law] = []
-            stream = f"small_model/{canvas.done}"  # of one step: a draft never meets a uniform that was used before
-            value = 1.0
-            while len(tokens) < min(self.length, room):
-                asked = Forward(canvas.fill(np.array(tokens, dtype=np.int64)), to="drafter")
-                answers = Laws(asked, (yield asked), sampling, noise)
-                if rule is reject:
-                    u = noise.at(stream, asked.canvas.open[:1])[0]
-                    law = answers[-1]
-                    token, chance = pick(u, law), float(law.weights.max()) / law.total
-                    laws.append(law)
-                else:
-                    token = answers.pick(-1)
-                    chance = probability(token, answers[-1])
-                if sampling.greedy:
-                    chance = math.exp(log_probability(answers.reply.logits[0], token))
-                value *= chance
-                tokens.append(token)
-                chances.append(chance)
-                if value < self.least:
-                    break
-            return [Branch(tokens, chances, "small_model", laws if rule is reject else None)]
+            asked, length = Forward(canvas, to="drafter"), min(self.length, room)
+            return token_by_token(asked, length, self.least, noise, sampling, rule, "small_model")
 
         return offer

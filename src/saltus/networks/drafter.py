@@ -91,7 +91,7 @@ class DraftModel(nn.Module):
         dtype = self.fuse.weight.dtype
         states = features.to(dtype).unflatten(-1, (-1, self.shape.hidden))
         embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
-        return _normed(torch.cat([states, embedded], -2)).flatten(-2)
+        return normed(torch.cat([states, embedded], -2)).flatten(-2)
 
     def queries(
         self,
@@ -111,7 +111,7 @@ class DraftModel(nn.Module):
         return self.llama.model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).last_hidden_state
 
 
-def _normed(x: Tensor) -> Tensor:
+def normed(x: Tensor) -> Tensor:
     """Of mean square 1; by operations that round alike wherever a row stands."""
     wide = x.float()
     return (wide / ((wide * wide).mean(-1, keepdim=True) + 1e-6).sqrt()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Bring what was trained for a target to it: a drafter beside it, or an adapter on it."""
+"""Bring what was trained for a target to it: a drafter or heads beside it, or an adapter on it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from saltus.networks.adapters import load_adapter
 from saltus.networks.drafter import DraftNetwork
-from saltus.networks.drafter_files import fingerprint, load_drafter, shipped
+from saltus.networks.heads import HeadNetwork
+from saltus.networks.trained_files import TRAINED_BY, fingerprint, load_drafter, load_heads, shipped
 
-KINDS = ("drafter", "adapter")
+KINDS = ("drafter", "heads", "adapter")
 AUTO = "auto"  # the one that is shipped
 
 
@@ -18,8 +19,8 @@ def is_trained(where: str) -> bool:
     return where.partition(":")[0] in KINDS
 
 
-def bring(where: str, network: Any, name: str) -> DraftNetwork | None:
-    """The network of a drafter for the target of this name, or None where an adapter was attached to the target itself.
+def bring(where: str, network: Any, name: str) -> DraftNetwork | HeadNetwork | None:
+    """What was trained for the target of this name; None where it is an adapter, which was attached to the target.
 
     Errors: ValueError for a folder without one, a damaged one, or one for another target.
     """
@@ -27,12 +28,14 @@ def bring(where: str, network: Any, name: str) -> DraftNetwork | None:
     if kind == "adapter":
         network.attach(load_adapter(Path(place), network.model, fingerprint(network.model), name))
         return None
-    folder = shipped(network.model) if place == AUTO else Path(place)
+    folder = shipped(kind, network.model) if place == AUTO else Path(place)
     if folder is None:
         raise ValueError(
-            f"no trained drafter comes with Saltus for {name};"
-            " train one (saltus train ptp --help), or take a method that needs none, such as lookup"
+            f"no trained {kind} {'come' if kind == 'heads' else 'comes'} with Saltus for {name};"
+            f" train one ({TRAINED_BY[kind]} --help), or take a method that needs none, such as lookup"
         )
+    if kind == "heads":
+        return HeadNetwork(load_heads(folder, network.model, name), network)
     model = load_drafter(folder, network.model, name)
     network.tap(model.shape.taps)
     return DraftNetwork(model, network)

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.networks.adapters import load_adapter, save_adapter
-from saltus.networks.drafter_files import fingerprint
 from saltus.networks.gated import Adapter, Gating, new_adapter
+from saltus.networks.trained_files import fingerprint
 from saltus.training import losses
 from saltus.training.distillation import Objective, compare, correct
 from saltus.training.draws import draws

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.networks.drafter import DraftModel, Shape
-from saltus.networks.drafter_files import fingerprint, load_drafter, save_drafter
+from saltus.networks.trained_files import fingerprint, load_drafter, save
 from saltus.training.distillation import correct
 from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
@@ -132,8 +132,8 @@ class DrafterCourse:
         return found
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
-        """A folder for `saltus.networks.drafter_files.load_drafter`."""
-        save_drafter(self.module, folder, self.name, fingerprint(self.target), card)
+        """A folder for `saltus.networks.trained_files.load_drafter`."""
+        save("drafter", self.module, folder, self.name, fingerprint(self.target), card)
 
     def _drafted(self, cut: Cut) -> tuple[Int[Tensor, "batch windows window"], Tensor]:
         """The targets as places in the draft vocabulary, and which of them count."""

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.drafter_files import fingerprint
+from saltus.networks.trained_files import fingerprint
 from saltus.training import loop
 from saltus.training.adapter import AdapterCourse
 from saltus.training.checkpoint import load

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
-from saltus.networks.drafter_files import fingerprint
+from saltus.networks.trained_files import fingerprint
 from saltus.training.edges import edges
 
 SHARD = 128  # texts of a file

@@ -19,7 +19,7 @@ import torch
 from saltus.core.sampling import Sampling
 from saltus.engine import Engine, load
 from saltus.methods import make
-from saltus.networks.drafter_files import fingerprint
+from saltus.networks.trained_files import fingerprint
 from saltus.training.checkpoint import put
 from saltus.training.states import Sample
 from saltus.writing import Ensemble, Text, write

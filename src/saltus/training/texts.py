@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.networks.drafter_files import fingerprint
+from saltus.networks.trained_files import fingerprint
 from saltus.training.edges import edges
 from saltus.training.packed_model import causal, prepared, said
 from saltus.training.states import Sample, load_shards, write_shards

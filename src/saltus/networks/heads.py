@@ -1,0 +1,247 @@
+"""Heads that give the joint law of the next tokens from the target's last state: circuits' parameters (MtPC, §3.3).
+
+A head reads the state before a text's last token and, if it was made so, that token; a window of positions follows.
+Features of each position go through the target's own unembedding, cut to common tokens. Components of a circuit differ
+from that in a small subspace of it: a component's logits are the position's, and a few coordinates times the logits of
+as many directions, so that a hundred components cost little more than one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from saltus.core.forward import Forward, Reply
+from saltus.networks import circuits, native
+from saltus.networks.circuits import Circuit, Reader
+from saltus.networks.drafter import normed
+from saltus.networks.linear import linear
+
+MADE = {"cp": circuits.mixture, "hmm": circuits.chain, "btree": circuits.tree}
+STAY = 6.0  # logit by which a latent's first law favours its parent's state
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What heads are made of; the hidden size is the target's."""
+
+    hidden: int
+    circuit: str = "btree"  # ff, cp, hmm or btree
+    window: int = 8  # positions of the joint law
+    rank: int = 8  # states of each latent; 1 where the circuit is ff
+    directions: int = 16  # of the subspace that components differ in
+    told: bool = True  # the text's last token; else it is the window's first, and known
+    contextual: bool = True  # do sums depend on the text?
+    homogeneous: bool = False  # one table for all steps of a circuit?
+
+    def __post_init__(self) -> None:
+        if self.circuit != "ff" and self.circuit not in MADE:
+            raise ValueError(f"heads' circuit is {self.circuit!r}, but must be one of ff, {', '.join(MADE)}")
+        for name in ("window", "rank", "directions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
+        if not self.told and self.window < 2:
+            raise ValueError("heads' window is 1, but its first token is known; take 2 or more, or let it be told")
+
+    @cached_property
+    def structure(self) -> Circuit:
+        """The circuit."""
+        return circuits.independent(self.window) if self.circuit == "ff" else MADE[self.circuit](self.window, self.rank)
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that can be drafted."""
+        return self.window - (not self.told)
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """What heads say of some texts: the sums of their circuits, and what the laws of tokens are made of."""
+
+    start: Float[Tensor, "*batch rank"]
+    steps: Float[Tensor, "*batch steps rank rank"]
+    features: Float[Tensor, "*batch window hidden"]  # that the unembedding reads
+    codes: Float[Tensor, "*batch window rank directions"]  # of components, in their subspace
+
+
+class HeadModel(nn.Module):
+    """The heads. The target's embeddings come from outside and are not trained."""
+
+    tokens: Tensor  # [draft] ascending ids of the target's vocabulary that are drafted
+    unembedding: Tensor  # [draft, hidden]
+
+    def __init__(self, shape: HeadShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor) -> None:
+        super().__init__()
+        self.shape, circuit = shape, shape.structure
+        size, window, rank = shape.hidden, shape.window, circuit.rank
+        self.fuse = nn.Linear((1 + shape.told) * size, size, bias=False)
+        self.blocks = nn.Linear(size, window * size, bias=False)
+        self.norm = nn.Parameter(torch.ones(size))
+        tables = 1 if shape.homogeneous and circuit.latents > 1 else circuit.latents - 1
+        self.sums = nn.Linear(size, rank + tables * rank * rank)
+        several = rank > 1
+        self.codes = nn.Linear(size, window * rank * shape.directions, bias=False) if several else None
+        self.directions = nn.Parameter(torch.zeros(shape.directions, size)) if several else None
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.register_buffer("unembedding", unembedding[tokens].clone(), persistent=False)
+        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The weights that turn states into states, for optimisers that treat such apart."""
+        return [self.fuse.weight]
+
+    def forward(self, states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]) -> Parameters:
+        """From the target's states before each text's last token, and that token."""
+        shape, circuit = self.shape, self.shape.structure
+        dtype = self.fuse.weight.dtype
+        parts = [states.to(dtype)]
+        if shape.told:
+            parts.append(F.embedding(tokens, self.embeddings[0]).to(dtype))
+        here = self._linear(self.fuse, normed(torch.stack(parts, -2)).flatten(-2))
+        moved = F.silu(self._linear(self.blocks, here)).unflatten(-1, (shape.window, shape.hidden))
+        features = normed(here[..., None, :] + moved) * self.norm
+        sums = self._linear(self.sums, here if shape.contextual else torch.zeros_like(here)).float()
+        start, steps = sums[..., : circuit.rank], sums[..., circuit.rank :]
+        steps = (
+            steps.unflatten(-1, (-1, circuit.rank, circuit.rank))
+            if circuit.latents > 1
+            else steps.new_zeros(*steps.shape[:-1], 0, circuit.rank, circuit.rank)
+        )
+        if shape.homogeneous:
+            steps = steps.expand(*steps.shape[:-3], circuit.latents - 1, -1, -1)
+        if self.codes is not None:
+            codes = self._linear(self.codes, here).unflatten(-1, (shape.window, circuit.rank, shape.directions))
+        else:
+            codes = here.new_zeros(*here.shape[:-1], shape.window, 1, shape.directions)
+        return Parameters(start.log_softmax(-1), steps.log_softmax(-1), features, codes)
+
+    def laws(
+        self, features: Float[Tensor, "*rows hidden"], codes: Float[Tensor, "*rows rank directions"]
+    ) -> Float[Tensor, "*rows rank draft"]:
+        """Log-probabilities of the drafted tokens in each state of some positions."""
+        shared = self._product(features, self.unembedding).float()[..., None, :]
+        if self.directions is None:
+            return shared.log_softmax(-1)
+        reach = self._product(self.directions.to(self.unembedding.dtype), self.unembedding).float()
+        return (shared + codes.float() @ reach).log_softmax(-1)
+
+    def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        out = self._product(x, layer.weight)
+        return out if layer.bias is None else out + layer.bias.to(out.dtype)
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x Wᵀ: by our kernels where nothing is learned."""
+        if torch.is_grad_enabled() or x.device.type != "cpu" or not len(weight):
+            return F.linear(x.to(weight.dtype), weight)
+        return linear(x.to(weight.dtype), [weight], [None])[0]
+
+
+def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, generator: np.random.Generator) -> HeadModel:
+    """Untrained heads of these tokens for a Hugging Face model, in float32.
+
+    Every position begins with the target's own law of the next token, and all components with their position's: CP is
+    then FF, and HMM and BTree are nearly CP, since states stay as they are. The sums differ by text from the beginning,
+    which is what lets components part.
+    """
+    embeddings, unembedding = (
+        module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
+    model, circuit = HeadModel(shape, tokens, embeddings, unembedding), shape.structure
+    norm = getattr(target.get_decoder(), "norm", None)
+
+    def drawn(weight: Tensor, scale: float) -> None:
+        weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
+
+    with torch.no_grad():
+        if norm is not None:
+            model.norm.copy_(norm.weight)
+        drawn(model.fuse.weight, 0.005)
+        model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)
+        model.blocks.weight.zero_()
+        drawn(model.sums.weight, 0.02)
+        model.sums.bias.zero_()
+        if circuit.latents > 1:
+            stays = STAY * torch.eye(circuit.rank).flatten()
+            model.sums.bias[circuit.rank :] = stays.repeat(len(model.sums.bias[circuit.rank :]) // len(stays))
+        if model.codes is not None and model.directions is not None:
+            model.codes.weight.zero_()
+            drawn(model.directions, 1 / shape.hidden**0.5)
+    return model
+
+
+@dataclass
+class HeadMemory:
+    """The window that a text is being drafted from: what the heads said, and what has been read of it."""
+
+    base: int = 0  # decided tokens when the window began
+    parameters: Parameters | None = None
+    laws: Tensor | None = None  # [window, rank, draft]
+    read: list[int] = field(default_factory=list)  # tokens of the window
+    reader: Reader | None = None
+
+
+@dataclass
+class HeadNetwork:
+    """Heads behind Forward and Reply, as a network that says what follows: a Forward with a state begins a window.
+
+    Later ones, whose text goes on with drafts, go on in that window, until it ends: then there are no logits.
+    """
+
+    model: HeadModel
+    target: Any  # the network whose states it reads
+
+    def __post_init__(self) -> None:
+        self.device = self.model.tokens.device
+        self.places = {int(token): place for place, token in enumerate(self.model.tokens)}
+
+    def memory(self) -> HeadMemory:
+        return HeadMemory()
+
+    @torch.inference_mode()
+    def forward(self, asks: Sequence[Forward], memories: Sequence[HeadMemory]) -> list[Reply]:
+        """Logits over the drafted tokens behind the decided text: of the window's next position given those before."""
+        with native.in_charge() if self.device.type == "cpu" else nullcontext():
+            return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
+
+    def _answer(self, ask: Forward, memory: HeadMemory) -> Reply:
+        started = time.perf_counter()
+        decided = ask.canvas.decided
+        if ask.hidden is not None:
+            self._begin(memory, ask.hidden[-1, -self.model.shape.hidden :], decided)
+        assert memory.laws is not None and memory.parameters is not None
+        wanted = decided[memory.base - (not self.model.shape.told) :].tolist()
+        if memory.reader is None or wanted[: len(memory.read)] != memory.read:
+            parameters, memory.read = memory.parameters, []
+            memory.reader = Reader(self.model.shape.structure, parameters.start, parameters.steps)
+        for token in wanted[len(memory.read) : self.model.shape.window]:
+            self._read(memory, token)
+        if len(wanted) < self.model.shape.window:
+            laws = memory.laws[len(wanted)]
+            logits = (memory.reader.expected[:, None] + laws).logsumexp(0)[None]
+        else:
+            logits = torch.empty(0, len(self.model.tokens), device=self.device)
+        return Reply(logits, None, time.perf_counter() - started, 0, 1, self.model.tokens)
+
+    def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
+        last = torch.tensor(int(decided[-1]), device=self.device)
+        memory.parameters = found = self.model(state, last)
+        memory.laws = self.model.laws(found.features, found.codes)
+        memory.base, memory.reader, memory.read = len(decided), None, []
+
+    def _read(self, memory: HeadMemory, token: int) -> None:
+        """Condition on the window's next token; one that is never drafted tells nothing."""
+        assert memory.laws is not None and memory.reader is not None
+        laws, place = memory.laws[len(memory.read)], self.places.get(token)
+        memory.reader.read(laws.new_zeros(len(laws)) if place is None else laws[:, place])
+        memory.read.append(token)

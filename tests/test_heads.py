@@ -1,0 +1,306 @@
+"""Heads: what they say is the circuit's law, drafts from it keep the text's, and how they begin."""
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import set_seed
+
+import saltus
+from conftest import tiny_llama
+from saltus.core import token_by_token
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward, Laws
+from saltus.core.noise import Noise
+from saltus.core.rules import match, reject
+from saltus.core.sampling import Sampling
+from saltus.methods.mtpc import Mtpc
+from saltus.networks.causal import CausalNetwork
+from saltus.networks.heads import HeadModel, HeadNetwork, HeadShape, new_heads
+from saltus.networks.trained import bring
+from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_heads, save
+from saltus.testing import Toy, joint, toy, writing
+from saltus.training.draws import draws
+from test_contract import ALPHA, PROMPT_3, SHORT, VOCAB, cells, small_toy, unchecked  # noqa: F401
+
+KINDS = ("ff", "cp", "hmm", "btree")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+SAMPLED = Sampling(temperature=1.0)
+
+
+def heads(
+    kind: str = "btree",
+    vocab: int = 6,
+    tokens: list[int] | None = None,
+    seed: int = 0,
+    hidden: int = 8,
+    **settings: Any,
+) -> HeadModel:
+    """Heads with random weights, for a vocabulary of random embeddings."""
+    dice = draws(seed, "heads")
+    embeddings, unembedding = (torch.from_numpy(dice.normal(size=(vocab, hidden))).float() for _ in range(2))
+    drafted = torch.arange(vocab) if tokens is None else torch.tensor(tokens)
+    shape = HeadShape(**{"hidden": hidden, "circuit": kind, "window": 4, "rank": 3, "directions": 5} | settings)
+    model = HeadModel(shape, drafted, embeddings, unembedding)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.from_numpy(dice.normal(0, 0.8, tuple(weight.shape))))
+    return model.eval()
+
+
+def ask(text: list[int], state: torch.Tensor | None = None) -> Forward:
+    return Forward(continuation(np.array(text), 9), to="mtpc", hidden=state)
+
+
+def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, ...], float]:
+    """The probability of every window, from the parameters by definition of the circuit."""
+    circuit = model.shape.structure
+    with torch.no_grad():
+        found = model(state, torch.tensor(last))
+        laws = model.laws(found.features, found.codes)
+        windows = list(itertools.product(range(laws.shape[-1]), repeat=circuit.window))
+        leaves = torch.stack([laws[torch.arange(circuit.window), :, list(window)] for window in windows])
+        start, steps = (part.expand(len(windows), *part.shape) for part in (found.start, found.steps))
+        values = circuit.log_probability(start, steps, leaves).exp()
+    return {tuple(int(model.tokens[place]) for place in window): float(value)
+            for window, value in zip(windows, values, strict=True)}  # fmt: skip
+
+
+@each_kind
+@pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
+def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told):
+    model, state = heads(kind, told=told, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    known = table(model, state, 2)
+    assert sum(known.values()) == pytest.approx(1, abs=1e-5)
+    network = HeadNetwork(model, None)
+    memory, drafts = network.memory(), [1, 3, 0]
+    begun = [] if told else [2]  # where the window begins with the text's last token
+    for count in range(model.shape.drafts):
+        reply = network.forward([ask([3, 2, *drafts[:count]], state[None] if not count else None)], [memory])[0]
+        before = (*begun, *drafts[:count])
+        weights = np.zeros(4)
+        for window, value in known.items():
+            if window[: len(before)] == before:
+                weights[window[len(before)]] += value
+        assert reply.logits[0].exp().numpy() == pytest.approx(weights / weights.sum(), abs=1e-5)
+    over = network.forward([ask([3, 2, *drafts, 1])], [memory])[0]
+    assert over.logits.shape == (0, 4), "behind the window nothing is known"
+
+
+def test_what_is_asked_in_another_order_is_answered_alike():
+    """There is no hidden state: a memory only saves work."""
+    network, state = HeadNetwork(heads(), None), torch.ones(1, 8)
+    memory = network.memory()
+    asked = [[5], [5, 1], [5, 1, 2], [5, 3], [5, 1, 2], [5, 3, 3], [5]]
+    first = network.forward([ask(asked[0], state)], [memory])[0]
+    found = [first, *(network.forward([ask(text)], [memory])[0] for text in asked[1:])]
+    for text, reply in zip(asked, found, strict=True):
+        fresh = network.memory()
+        network.forward([ask([5], state)], [fresh])
+        torch.testing.assert_close(network.forward([ask(text)], [fresh])[0].logits, reply.logits)
+
+
+def test_of_few_tokens_only_those_are_drafted_and_others_tell_nothing():
+    network, state = HeadNetwork(heads(tokens=[1, 4, 5]), None), torch.ones(1, 8)
+    memory = network.memory()
+    reply = network.forward([ask([0], state)], [memory])[0]
+    assert reply.columns is not None
+    assert reply.columns.tolist() == [1, 4, 5]
+    unknown = network.forward([ask([0, 3])], [memory])[0].logits.exp()
+    first = reply.logits[0].exp()
+    mean = sum(float(weight) * network.forward([ask([0, token])], [memory])[0].logits.exp()
+               for weight, token in zip(first, [1, 4, 5], strict=True))  # fmt: skip
+    torch.testing.assert_close(unknown, mean)
+
+
+# -------------------------------------------------------------------------------------------------- the law of the text
+
+
+def law_of(target: Toy, model: HeadModel, sampling: Sampling, rule: Any = reject, texts: int = 1000) -> float:
+    """p-value of what is written with heads on a toy, against its enumerated law."""
+    network = HeadNetwork(model, target)
+    expected, counts = joint(target, PROMPT_3, SHORT, sampling), np.zeros(VOCAB**SHORT)
+    for seed in range(texts):
+        written = writing(
+            "mtpc", PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, rule=rule,
+            others={"mtpc": network}, options={"mtpc": {"least": 0.0}},
+        ).finish()  # fmt: skip
+        counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
+    assert not counts[expected == 0].any()
+    labels = cells(expected)
+    seen, due = np.bincount(labels, counts), np.bincount(labels, expected * texts)
+    return float(stats.chi2.sf(((seen - due) ** 2 / due)[due > 0].sum(), (due > 0).sum() - 1))
+
+
+def small_heads(kind: str, **settings: Any) -> HeadModel:
+    chosen: dict[str, Any] = {"vocab": VOCAB, "hidden": 1, "window": 3, "rank": 2} | settings
+    return heads(kind, **chosen)
+
+
+@each_kind
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law(kind):
+    assert law_of(small_toy(), small_heads(kind), SAMPLED) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sampling"),
+    [
+        ("hmm", {"told": False}, Sampling(1.5, top_k=2)),
+        ("btree", {"tokens": [0, 2]}, Sampling(1.0, top_p=0.7)),
+        ("cp", {"told": False, "tokens": [1, 2]}, Sampling(0.8, banned=(1,))),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law_of_truncated_samplings_with_few_tokens_and_with_known_ones(kind, settings, sampling):
+    assert law_of(small_toy(), small_heads(kind, **settings), sampling) > ALPHA
+
+
+@each_kind
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(0.7, top_k=4, repetition_penalty=1.2)])
+def test_under_match_and_greedily_the_text_is_that_of_plain(kind, sampling):
+    target, prompt = toy(sharp=1.0), [1, 2, 3, 4]
+    plain = writing("plain", prompt, 40, target=target, sampling=sampling).finish()
+    settings: dict[str, Any]
+    for settings in ({}, {"told": False}, {"tokens": [0, 2, 5]}, {"window": 3}, {"homogeneous": True}):
+        network = HeadNetwork(heads(kind, hidden=1, **settings), target)
+        made = writing("mtpc", prompt, 40, target=target, sampling=sampling, others={"mtpc": network})
+        assert made.finish().tokens == plain.tokens
+        assert any(step.asked.tokens for step in made.steps), "it drafts"
+
+
+def afresh(rule):
+    """A rule with uniforms of its own for every step, so that a place may be decided twice."""
+
+    def decide(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+        noise = Noise(laws.noise.seed + 100_003 * (1 + asked.canvas.done))
+        return rule(asked, Laws(asked, laws.reply, laws.sampling, noise))
+
+    return decide
+
+
+def shortcut(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+    """The paper's (Alg. 2): behind accepted drafts the verifier's replacement is dropped, and drafted for again.
+
+    So a token's chance is min(p, q) + (1 − Σ min(p, q)) · p in place of p.
+    """
+    tokens, node = reject(asked, laws)
+    if len(tokens) > 1 and asked.children(node):
+        return tokens[:-1], asked.parents[node]
+    return tokens, node
+
+
+@pytest.mark.parametrize(
+    ("rule", "keeps"), [(afresh(reject), True), (afresh(shortcut), False)], ids=["ours", "paper's"]
+)
+@pytest.mark.usefixtures("unchecked")
+def test_dropping_the_verifier_s_token_would_change_the_law_and_keeping_it_does_not(rule, keeps, monkeypatch):
+    p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
+    target, model = Toy(p.double().expand(3, 3, 3)), small_heads("ff")
+    model.laws = lambda features, codes: torch.stack([p, q, q])[:, None]  # the first draft is always accepted
+    monkeypatch.setattr(token_by_token, "reject", rule)  # so that drafts are drawn from laws for it too
+    value = law_of(target, model, SAMPLED, rule)
+    assert value > ALPHA if keeps else value < 1e-6
+
+
+# --------------------------------------------------------------------------------------------------------- in the house
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama()
+
+
+def begun(target, kind: str, **settings) -> HeadModel:
+    shape = HeadShape(**{"hidden": 32, "circuit": kind, "window": 5, "rank": 4} | settings)
+    return new_heads(shape, torch.arange(3, 290), target, draws(0, "begun"))
+
+
+def said(model: HeadModel, states: torch.Tensor, last: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of windows, whose tokens are places among those drafted."""
+    found = model(states, last)
+    laws = model.laws(found.features, found.codes)
+    leaves = laws.gather(-1, tokens[..., None, None].expand(*laws.shape[:-1], 1))[..., 0]
+    return model.shape.structure.log_probability(found.start, found.steps, leaves)
+
+
+def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
+    set_seed(1)
+    states, last, tokens = torch.randn(7, 32), torch.randint(0, 280, (7,)), torch.randint(0, 280, (7, 5))
+    alone = said(begun(target, "ff"), states, last, tokens)
+    for kind, tolerance in (("cp", 1e-4), ("hmm", 1e-4), ("btree", 1e-4)):
+        model = begun(target, kind)
+        found = said(model, states, last, tokens)
+        torch.testing.assert_close(found, alone, rtol=tolerance, atol=tolerance)
+        found.sum().backward()
+        assert model.codes is not None
+        assert model.codes.weight.grad is not None
+        codes = model.codes.weight.grad.view(5, 4, 16, 32)
+        assert (codes[:, 0] - codes[:, 1]).abs().max() > 0.01 * codes.abs().max(), "components learn different things"
+
+
+def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp_path):
+    folder = tiny_folder()
+    engine = saltus.load(str(folder), "plain")
+    own = engine.network.model
+    save("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", fingerprint(own), {"steps": 0})
+    made = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "least": 0.0}}, adaptive=False)
+    for temperature in (0.0, 0.7):
+        given = {"max_new_tokens": 20, "temperature": temperature}
+        found = made.generate("the cat", **given)
+        assert found.tokens == engine.generate("the cat", **given).tokens
+        assert found.statistics.nodes_per_call > 1
+    other = CausalNetwork(tiny_llama(seed=3))
+    with pytest.raises(ValueError, match=r"the heads in .* was trained for tiny, not another; train one for another"):
+        bring(f"heads:{tmp_path}", other, "another")
+    with pytest.raises(
+        ValueError, match=r"no trained heads come with Saltus for another; train one \(saltus train mtpc"
+    ):
+        bring("heads:auto", other, "another")
+    (tmp_path / WEIGHTS["heads"]).write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"the heads in .* is damaged"):
+        load_heads(tmp_path, own, "tiny")
+    papers = json.loads((tmp_path / PAPERS).read_text())
+    (tmp_path / PAPERS).write_text(json.dumps(papers | {"kind": "drafter"}))
+    with pytest.raises(ValueError, match=r"holds no heads, but something else; give a folder that saltus train mtpc"):
+        load_heads(tmp_path, own, "tiny")
+
+
+def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, tmp_path):
+    folder = tiny_folder()
+    own = saltus.load(str(folder), "plain").network.model
+    save("heads", begun(own, "cp", window=3), tmp_path, "tiny", fingerprint(own), {})
+    made = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "least": 0.0}}, adaptive=False)
+    steps = made.generate("the cat", max_new_tokens=20).steps
+    assert max(step.nodes for step in steps) == 3
+
+
+@pytest.mark.parametrize(("settings", "cure"), [
+    ({"rank": 0}, "rank is 0, but must be 1 or more"),
+    ({"window": 0}, "window is 0, but must be 1 or more"),
+    ({"directions": 0}, "directions is 0"),
+    ({"circuit": "tensor"}, "circuit is 'tensor', but must be one of ff, cp, hmm, btree"),
+    ({"window": 1, "told": False}, "its first token is known; take 2 or more"),
+])  # fmt: skip
+def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
+    with pytest.raises(ValueError, match=cure):
+        replace(HeadShape(8), **settings)
+
+
+@pytest.mark.parametrize(("option", "value"), [("length", 0), ("least", 1.0), ("least", -0.5)])
+def test_options_out_of_range_are_refused_in_a_line(option, value):
+    with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value}, but .*$"):
+        Mtpc(**{option: value})
+
+
+def test_more_tokens_are_drafted_right_where_laws_agree():
+    """Heads that know the target's law: with the text's own uniforms they draft what it writes."""
+    target = toy(sharp=2.0)
+    perfect = writing("mtpc", [1, 2, 3], 41, target=target, sampling=SAMPLED, error=0.0, rule=match,
+                      options={"mtpc": {"length": 4, "least": 0.0}}).finish()  # fmt: skip
+    assert [len(step.tokens) for step in perfect.steps] == [1, *[5] * 8]
