@@ -44,6 +44,10 @@ every = 4
 ADAPTER = RECIPE.replace("drafter", "adapter").replace(
     "layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
 )
+HEADS = RECIPE.replace("drafter", "heads").replace(
+    'layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120\nembedding = "th"',
+    'circuit = "hmm"\nrank = 3\nwindow = 4\nvocabulary = 120',
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,46 @@ def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher,
     change = "intermediate=24" if kind == "drafter" else "rank=2"
     said = complaint(*given, "--set", change, "--work", tmp_path / "third")
     assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", said)
+
+
+def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
+    file = tmp_path / "heads.toml"
+    file.write_text(HEADS, encoding="utf-8")
+    given = training(file, folder, teacher, tmp_path / "work")
+    given[1] = "mtpc"
+    said = saltus_(*given, "--set", "optimiser=muon").stderr
+    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", said)
+    papers = json.loads((tmp_path / "work" / "heads" / PAPERS).read_text())
+    assert papers["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    engine = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path / "work" / "heads")}})
+    for rule in ("match", "reject"):
+        engine.rule = rule
+        given = {"max_new_tokens": 24, "temperature": 0.0}
+        assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+    assert "recipe heads is for mtpc; give it to saltus train mtpc" in complaint(
+        *training(file, folder, teacher, tmp_path / "other")
+    )
+
+
+def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp_path):
+    file = tmp_path / "heads.toml"
+    file.write_text(HEADS, encoding="utf-8")
+
+    def trained(work: str, *more: object) -> dict[str, float]:
+        saltus_("train", "mtpc", *training(file, folder, teacher, tmp_path / work, *more)[2:])
+        return load(tmp_path / work / "checkpoint.pt")["exams"][-1]
+
+    trained("ff", "--set", "circuit=ff", "--steps", 12)
+    still = ("--from", tmp_path / "ff" / "heads", "--set", "rate=1e-9", "--steps", 1)
+    ff = trained("ff again", "--set", "circuit=ff", *still)
+    for circuit in ("cp", "hmm", "btree"):
+        found = trained(circuit, "--set", f"circuit={circuit}", *still)
+        assert found["loss"] == pytest.approx(ff["loss"], rel=1e-3)
+        assert found["greedy"] == ff["greedy"]
+    said = complaint(
+        "train", "mtpc", *training(file, folder, teacher, tmp_path / "long", *still)[2:], "--set", "window=6"
+    )
+    assert "have another window than the recipe" in said
 
 
 def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):
@@ -279,11 +323,11 @@ def test_changes_reach_the_section_that_has_them(recipe):
 
 
 def test_recipes_that_come_with_it_are_sound_and_listed():
-    said = saltus_("train", "ptp", "--list").stdout
-    assert {"smollm2", "smollm2-adapter", "smollm2-code", "vicuna-7b"} <= set(recipes.shipped())
+    said = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc")}
+    assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(recipes.shipped())
     for name in recipes.shipped():
         found = recipes.read(recipes.find(name))
-        assert name in said
+        assert [method for method in said if f"{name} " in said[method]] == [found.method]
         assert found.about
         assert found.time
     assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")

@@ -21,87 +21,94 @@ train = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 @train.callback()
 @no_type_check  # typer calls it with the context of its own click
 def train_(context: typer.Context) -> None:
-    """Train drafters and adapters for a model.
+    """Train what drafts for a model.
 
     [bold]Examples[/bold]
 
-        saltus train ptp
+        saltus train ptp --help
+
+        saltus train mtpc --list
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
 
 
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="What a recipe in Python is given.")]
+Name = Annotated[
+    str,
+    typer.Option(
+        "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.", rich_help_panel=RECIPE
+    ),
+]
+Change = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a setting of it, such as rank=32; may be repeated.",
+        rich_help_panel=RECIPE,
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE)
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE)
+]
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE)
+]
+Teacher = Annotated[
+    Path | None,
+    typer.Option(
+        "--teacher",
+        metavar="PATH",
+        help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind. "
+        "[dim]\\[default: WORK/teacher][/dim]",
+        rich_help_panel=WORK,
+    ),
+]
+Work = Annotated[
+    Path | None,
+    typer.Option(
+        "--work",
+        metavar="DIR",
+        help="States, checkpoint and curves (tensorboard). [dim]\\[default: runs/NAME][/dim]",
+        rich_help_panel=WORK,
+    ),
+]
+Begin = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="DIR",
+        help="Go on with what such a recipe trained before, in a work folder of its own: on more texts, say.",
+        rich_help_panel=WORK,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="What was trained. [dim]\\[default: WORK/KIND][/dim]", rich_help_panel=o.OUTPUT
+    ),
+]
+Listed = Annotated[bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE)]
+
+
 @train.command()
 def ptp(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="What a recipe in Python is given.")
-    ] = None,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.", rich_help_panel=RECIPE
-        ),
-    ] = "smollm2",
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a setting of it, such as rank=32; may be repeated.",
-            rich_help_panel=RECIPE,
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE)
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE)
-    ] = None,
+    arguments: Arguments = None,
+    recipe: Name = "smollm2",
+    change: Change = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    model: Model = None,
     device: o.Device = "auto",
-    teacher: Annotated[
-        Path | None,
-        typer.Option(
-            "--teacher",
-            metavar="PATH",
-            help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind. "
-            "[dim]\\[default: WORK/teacher][/dim]",
-            rich_help_panel=WORK,
-        ),
-    ] = None,
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            "--work",
-            metavar="DIR",
-            help="States, checkpoint and curves (tensorboard). [dim]\\[default: runs/NAME][/dim]",
-            rich_help_panel=WORK,
-        ),
-    ] = None,
-    begin: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="DIR",
-            help="Go on with what such a recipe trained before, in a work folder of its own: on more texts, say.",
-            rich_help_panel=WORK,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="What was trained. [dim]\\[default: WORK/drafter or WORK/adapter][/dim]",
-            rich_help_panel=o.OUTPUT,
-        ),
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE)
-    ] = False,
+    teacher: Teacher = None,
+    work: Work = None,
+    begin: Begin = None,
+    out: Out = None,
+    show: Listed = False,
 ) -> None:
     """Train a drafter, or an adapter, for the method ptp.
 
@@ -125,11 +132,67 @@ def ptp(
     [bold]A recipe[/bold] is a TOML file; one in Python is a program, run with what stands
     behind [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
     """
+    if show:
+        _list("ptp")
+        return
+    _carry_out("ptp", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+
+
+@train.command()
+def mtpc(
+    arguments: Arguments = None,
+    recipe: Name = "smollm2-heads",
+    change: Change = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    model: Model = None,
+    device: o.Device = "auto",
+    teacher: Teacher = None,
+    work: Work = None,
+    begin: Begin = None,
+    out: Out = None,
+    show: Listed = False,
+) -> None:
+    """Train heads for the method mtpc: the joint law of the next tokens.
+
+    [dim]Give the same command again after an interruption: it goes on from the last
+    checkpoint, with the outcome that it would have had.[/dim]
+
+    The model first reads the teacher's texts once; what it understood of them is
+    kept, and the heads learn from that alone. They cannot change a text.
+
+    [bold]Examples[/bold]
+
+        saltus train mtpc --list
+
+        saltus train mtpc --teacher teacher --set circuit=ff --out ff
+
+        saltus train mtpc --teacher teacher --set circuit=btree --from ff --work runs/btree
+
+    Afterwards: saltus generate --method mtpc --option mtpc.model=ff "Who?"
+    """
+    if show:
+        _list("mtpc")
+        return
+    _carry_out("mtpc", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+
+
+def _carry_out(
+    method: str,
+    recipe: str,
+    arguments: Sequence[str] | None,
+    change: Sequence[str] | None,
+    steps: int | None,
+    seed: int | None,
+    model: str | None,
+    device: str,
+    teacher: Path | None,
+    work: Path | None,
+    begin: Path | None,
+    out: Path | None,
+) -> None:
     from saltus.training.recipe import find, read
 
-    if show:
-        _list()
-        return
     file = find(recipe)
     if file.suffix == ".py":
         _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
@@ -137,6 +200,8 @@ def ptp(
     if arguments:
         raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
     chosen = read(file, change or ())
+    if chosen.method != method:
+        raise ValueError(f"recipe {file.stem} is for {chosen.method}; give it to saltus train {chosen.method}")
     chosen = replace(
         chosen,
         model=model or chosen.model,
@@ -255,7 +320,7 @@ def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None
         sys.argv, sys.path[:] = before
 
 
-def _list() -> None:
+def _list(method: str) -> None:
     from rich import box
     from rich.table import Table
 
@@ -267,5 +332,6 @@ def _list() -> None:
         table.add_column(head, no_wrap=head == "recipe")
     for name in shipped():
         recipe = read(SHIPPED / f"{name}.toml")
-        table.add_row(name, recipe.about, recipe.time)
+        if recipe.method == method:
+            table.add_row(name, recipe.about, recipe.time)
     terminal(soft_wrap=False).print(table)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from saltus.networks.auxiliary import KINDS
 from saltus.networks.drafter import Shape
 from saltus.networks.gated import Gating
+from saltus.networks.heads import HeadShape
 from saltus.training.distillation import Loss, Objective
 from saltus.training.lessons import Lessons
 from saltus.training.loop import Schedule
@@ -21,6 +22,7 @@ from saltus.training.windows import Form
 
 SHIPPED = Path(__file__).parent / "recipes"
 TOLD = ("kind", "about", "time")  # what a recipe says of itself
+METHODS = {"drafter": "ptp", "adapter": "ptp", "heads": "mtpc"}  # that draft with what a kind of recipe trains
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,38 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The joint law of the next tokens, from the target's last state."""
+
+    circuit: Literal["ff", "cp", "hmm", "btree"] = "btree"
+    window: int = 8  # positions of the joint law
+    rank: int = 8  # states of each latent; ff has one
+    directions: int = 16  # of the subspace that components differ in
+    told: bool = True  # the text's last token; else it is the window's first, and known
+    contextual: bool = True  # do sums depend on the text?
+    homogeneous: bool = False  # one table for all steps of a circuit?
+    vocabulary: int = 8192  # tokens that are drafted: the most frequent
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < 1:
+            raise ValueError(f"heads' vocabulary is {self.vocabulary}, but must be 1 or more")
+        assert self._shape(1)  # made now, so that what it refuses is refused now
+
+    def _shape(self, hidden: int) -> HeadShape:
+        return HeadShape(
+            hidden, self.circuit, self.window, self.rank, self.directions, self.told, self.contextual, self.homogeneous
+        )
+
+    def shape(self, target: Any) -> HeadShape:
+        """For this Hugging Face model."""
+        return self._shape(target.config.get_text_config().hidden_size)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What is trained, for which model, on what, and how long."""
 
-    kind: Literal["drafter", "adapter"]
+    kind: Literal["drafter", "adapter", "heads"]
     schedule: Schedule
     about: str = ""
     time: str = ""  # that it takes, and where
@@ -101,6 +131,7 @@ class Recipe:
     lessons: Lessons = field(default_factory=Lessons)
     drafter: Drafter = field(default_factory=Drafter)
     adapter: Adapter = field(default_factory=Adapter)
+    heads: Heads = field(default_factory=Heads)
 
     def __post_init__(self) -> None:
         if self.kind == "adapter" and self.schedule.optimiser == "muon":
@@ -110,8 +141,14 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """All that can change what comes out, as a file of settings holds it."""
         told = asdict(self)
-        del told["about"], told["time"], told["adapter" if self.kind == "drafter" else "drafter"]
+        for name in ("about", "time", *(kind for kind in METHODS if kind != self.kind)):
+            del told[name]
         return told
+
+    @property
+    def method(self) -> str:
+        """That drafts with what comes out."""
+        return METHODS[self.kind]
 
 
 def shipped() -> list[str]:
@@ -140,9 +177,9 @@ def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         _change(table, change)
     recipe = _filled(Recipe, table, where)
-    other = "adapter" if recipe.kind == "drafter" else "drafter"
-    if other in table:
-        raise ValueError(f"{where}: its kind is {recipe.kind}, which has no [{other}]; leave that out")
+    for other in METHODS:
+        if other != recipe.kind and other in table:
+            raise ValueError(f"{where}: its kind is {recipe.kind}, which has no [{other}]; leave that out")
     return recipe
 
 

@@ -15,6 +15,7 @@ from saltus.training.adapter import AdapterCourse
 from saltus.training.checkpoint import load
 from saltus.training.course import Course
 from saltus.training.drafter import DrafterCourse
+from saltus.training.heads import HeadsCourse
 from saltus.training.recipe import Recipe
 from saltus.training.states import Sample, collect, load_states
 from saltus.training.teacher import read_papers, read_teacher
@@ -36,7 +37,7 @@ class Run:
     @property
     def kept(self) -> Path:
         """What was read from the teacher's texts."""
-        return self.work / ("states" if self.recipe.kind == "drafter" else "edges")
+        return self.work / ("edges" if self.recipe.kind == "adapter" else "states")
 
     @property
     def checkpoint(self) -> Path:
@@ -50,7 +51,8 @@ class Run:
             raise ValueError(f"the teacher's texts have tokens that {self.name} has not; let {self.name} write them")
         if recipe.kind == "adapter":
             return collect_edges(model, samples, self.kept, recipe.temperatures, recipe.lessons.slots)
-        self.network.tap(recipe.drafter.shape(model).taps)
+        if recipe.kind == "drafter":
+            self.network.tap(recipe.drafter.shape(model).taps)
         return collect(self.network, samples, self.kept, recipe.temperatures)
 
     def course(self) -> Course:
@@ -60,6 +62,9 @@ class Run:
         if recipe.kind == "drafter":
             shape, size = recipe.drafter.shape(model), recipe.drafter.vocabulary
             course = DrafterCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
+        elif recipe.kind == "heads":
+            shape, size = recipe.heads.shape(model), recipe.heads.vocabulary
+            course = HeadsCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
         else:
             own = recipe.adapter
             course = AdapterCourse(

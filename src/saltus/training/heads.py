@@ -1,0 +1,145 @@
+"""Teach heads the joint law of the next tokens on cached states: overlapping windows, discounted (MtPC, §4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from saltus.networks.circuits import Reader
+from saltus.networks.heads import HeadModel, HeadShape, new_heads
+from saltus.networks.trained_files import fingerprint, load_heads, save
+from saltus.training.distillation import correct
+from saltus.training.drafter import UNDRAFTED, frequent
+from saltus.training.draws import draws
+from saltus.training.lessons import Curriculum, Cut, Lessons
+from saltus.training.states import States
+
+
+@dataclass(eq=False)
+class HeadsCourse:
+    """A `Course`: heads for the `vocabulary` most frequent tokens, on what their target has read.
+
+    A window's tokens are counted up to the first that is not drafted, or to the end of the text; those behind are
+    marginalised out, which for a circuit means leaving them away. Errors: ValueError for states of another target.
+    """
+
+    target: Any  # of Hugging Face
+    states: States
+    shape: HeadShape
+    vocabulary: int = 8192
+    lessons: Lessons = field(default_factory=Lessons)
+    name: str = "its target"
+    module: HeadModel = field(init=False)
+    curriculum: Curriculum = field(init=False)
+    places: Int[Tensor, "vocab"] = field(init=False)  # of tokens among those drafted
+
+    def __post_init__(self) -> None:
+        if self.states.target != fingerprint(self.target):
+            raise ValueError(f"these are states of another model than {self.name}; collect them anew")
+        self.curriculum = Curriculum(self.states, self.lessons, self.shape.window)
+        tokens = frequent(self.states, self.vocabulary)
+        self._teach(new_heads(self.shape, tokens, self.target, draws(self.lessons.seed, "weights")))
+
+    def begin(self, folder: Path) -> None:
+        """Go on with heads, their own tokens included; those of another circuit begin as `new_heads` has them.
+
+        So CP goes on from FF, and HMM and BTree from CP, with the law that those had. Errors: ValueError where shapes
+        do not fit.
+        """
+        heads = load_heads(folder, self.target, self.name).float()
+        module = new_heads(self.shape, heads.tokens, self.target, draws(self.lessons.seed, "weights"))
+        own = module.state_dict()
+        if heads.shape.window != self.shape.window or heads.shape.told != self.shape.told:
+            raise ValueError(
+                f"the heads in {folder} have another window than the recipe; take the one they were made by"
+            )
+        for name, weight in heads.state_dict().items():
+            if name in own and own[name].shape == weight.shape:
+                own[name] = weight
+        module.load_state_dict(own)
+        self._teach(module)
+
+    def _teach(self, module: HeadModel) -> None:
+        self.module = module.to(self.target.device)
+        self.places = torch.full((int(max(self.states.tokens.max(), module.tokens.max())) + 1,), UNDRAFTED)
+        self.places[module.tokens] = torch.arange(len(module.tokens))
+
+    def loss(self, step: int) -> Float[Tensor, ""]:
+        """The mean of −log q(token | those before it in its window) over what counts, discounted (MtPC, Eq. 4).
+
+        To that comes, by `lessons.laws`, the cross-entropy of each such law with the target's own there.
+        """
+        cut = self.curriculum.lesson(step)
+        tokens, counted = self._drafted(cut)
+        depths = torch.arange(counted.shape[-1], device=counted.device)
+        weights = self.lessons.discount**depths * (counted & (depths < self.shape.drafts))
+        losses = torch.zeros_like(weights)
+        for place, law in enumerate(self._laws(cut, tokens)):
+            own = tokens[..., place].clamp_min(0)
+            losses[..., place] = -law.gather(-1, own[..., None])[..., 0]
+            if self.lessons.laws:
+                losses[..., place] -= self.lessons.laws * (self._teacher(cut, place) * law).sum(-1)
+        return (losses * weights).sum() / weights.sum().clamp_min(1)
+
+    def report(self) -> dict[str, float]:
+        """Tokens per call on held-out texts: the leading right drafts, and the target's own token."""
+        self.module.eval()
+        found = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}
+        self.module.train()
+        return found
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """A folder for `saltus.networks.trained_files.load_heads`."""
+        save("heads", self.module, folder, self.name, fingerprint(self.target), card)
+
+    def _drafted(self, cut: Cut) -> tuple[Int[Tensor, "windows window"], Bool[Tensor, "windows window"]]:
+        """The windows' tokens as places among those drafted, and which of them count."""
+        tokens = self.places[cut.targets].flatten(0, 1)
+        counted = (cut.counted.flatten(0, 1) & (tokens >= 0)).to(torch.uint8).cummin(-1).values.bool()
+        return tokens.to(self.target.device), counted.to(self.target.device)
+
+    def _laws(self, cut: Cut, tokens: Int[Tensor, "windows window"]):
+        """The log-law of each place of the windows, given the tokens before it: [windows, draft], one by one."""
+        here = cut.rows.gather(1, cut.splits - 1).flatten()  # of the last token before each window
+        states = self.states.features[here - 1, -self.shape.hidden :].to(self.target.device)
+        found = self.module(states, self.states.tokens[here].to(self.target.device))
+        reader = Reader(self.shape.structure, found.start, found.steps)
+        begun = 0
+        if not self.shape.told:  # the window's first token is the text's last
+            first = self.places[self.states.tokens[here]].to(self.target.device)
+            laws = self.module.laws(found.features[:, 0], found.codes[:, 0])
+            leaf = laws.gather(-1, first.clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1))[..., 0]
+            reader.read(torch.where(first[:, None] >= 0, leaf, 0.0))
+            begun = 1
+        for place in range(self.shape.drafts):
+            laws = self.module.laws(found.features[:, begun + place], found.codes[:, begun + place])
+            yield (reader.expected[..., None] + laws).logsumexp(-2)
+            if place + 1 < self.shape.drafts:
+                own = tokens[:, place].clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1)
+                reader.read(laws.gather(-1, own)[..., 0])
+
+    @torch.no_grad()
+    def _teacher(self, cut: Cut, place: int) -> Float[Tensor, "windows draft"]:
+        """The target's own law of a window's token, among those drafted; of none behind its text's end that counts."""
+        last = cut.rows.gather(1, cut.splits - 1).flatten() + place
+        states = self.states.features[last.clamp_max(len(self.states.tokens) - 1), -self.shape.hidden :]
+        unembedding = self.module.unembedding
+        return (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float().softmax(-1)
+
+    @torch.inference_mode()
+    def _tokens_per_call(self, greedy: bool) -> float:
+        """NaN without such texts."""
+        found = []
+        for cut in self.curriculum.exam(greedy):
+            tokens, counted = self._drafted(cut)
+            said = torch.stack([law.argmax(-1) for law in self._laws(cut, tokens)], -1)
+            right = torch.where(counted[:, : said.shape[1]], said, UNDRAFTED - 1)
+            found.append(1 + correct(right, tokens[:, : said.shape[1]]).double())
+        return float(torch.cat(found).mean()) if found else math.nan
