@@ -119,8 +119,9 @@ def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = 
     `columns`: the tokens that logits are of. A query knows the uniforms of the tokens before its own but not the
     tokens, so behind another choice the chain goes on as it is.
     """
-    found, places = logits.float().topk(choices)
-    odds = (found - logits.float().logsumexp(-1, keepdim=True)).exp().tolist()
+    logits = logits.float()
+    found, places = logits.topk(choices)
+    odds = (found - logits.logsumexp(-1, keepdim=True)).exp().tolist()
     if not all(map(math.isfinite, (chance for row in odds for chance in row))):  # a broken drafter offers nothing
         return []
     tokens = (places if columns is None else columns[places]).tolist()

@@ -19,6 +19,8 @@ LINEARS = (  # of a layer, product by product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
 )  # fmt: skip
+STEADY = {"default", "linear", "llama3", "yarn"}  # rotary embeddings whose angles depend on the position alone
+TURNS = 1024  # positions of their table, at first
 DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
@@ -62,6 +64,7 @@ class Lean:
         self.adapter: Adapter | None = None
         self.parts: list[Tensor] = []  # the adapter's, which the structs point to
         self.gated = False  # do the structs gate rows?
+        self.turns = [torch.empty(0), torch.empty(0)]  # cosines and sines of the first positions
         self.layers = [self._layer(layer) for layer in self.base.layers]
         self.windows = [self._window(layer) for layer in self.base.layers]
 
@@ -130,7 +133,7 @@ class Lean:
         with Exact():
             if gate is not None and self.adapter is not None:
                 hidden[gate.rows] = self.adapter.embed(gate).to(self.dtype)
-            angles = [x[0].contiguous() for x in self.base.rotary_emb(hidden[None], position_ids=positions[None])]
+            angles = self._angles(positions)
         attentions, heard = self._attentions(call), {}
         for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
             if features and number in taps:
@@ -153,6 +156,17 @@ class Lean:
         read = normed[wanted] if features else normed
         logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
         return logits, torch.cat([*(heard[tap] for tap in taps), normed], -1) if heard else normed
+
+    def _angles(self, positions: Tensor) -> list[Tensor]:
+        """Cosines and sines of the positions' angles, [rows, dim] each: from a table, where they never change."""
+        if self.base.rotary_emb.rope_type not in STEADY:
+            return self._rotary(positions)
+        if (end := int(positions.max()) + 1) > len(self.turns[0]):
+            self.turns = self._rotary(torch.arange(max(end, 2 * len(self.turns[0]), TURNS)))
+        return [table[positions] for table in self.turns]
+
+    def _rotary(self, positions: Tensor) -> list[Tensor]:
+        return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
 
     def _attentions(self, call: Call) -> list[tuple[dict, int, int, int, int]]:
         """For each text of the call: its structs by window, and where its memory lies."""
