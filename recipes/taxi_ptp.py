@@ -94,7 +94,7 @@ def losses(base: Run) -> tuple[Run, ...]:
 
 def of(run: Run, base: Run) -> Run:
     """A method with the window, embedding, seed and order asked for."""
-    return replace(run, window=base.window, kind=base.kind, seed=base.seed, order=base.order)
+    return replace(run, window=base.window, kind=base.kind, seed=base.seed, order=base.order, grow=base.grow)
 
 
 def several_drafts(laboratory: Laboratory, run: Run) -> Iterator[Row]:
@@ -183,6 +183,9 @@ def main() -> None:
         "--kind", choices=KINDS, default="bits", help="embedding of uniforms, where the table does not vary it"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--grow", type=float, default=0.0, help="share of the steps in which windows grow to N; for N of a hundred"
+    )
     parser.add_argument("--threads", type=int, default=1)
     for name, value in asdict(Scale()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
@@ -194,7 +197,8 @@ def main() -> None:
     rows = []
     for name in TABLES if options.table == "all" else (options.table,):
         for seed in options.seeds:
-            base = Run("one-hot", "ce", window=options.window, kind=options.kind, seed=seed, order=options.order)
+            chosen = {name: getattr(options, name) for name in ("window", "kind", "order", "grow")}
+            base = Run("one-hot", "ce", seed=seed, **chosen)
             for row in table(name, laboratory, base):
                 rows.append(asdict(row))
                 print(json.dumps(rows[-1]), flush=True)

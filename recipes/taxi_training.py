@@ -26,6 +26,7 @@ from saltus.training.windows import Form, given, inside, pack, split_points
 
 STRIDE = 10  # between the beginnings of training chunks
 FREE = ("steps", "teacher_steps", "test", "every")  # may change between commands: a run's own steps are in its name
+FIRST = 8  # tokens of the first windows, where they grow
 TEST_SEED = 1_000_003  # of the uniforms that students are measured with
 
 
@@ -58,15 +59,20 @@ class Run:
     window: int = 16
     seed: int = 0
     order: Order = "pick"
+    grow: float = 0.0  # share of the steps in which windows grow to their length, from FIRST tokens
 
     @property
     def name(self) -> str:
         """That of its files."""
-        return "-".join(str(value).replace("+", "_") for value in asdict(self).values())
+        told = {key: value for key, value in asdict(self).items() if key != "grow" or value}
+        return "-".join(str(value).replace("+", "_") for value in told.values())
 
-    @property
-    def objective(self) -> Objective:
-        return Objective(self.form, self.loss, self.window, self.b)
+    def objective(self, progress: float) -> Objective:
+        """When this share of the steps is done. Windows grow by the same factor every step."""
+        window = self.window
+        if progress < self.grow:
+            window = min(window, round(FIRST * (window / FIRST) ** (progress / self.grow)))
+        return Objective(self.form, self.loss, window, self.b)
 
 
 def rounded(value: Any) -> float:
@@ -159,10 +165,12 @@ class Laboratory:
 
         def loss(step: int) -> Tensor:
             generator = draws(run.seed, "distil", step)
+            objective = run.objective(step / self.scale.steps)
             texts, laws = self._proposed(run, student, teacher, generator)
+            texts, laws = texts[:, : objective.window], laws[:, : objective.window]
             splits = torch.ones(len(texts), 1, dtype=torch.int64)
             borders, laws = begun(edges(laws, texts, order=run.order), laws)
-            return distil(student, student.begun(texts), borders, splits, run.objective, generator, self.skipped, laws)
+            return distil(student, student.begun(texts), borders, splits, objective, generator, self.skipped, laws)
 
         return student, self.fit(f"{run.name}-of-{self.scale.teacher_steps}", student, loss, self.scale.steps)
 

@@ -128,3 +128,15 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
     }
     measured = [json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("whole", "killed")]
     assert [row["measured"]["correct"] for row in measured[0]] == [row["measured"]["correct"] for row in measured[1]]
+
+
+def test_windows_grow_to_their_length_and_runs_without_growth_keep_their_names(tmp_path):
+    run = Run("categorical", "kl", window=64, grow=0.5)
+    lengths = [run.objective(step / 100).window for step in range(100)]
+    assert lengths[0] == 8
+    assert lengths == sorted(lengths)
+    assert lengths[49] < 64 == lengths[50] == lengths[-1]
+    assert lengths[25] == pytest.approx(8 * 8**0.5, abs=1)
+    assert Run("categorical", "kl", window=64).name + "-0.5" == run.name
+    assert Run("categorical", "kl", window=64).objective(0.0).window == 64
+    laboratory(tmp_path).trained(Run("one-hot", "ce", window=12, grow=0.5))
