@@ -140,3 +140,19 @@ def test_windows_grow_to_their_length_and_runs_without_growth_keep_their_names(t
     assert Run("categorical", "kl", window=64).name + "-0.5" == run.name
     assert Run("categorical", "kl", window=64).objective(0.0).window == 64
     laboratory(tmp_path).trained(Run("one-hot", "ce", window=12, grow=0.5))
+
+
+def test_tables_are_means_over_seeds_with_their_spread(tmp_path):
+    import taxi_tables
+
+    for seed, correct in ((0, 4.0), (1, 5.0)):
+        rows = [
+            {"table": "methods", "run": {"form": "one-hot", "window": 16}, "measured": {"correct": correct}},
+            {"table": "inverse", "run": {"model": "unigram"}, "measured": {"perplexity": 19.0}},
+        ]
+        (tmp_path / f"{seed}.json").write_text(json.dumps({"rows": rows if not seed else rows[:1]}))
+    found = taxi_tables.tables(taxi_tables.read(sorted(tmp_path.glob("*.json"))))
+    (methods, sixteen), table = next(iter(found.items()))
+    assert (methods, sixteen) == ("methods", 16)
+    assert "| O-PTP | 4.50 ± 0.71 (2 seeds) |" in taxi_tables.markdown(methods, sixteen, table)
+    assert "| unigram | 19.00 |" in taxi_tables.markdown("inverse", 0, found["inverse", 0])
