@@ -130,11 +130,26 @@ class HeadModel(nn.Module):
         self, features: Float[Tensor, "*rows hidden"], codes: Float[Tensor, "*rows rank directions"]
     ) -> Float[Tensor, "*rows rank draft"]:
         """Log-probabilities of the drafted tokens in each state of some positions."""
-        shared = self._product(features, self.unembedding).float()[..., None, :]
+        return self.apart(self.shared(features), codes, self.reach()).log_softmax(-1)
+
+    def shared(self, features: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows draft"]:
+        """The logits that all states of a position share."""
+        return self._product(features, self.unembedding).float()
+
+    def reach(self) -> Float[Tensor, "directions draft"] | None:
+        """The logits of the directions that states differ in; None where there is one state."""
         if self.directions is None:
-            return shared.log_softmax(-1)
-        reach = self._product(self.directions.to(self.unembedding.dtype), self.unembedding).float()
-        return (shared + codes.float() @ reach).log_softmax(-1)
+            return None
+        return self._product(self.directions.to(self.unembedding.dtype), self.unembedding).float()
+
+    @staticmethod
+    def apart(
+        shared: Float[Tensor, "*rows draft"],
+        codes: Float[Tensor, "*rows rank directions"],
+        reach: Float[Tensor, "directions draft"] | None,
+    ) -> Float[Tensor, "*rows rank draft"]:
+        """The logits of each state."""
+        return shared[..., None, :] if reach is None else shared[..., None, :] + codes.float() @ reach
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         out = self._product(x, layer.weight)
@@ -186,7 +201,8 @@ class HeadMemory:
 
     base: int = 0  # decided tokens when the window began
     parameters: Parameters | None = None
-    laws: Tensor | None = None  # [window, rank, draft]
+    shared: Tensor | None = None  # [window, draft] logits
+    laws: dict[int, Tensor] = field(default_factory=dict)  # of places asked for: [rank, draft] probabilities
     read: list[int] = field(default_factory=list)  # tokens of the window
     reader: Reader | None = None
 
@@ -204,6 +220,8 @@ class HeadNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.places = {int(token): place for place, token in enumerate(self.model.tokens)}
+        with torch.inference_mode():
+            self.reach = self.model.reach()
 
     def memory(self) -> HeadMemory:
         return HeadMemory()
@@ -216,19 +234,18 @@ class HeadNetwork:
 
     def _answer(self, ask: Forward, memory: HeadMemory) -> Reply:
         started = time.perf_counter()
-        decided = ask.canvas.decided
+        decided, shape = ask.canvas.decided, self.model.shape
         if ask.hidden is not None:
-            self._begin(memory, ask.hidden[-1, -self.model.shape.hidden :], decided)
-        assert memory.laws is not None and memory.parameters is not None
-        wanted = decided[memory.base - (not self.model.shape.told) :].tolist()
+            self._begin(memory, ask.hidden[-1, -shape.hidden :], decided)
+        assert memory.parameters is not None
+        wanted = decided[memory.base - (not shape.told) :].tolist()
         if memory.reader is None or wanted[: len(memory.read)] != memory.read:
-            parameters, memory.read = memory.parameters, []
-            memory.reader = Reader(self.model.shape.structure, parameters.start, parameters.steps)
-        for token in wanted[len(memory.read) : self.model.shape.window]:
-            self._read(memory, token)
-        if len(wanted) < self.model.shape.window:
-            laws = memory.laws[len(wanted)]
-            logits = (memory.reader.expected[:, None] + laws).logsumexp(0)[None]
+            memory.reader = Reader(shape.structure, memory.parameters.start, memory.parameters.steps)
+            memory.read = []
+        for token in wanted[len(memory.read) : shape.window]:
+            self._read(memory, memory.reader, token)
+        if len(wanted) < shape.window:
+            logits = (memory.reader.expected.exp() @ self._law(memory, len(wanted))).log()[None]
         else:
             logits = torch.empty(0, len(self.model.tokens), device=self.device)
         return Reply(logits, None, time.perf_counter() - started, 0, 1, self.model.tokens)
@@ -236,12 +253,19 @@ class HeadNetwork:
     def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
         last = torch.tensor(int(decided[-1]), device=self.device)
         memory.parameters = found = self.model(state, last)
-        memory.laws = self.model.laws(found.features, found.codes)
+        memory.shared, memory.laws = self.model.shared(found.features), {}
         memory.base, memory.reader, memory.read = len(decided), None, []
 
-    def _read(self, memory: HeadMemory, token: int) -> None:
+    def _law(self, memory: HeadMemory, place: int) -> Float[Tensor, "rank draft"]:
+        """The probabilities of a position's tokens in each state; made when they are asked for."""
+        if place not in memory.laws:
+            assert memory.shared is not None and memory.parameters is not None
+            logits = self.model.apart(memory.shared[place], memory.parameters.codes[place], self.reach)
+            memory.laws[place] = logits.softmax(-1)
+        return memory.laws[place]
+
+    def _read(self, memory: HeadMemory, reader: Reader, token: int) -> None:
         """Condition on the window's next token; one that is never drafted tells nothing."""
-        assert memory.laws is not None and memory.reader is not None
-        laws, place = memory.laws[len(memory.read)], self.places.get(token)
-        memory.reader.read(laws.new_zeros(len(laws)) if place is None else laws[:, place])
+        place, law = self.places.get(token), self._law(memory, len(memory.read))
+        reader.read(law.new_zeros(len(law)) if place is None else law[:, place].log())
         memory.read.append(token)
