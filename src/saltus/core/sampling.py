@@ -135,7 +135,7 @@ def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray 
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
-    scores = _penalised(_row(logits), sampling, context)
+    scores = _penalised(float_row(logits), sampling, context)
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
         raise ValueError(_complaint(float(scores[best]), f"at new token {index}"))
@@ -272,14 +272,14 @@ def _weights_at(tokens: np.ndarray, law: Law) -> np.ndarray:
 
 def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
     """Of a token under the model's own law: log-softmax of the raw logits in float32, at temperature 1."""
-    scores = _row(logits)
+    scores = float_row(logits)
     gaps = scores - scores.max()
     return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
 
 
 def likeliest(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     """The first maximum, and its probability under the model's own law at temperature 1: NaN for broken logits."""
-    scores = _row(logits)
+    scores = float_row(logits)
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
         return best, math.nan
@@ -294,7 +294,7 @@ def _complaint(top: float, where: str) -> str:
     return f"the model gave {value} logits {where}; load it in float32 or bfloat16"
 
 
-def _row(logits: Tensor) -> np.ndarray:
+def float_row(logits: Tensor) -> np.ndarray:
     """Float32 on the CPU; it may share the memory of the logits. By bits from bfloat16: torch would wake threads."""
     logits = logits.detach().cpu()
     if logits.dtype == torch.bfloat16:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from saltus.core.auxiliary_groups import SOURCE, Form, in_two_calls, uniforms_of, with_groups
@@ -19,7 +20,7 @@ from saltus.core.forward import Forward, Reply, Step
 from saltus.core.noise import Noise
 from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import Sampling, float_row
 from saltus.core.tree import Branch
 
 LEAST = 0.01  # nodes that are reached with a smaller chance are not offered
@@ -119,12 +120,16 @@ def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = 
     `columns`: the tokens that logits are of. A query knows the uniforms of the tokens before its own but not the
     tokens, so behind another choice the chain goes on as it is.
     """
-    logits = logits.float()
-    found, places = logits.topk(choices)
-    odds = (found - logits.logsumexp(-1, keepdim=True)).exp().tolist()
+    tokens, odds = [], []
+    for row in map(float_row, logits):  # in NumPy: torch would wake threads, which spin beside the kernels' own
+        likely = np.argpartition(-row, min(choices, len(row)) - 1)[:choices]
+        likely = likely[np.argsort(-row[likely], kind="stable")]
+        top = row[likely[0]]
+        weight = np.exp(row - top).sum(dtype=np.float64)
+        odds.append((np.exp(row[likely] - top) / weight).tolist())
+        tokens.append((likely if columns is None else columns.numpy()[likely]).tolist())
     if not all(map(math.isfinite, (chance for row in odds for chance in row))):  # a broken drafter offers nothing
         return []
-    tokens = (places if columns is None else columns[places]).tolist()
     best, likely = [row[0] for row in tokens], [row[0] for row in odds]
     offered, reached = [Branch(best, likely, SOURCE)], 1.0
     for place, (others, chances) in enumerate(zip(tokens, odds, strict=True)):
