@@ -25,9 +25,9 @@ def train_(context: typer.Context) -> None:
 
     [bold]Examples[/bold]
 
-        saltus train ptp --help
+        saltus train ptp
 
-        saltus train mtpc --list
+        saltus train mtpc
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
