@@ -117,3 +117,31 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
         return out
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
+    """A folder with untrained heads of a circuit for a tiny model: tiny_heads(model, **shape)."""
+    from saltus.networks.heads import HeadShape, new_heads
+    from saltus.networks.trained_files import fingerprint, save
+    from saltus.training.draws import draws
+
+    def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
+        target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
+        shape = HeadShape(**{"hidden": 32, "circuit": "hmm", "window": 4, "rank": 3, "directions": 3} | changes)
+        heads = new_heads(shape, torch.arange(2, 290), target, draws(5, "weights"))
+        out = tmp_path_factory.mktemp("heads")
+        save("heads", heads, out, "tiny", fingerprint(target), {})
+        return out
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]:
+    """Options with which every method drafts for the tiny model of seed 0, whatever it needs for that."""
+    return {
+        "small_model": {"model": str(tiny_folder(seed=1))},
+        "ptp": {"model": str(tiny_drafter())},
+        "mtpc": {"model": str(tiny_heads()), "least": 0.0},
+    }

@@ -26,9 +26,8 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def writers(tiny_folder, tiny_drafter):
-    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}, "ptp": {"model": str(tiny_drafter(tiny_llama()))}}
-    return {method: saltus.custom_generate(method, options=drafter, adaptive=False) for method in METHODS}
+def writers(partners):
+    return {method: saltus.custom_generate(method, options=partners, adaptive=False) for method in METHODS}
 
 
 CASES = {

@@ -21,16 +21,15 @@ from saltus.networks import causal
 from saltus.networks.memory import Memory
 from saltus.writing import Shelf, Text, calibrate, write
 
-METHODS = [*available(), "jacobi+lookup", "ptp+lookup"]
+METHODS = [*available(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 GREEDY, SAMPLED = {}, {"temperature": 0.7, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_folder, tiny_drafter) -> saltus.Engine:
+def engine(tiny_folder, partners) -> saltus.Engine:
     """It drafts on and on, even where it does not pay."""
-    drafter = {"small_model": {"model": str(tiny_folder(seed=1))}, "ptp": {"model": str(tiny_drafter())}}
-    return saltus.load(str(tiny_folder()), options=drafter, batch_size=2, adaptive=False)
+    return saltus.load(str(tiny_folder()), options=partners, batch_size=2, adaptive=False)
 
 
 def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:
@@ -423,7 +422,7 @@ def test_of_two_memories_alike_in_length_the_right_one_is_taken():
     assert [entry[1]["target"].tokens[0] for entry in small.kept] == [1]
 
 
-@pytest.mark.parametrize("method", ["small_model", "ptp"])
+@pytest.mark.parametrize("method", ["small_model", "ptp", "mtpc"])
 def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
     one, two = (
         saltus.load(engine.target.name, method, rule="reject", options=engine.options, batch_size=3) for _ in range(2)

@@ -188,7 +188,7 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
     target = tiny_llama()
     with pytest.raises(ValueError, match="holds no drafter"):
         load_drafter(tmp_path, target, "tiny")
-    with pytest.raises(ValueError, match="was trained for tiny, not other; train one for other"):
+    with pytest.raises(ValueError, match="holds the drafter of tiny, not of other; train other's own"):
         load_drafter(tiny_drafter(target), tiny_llama(seed=1), "other")
     for file, content in ((WEIGHTS["drafter"], b"nothing"), (PAPERS, b"{")):
         folder = tiny_drafter(target)
@@ -208,7 +208,7 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
 
 def test_a_target_without_a_shipped_drafter_is_told_what_to_do(tiny_folder):
     assert shipped("drafter", tiny_llama()) is None
-    with pytest.raises(ValueError, match="no trained drafter comes with Saltus for") as error:
+    with pytest.raises(ValueError, match="Saltus brings no trained drafter for") as error:
         saltus.load(str(tiny_folder()), "ptp")
     assert "\n" not in str(error.value)
 

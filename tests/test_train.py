@@ -168,10 +168,18 @@ def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp
         found = trained(circuit, "--set", f"circuit={circuit}", *still)
         assert found["loss"] == pytest.approx(ff["loss"], rel=1e-3)
         assert found["greedy"] == ff["greedy"]
-    said = complaint(
-        "train", "mtpc", *training(file, folder, teacher, tmp_path / "long", *still)[2:], "--set", "window=6"
-    )
-    assert "have another window than the recipe" in said
+    mixture = "--from", tmp_path / "ff" / "heads", "--set", "rate=0.05", "--steps", 12
+    trained("parted", "--set", "circuit=cp", *mixture)
+    still = ("--from", tmp_path / "parted" / "heads", "--set", "rate=1e-9", "--steps", 1)
+    cp = trained("cp again", "--set", "circuit=cp", *still)
+    assert cp["loss"] < 0.99 * ff["loss"], "its components have parted"
+    for circuit in ("hmm", "btree"):
+        assert trained(f"from {circuit}", "--set", f"circuit={circuit}", *still)["loss"] == pytest.approx(
+            cp["loss"], 0.01
+        )
+    for number, change in enumerate(("window=6", "circuit=ff", "rank=5")):
+        given = training(file, folder, teacher, tmp_path / f"unfit {number}", *still)[2:]
+        assert "cannot go on from" in complaint("train", "mtpc", *given, "--set", change)
 
 
 def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.noise import Noise
-from saltus.core.sampling import Law, Sampling, choices, law, pick
+from saltus.core.sampling import Law, Sampling, choices, float_row, law, pick
 
 AUXILIARY = -1  # stands for the token of a node that is none
 
@@ -149,13 +149,13 @@ class Laws:
     def _law(self, row: Tensor, context: np.ndarray | None, index: int) -> Law:
         if self.reply.columns is None:
             return law(row, self.sampling, context, index)
-        columns = self.reply.columns.numpy()
+        columns = self.reply.columns.cpu().numpy()
         if self.sampling.by_values:
             found = law(row, self.sampling)
             return Law(columns if found.tokens is None else columns[found.tokens], found.weights)
-        size = 1 + int(max(columns[-1], -1 if context is None else context.max()))
-        whole = torch.full((size,), -torch.inf).index_copy(0, self.reply.columns, row.float())
-        return law(whole, self.sampling, context, index)
+        whole = np.full(1 + int(max(columns[-1], -1 if context is None else context.max())), -np.inf, np.float32)
+        whole[columns] = float_row(row)
+        return law(torch.from_numpy(whole), self.sampling, context, index)
 
     def depth(self, node: int) -> int:
         """How many drafted tokens stand before the hole that this law is for: a query's is for its own place."""
@@ -166,7 +166,7 @@ class Laws:
         if node not in self._picks:
             if self.sampling.bare and node < self.asked.drafts:
                 found, columns = choices(self.reply.logits[: self.asked.drafts + 1]), self.reply.columns
-                tokens = found if columns is None else columns.numpy()[found]
+                tokens = found if columns is None else columns.cpu().numpy()[found]
                 self._picks |= dict(enumerate(tokens.tolist(), start=-1))
             else:
                 open_ = self.asked.canvas.open

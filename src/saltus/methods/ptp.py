@@ -120,6 +120,7 @@ def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = 
     `columns`: the tokens that logits are of. A query knows the uniforms of the tokens before its own but not the
     tokens, so behind another choice the chain goes on as it is.
     """
+    ids = None if columns is None else columns.cpu().numpy()
     tokens, odds = [], []
     for row in map(float_row, logits):  # in NumPy: torch would wake threads, which spin beside the kernels' own
         likely = np.argpartition(-row, min(choices, len(row)) - 1)[:choices]
@@ -127,7 +128,7 @@ def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = 
         top = row[likely[0]]
         weight = np.exp(row - top).sum(dtype=np.float64)
         odds.append((np.exp(row[likely] - top) / weight).tolist())
-        tokens.append((likely if columns is None else columns.numpy()[likely]).tolist())
+        tokens.append((likely if ids is None else ids[likely]).tolist())
     if not all(map(math.isfinite, (chance for row in odds for chance in row))):  # a broken drafter offers nothing
         return []
     best, likely = [row[0] for row in tokens], [row[0] for row in odds]

@@ -3,7 +3,7 @@
 A head reads the state before a text's last token and, if it was made so, that token; a window of positions follows.
 Features of each position go through the target's own unembedding, cut to common tokens. Components of a circuit differ
 from that in a small subspace of it: a component's logits are the position's, and a few coordinates times the logits of
-as many directions, so that a hundred components cost little more than one.
+as many directions. That spares each component a product with the unembedding, though not a softmax of its own.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def bring(where: str, network: Any, name: str) -> DraftNetwork | HeadNetwork | N
     folder = shipped(kind, network.model) if place == AUTO else Path(place)
     if folder is None:
         raise ValueError(
-            f"no trained {kind} {'come' if kind == 'heads' else 'comes'} with Saltus for {name};"
-            f" train one ({TRAINED_BY[kind]} --help), or take a method that needs none, such as lookup"
+            f"Saltus brings no trained {kind} for {name};"
+            f" train your own ({TRAINED_BY[kind]} --help), or take a method that needs none, such as lookup"
         )
     if kind == "heads":
         return HeadNetwork(load_heads(folder, network.model, name), network)

@@ -89,11 +89,13 @@ def _read(kind: str, folder: Path, target: Any, name: str) -> tuple[dict[str, An
         weights = load_file(folder / WEIGHTS[kind])
     except FileNotFoundError as error:
         missing = Path(error.filename).name
-        raise ValueError(f"{folder} holds no {kind} ({missing} is missing); train one with {command}") from None
+        raise ValueError(f"{folder} holds no {kind} ({missing} is missing); train with {command}") from None
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"the {kind} in {folder} is damaged ({error}); fetch or train it again") from None
+        raise ValueError(f"what is in {folder} is damaged ({error}); fetch or train the {kind} again") from None
     if told["fingerprint"] != fingerprint(target):
-        raise ValueError(f"the {kind} in {folder} was trained for {told['target']}, not {name}; train one for {name}")
+        raise ValueError(
+            f"{folder} holds the {kind} of {told['target']}, not of {name}; train {name}'s own with {command}"
+        )
     return told["shape"], weights
 
 
@@ -104,6 +106,6 @@ def _embeddings(target: Any) -> tuple[Tensor, Tensor]:
 def _filled(kind: str, model: Any, weights: dict[str, Tensor], folder: Path, target: Any) -> Any:
     missing = set(model.state_dict()) - set(weights) - set(BORROWED)
     if missing:
-        raise ValueError(f"the {kind} in {folder} lacks {min(missing)}; fetch or train it again")
+        raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
     model.load_state_dict(weights, strict=False)
     return model.to(target.dtype).eval()

@@ -17,6 +17,7 @@ from saltus.networks.adapters import load_adapter, save_adapter
 from saltus.networks.gated import Adapter, Gating, new_adapter
 from saltus.networks.trained_files import fingerprint
 from saltus.training import losses
+from saltus.training.course import examined
 from saltus.training.distillation import Objective, compare, correct
 from saltus.training.draws import draws
 from saltus.training.edges import picks
@@ -89,11 +90,7 @@ class AdapterCourse:
 
     def report(self) -> dict[str, float]:
         """Tokens per call on held-out texts, as `Rider` counts them: right drafts, and one of the verifier's own."""
-        training = self.module.training
-        self.module.eval()
-        found = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}
-        self.module.train(training)
-        return found
+        return examined(self.module, self._tokens_per_call)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.adapters.load_adapter`."""

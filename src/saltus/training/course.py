@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,3 +33,12 @@ class Course(Protocol):
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """Keep what was trained, for use; the card says how it was made."""
         ...
+
+
+def examined(module: nn.Module, tokens_per_call: Callable[[bool], float]) -> dict[str, float]:
+    """A course's report: what is counted on greedy texts (True) and on sampled ones, without dropout."""
+    training = module.training
+    module.eval()
+    found = {"greedy": tokens_per_call(True), "sampled": tokens_per_call(False)}
+    module.train(training)
+    return found

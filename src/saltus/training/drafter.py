@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saltus.networks.drafter import DraftModel, Shape
 from saltus.networks.trained_files import fingerprint, load_drafter, save
+from saltus.training.course import examined
 from saltus.training.distillation import correct
 from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
@@ -55,6 +56,13 @@ def frequent(states: States, count: int) -> Tensor:
     """The ids of the tokens that occur most often, in their order, and nothing that never occurs."""
     counts = torch.bincount(states.tokens)
     return counts.argsort(descending=True)[: min(count, int((counts > 0).sum()))].sort().values
+
+
+def places(draft: Int[Tensor, "draft"], states: States) -> Int[Tensor, "vocab"]:
+    """Where each token stands among those drafted."""
+    found = torch.full((int(max(states.tokens.max(), draft.max())) + 1,), UNDRAFTED)
+    found[draft] = torch.arange(len(draft))
+    return found
 
 
 def answers(
@@ -106,9 +114,7 @@ class DrafterCourse:
         self._teach(drafter.float())
 
     def _teach(self, module: DraftModel) -> None:
-        draft = module.tokens
-        self.places = torch.full((int(max(self.states.tokens.max(), draft.max())) + 1,), UNDRAFTED)
-        self.places[draft] = torch.arange(len(draft))
+        self.places = places(module.tokens, self.states)
         self.module = module.to(self.target.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
@@ -126,10 +132,7 @@ class DrafterCourse:
 
     def report(self) -> dict[str, float]:
         """Tokens per call on held-out texts: the leading right drafts, and the target's own token."""
-        self.module.eval()
-        found = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}
-        self.module.train()
-        return found
+        return examined(self.module, self._tokens_per_call)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.trained_files.load_drafter`."""

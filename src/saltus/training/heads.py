@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from saltus.networks.circuits import Reader
 from saltus.networks.heads import HeadModel, HeadShape, new_heads
 from saltus.networks.trained_files import fingerprint, load_heads, save
+from saltus.training.course import examined
 from saltus.training.distillation import correct
-from saltus.training.drafter import UNDRAFTED, frequent
+from saltus.training.drafter import UNDRAFTED, frequent, places
 from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
 from saltus.training.states import States
@@ -48,28 +49,32 @@ class HeadsCourse:
         self._teach(new_heads(self.shape, tokens, self.target, draws(self.lessons.seed, "weights")))
 
     def begin(self, folder: Path) -> None:
-        """Go on with heads, their own tokens included; those of another circuit begin as `new_heads` has them.
+        """Go on with heads, their own tokens included; richer circuits go on with the law that poorer ones had.
 
-        So CP goes on from FF, and HMM and BTree from CP, with the law that those had. Errors: ValueError where shapes
-        do not fit.
+        Any goes on from FF, and HMM and BTree from CP, nearly (see `new_heads`). Errors: ValueError where shapes do not
+        fit.
         """
         heads = load_heads(folder, self.target, self.name).float()
-        module = new_heads(self.shape, heads.tokens, self.target, draws(self.lessons.seed, "weights"))
-        own = module.state_dict()
-        if heads.shape.window != self.shape.window or heads.shape.told != self.shape.told:
-            raise ValueError(
-                f"the heads in {folder} have another window than the recipe; take the one they were made by"
-            )
-        for name, weight in heads.state_dict().items():
-            if name in own and own[name].shape == weight.shape:
-                own[name] = weight
-        module.load_state_dict(own)
+        old, new = heads.shape, self.shape
+        if old.circuit == "ff":
+            fits = (old.window, old.told) == (new.window, new.told)
+        else:
+            fits = old == new or (old.circuit == "cp" and replace(old, circuit=new.circuit) == new)
+        if not fits:
+            raise ValueError(f"the recipe's heads cannot go on from {folder}, made as {old}; take what made them")
+        module = new_heads(new, heads.tokens, self.target, draws(self.lessons.seed, "weights"))
+        with torch.no_grad():
+            for name, weight in heads.state_dict().items():
+                own = module.state_dict()[name]
+                if own.shape == weight.shape:
+                    own.copy_(weight)
+                elif old.circuit == "cp":  # sums, the start's first, which is all that CP has
+                    own[: len(weight)] = weight
         self._teach(module)
 
     def _teach(self, module: HeadModel) -> None:
+        self.places = places(module.tokens, self.states)
         self.module = module.to(self.target.device)
-        self.places = torch.full((int(max(self.states.tokens.max(), module.tokens.max())) + 1,), UNDRAFTED)
-        self.places[module.tokens] = torch.arange(len(module.tokens))
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean of −log q(token | those before it in its window) over what counts, discounted (MtPC, Eq. 4).
@@ -90,10 +95,7 @@ class HeadsCourse:
 
     def report(self) -> dict[str, float]:
         """Tokens per call on held-out texts: the leading right drafts, and the target's own token."""
-        self.module.eval()
-        found = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}
-        self.module.train()
-        return found
+        return examined(self.module, self._tokens_per_call)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.trained_files.load_heads`."""
