@@ -1,4 +1,4 @@
-"""Prompts of many kinds for a teacher, out of texts at hand: translations, summaries, questions with and without a text.
+"""Prompts of many kinds for a teacher, out of texts at hand: translations, summaries, questions, passages, essays.
 
     python recipes/smollm2_prompts.py --articles enwik8.xz --german sentences.txt --out asked.jsonl
     saltus collect text --prompts asked.jsonl -t 0 -t 0.7 -n 160 --out teacher
@@ -15,8 +15,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from saltus.training.draws import draws
 
