@@ -118,6 +118,29 @@ def test_of_few_tokens_only_those_are_drafted_and_others_tell_nothing():
     torch.testing.assert_close(unknown, mean)
 
 
+@pytest.mark.parametrize("kind", ["ff", "cp"])
+def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_nothing(kind, monkeypatch):
+    monkeypatch.setattr("saltus.networks.heads.LIKELY", 3)
+    model, state = heads(kind), torch.ones(1, 8)
+    network = HeadNetwork(model, None)
+    memory = network.memory()
+    reply = network.forward([ask([0], state)], [memory])[0]
+    with torch.no_grad():
+        found = model(state[0], torch.tensor(0))
+        shared = model.shared(found.features)[0]
+        kept = shared.topk(3 if kind == "cp" else 6).indices.sort().values  # one state needs no such saving
+        laws = model.laws(found.features, found.codes)[0][:, kept].exp()
+        law = found.start.exp() @ (laws / laws.sum(-1, keepdim=True))
+    assert reply.columns is not None
+    assert reply.columns.tolist() == kept.tolist()
+    torch.testing.assert_close(reply.logits[0].exp(), law)
+    if kind == "cp":
+        other = next(token for token in range(6) if token not in kept)
+        unknown = network.forward([ask([0, other])], [memory])[0]
+        expected = found.start.exp() @ memory.laws[1][1]
+        torch.testing.assert_close(unknown.logits[0].exp(), expected)
+
+
 # -------------------------------------------------------------------------------------------------- the law of the text
 
 
@@ -146,6 +169,12 @@ def small_heads(kind: str, **settings: Any) -> HeadModel:
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law(kind):
     assert law_of(small_toy(), small_heads(kind), SAMPLED) > ALPHA
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
+    monkeypatch.setattr("saltus.networks.heads.LIKELY", 2)
+    assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from saltus.networks.linear import linear
 
 MADE = {"cp": circuits.mixture, "hmm": circuits.chain, "btree": circuits.tree}
 STAY = 6.0  # logit by which a latent's first law favours its parent's state
+LIKELY = 1024  # tokens of a position that are drafted: the softmax of a hundred states costs little over them
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class HeadMemory:
     base: int = 0  # decided tokens when the window began
     parameters: Parameters | None = None
     shared: Tensor | None = None  # [window, draft] logits
-    laws: dict[int, Tensor] = field(default_factory=dict)  # of places asked for: [rank, draft] probabilities
+    laws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of places asked for
     read: list[int] = field(default_factory=list)  # tokens of the window
     reader: Reader | None = None
 
@@ -219,7 +220,6 @@ class HeadNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
-        self.places = {int(token): place for place, token in enumerate(self.model.tokens)}
         with torch.inference_mode():
             self.reach = self.model.reach()
 
@@ -245,10 +245,11 @@ class HeadNetwork:
         for token in wanted[len(memory.read) : shape.window]:
             self._read(memory, memory.reader, token)
         if len(wanted) < shape.window:
-            logits = (memory.reader.expected.exp() @ self._law(memory, len(wanted))).log()[None]
+            tokens, law = self._law(memory, len(wanted))
+            logits = (memory.reader.expected.exp() @ law).log()[None]
         else:
-            logits = torch.empty(0, len(self.model.tokens), device=self.device)
-        return Reply(logits, None, time.perf_counter() - started, 0, 1, self.model.tokens)
+            tokens, logits = self.model.tokens, torch.empty(0, len(self.model.tokens), device=self.device)
+        return Reply(logits, None, time.perf_counter() - started, 0, 1, tokens)
 
     def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
         last = torch.tensor(int(decided[-1]), device=self.device)
@@ -256,16 +257,28 @@ class HeadNetwork:
         memory.shared, memory.laws = self.model.shared(found.features), {}
         memory.base, memory.reader, memory.read = len(decided), None, []
 
-    def _law(self, memory: HeadMemory, place: int) -> Float[Tensor, "rank draft"]:
-        """The probabilities of a position's tokens in each state; made when they are asked for."""
+    def _law(self, memory: HeadMemory, place: int) -> tuple[Int[Tensor, "likely"], Float[Tensor, "rank likely"]]:
+        """A position's likeliest tokens, ascending, and their probabilities in each state.
+
+        The position's own logits choose them, so that states cost little each; the law is over these tokens alone.
+        """
         if place not in memory.laws:
             assert memory.shared is not None and memory.parameters is not None
-            logits = self.model.apart(memory.shared[place], memory.parameters.codes[place], self.reach)
-            memory.laws[place] = logits.softmax(-1)
+            shared, reach = memory.shared[place], self.reach
+            places = torch.arange(len(shared), device=self.device)
+            if reach is not None and len(shared) > LIKELY:
+                row = shared.cpu().numpy()  # not topk: it wakes threads, which then spin beside the kernels' own
+                chosen = np.sort(np.argpartition(-row, LIKELY)[:LIKELY])
+                places = torch.from_numpy(chosen).to(self.device)
+                shared, reach = shared[places], reach[:, places]
+            logits = self.model.apart(shared, memory.parameters.codes[place], reach)
+            memory.laws[place] = self.model.tokens[places], logits.softmax(-1)
         return memory.laws[place]
 
     def _read(self, memory: HeadMemory, reader: Reader, token: int) -> None:
-        """Condition on the window's next token; one that is never drafted tells nothing."""
-        place, law = self.places.get(token), self._law(memory, len(memory.read))
-        reader.read(law.new_zeros(len(law)) if place is None else law[:, place].log())
+        """Condition on the window's next token; one that the law does not hold tells nothing."""
+        tokens, law = self._law(memory, len(memory.read))
+        place = int(torch.searchsorted(tokens, token))
+        known = place < len(tokens) and int(tokens[place]) == token
+        reader.read(law[:, place].log() if known else law.new_zeros(len(law)))
         memory.read.append(token)
