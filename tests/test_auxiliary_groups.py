@@ -211,6 +211,18 @@ def test_a_perfect_student_writes_all_drafts_and_one_more_in_two_calls(form, sam
 
 @greedy_and_sampled
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
+def test_of_a_student_with_a_network_of_its_own_the_first_query_drafts_too(form, sampling):
+    target, student, noise, steps = toy(sharp=1.5), replace(learned(form, sampling), name="ptp"), Noise(0), []
+    drafter = in_two_calls(noise, sampling, match, form, length=5, to="ptp")
+    seat = Seat(speculate(continuation(PROMPT, 24), noise, sampling, [drafter], steps.append))
+    for _ in rounds([seat], {"target": target, "ptp": student}):
+        pass
+    assert [int(token) for step in steps for token in step.tokens] == write(toy(sharp=1.5), 24, sampling=sampling)
+    assert (target.calls, student.calls) == (4, 4)
+
+
+@greedy_and_sampled
+@pytest.mark.parametrize("form", ["one-hot", "categorical"])
 def test_a_perfect_student_writes_all_drafts_and_one_more_in_every_call(form, sampling):
     target = learned(form, sampling)
     write(target, 25, calls=1, sampling=sampling, form=form, length=5, most=60)
@@ -357,19 +369,20 @@ def test_the_most_central_draft_is_taken():
     assert most_central([[0.5, 0.1], [0.4, 0.6], [0.0, 0.5]]) == 1
 
 
-def p_value(drafts: int, form: str, texts: int = 1500) -> float:
+def p_value(drafts: int, form: str, to: str = "target", texts: int = 1500) -> float:
     """Of the texts of three tokens that several drafts make under `reject`, against the law of the target."""
     sampling, target = Sampling(temperature=1.0), toy(vocab=3, sharp=0.7, seed=5)
     wrong = toy(vocab=3, sharp=0.7, seed=6)
-    target.adapted = oracle(wrong, sampling, form)
+    networks = {"target": target, "ptp": replace(toy(vocab=3, seed=7), name="ptp")}
+    networks[to].adapted = oracle(wrong, sampling, form)
     law_of_texts = joint(target, [1, 2], 3, sampling)
     counts = Counter()
     for seed in range(texts):
         steps: list = []
         noise = Noise(seed)
-        chosen = in_two_calls(noise, sampling, reject, form, drafts=drafts)
+        chosen = in_two_calls(noise, sampling, reject, form, drafts=drafts, to=to)
         writer = speculate(continuation([1, 2], 3), noise, sampling, [chosen], steps.append, reject)
-        for _ in rounds([Seat(writer)], {"target": target}):
+        for _ in rounds([Seat(writer)], networks):
             pass
         counts[tuple(int(token) for step in steps for token in step.tokens)] += 1
     observed = [counts[text] for text in itertools.product(range(3), repeat=3)]
@@ -380,6 +393,10 @@ def p_value(drafts: int, form: str, texts: int = 1500) -> float:
 @pytest.mark.parametrize("form", ["categorical", "independent"])
 def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form, unchecked):
     assert p_value(drafts, form) > 1e-3
+
+
+def test_drafts_of_a_student_leave_the_law_as_it_is(unchecked):
+    assert p_value(1, "categorical", to="ptp") > 1e-3
 
 
 def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):

@@ -112,6 +112,26 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
 
 
+def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny_folder, teacher, tmp_path):
+    file, out = tmp_path / "student.toml", tmp_path / "student"
+    file.write_text(ADAPTER, encoding="utf-8")
+    own = tiny_folder(seed=1, num_hidden_layers=1)
+    saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", f"student={own}", "--out", out))
+    papers = json.loads((out / PAPERS).read_text())
+    assert (papers["target_name"], papers["training"]["student_of"]) == (str(own), str(folder))
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
+    for temperature in (0.0, 0.7):
+        given = {"max_new_tokens": 24, "temperature": temperature}
+        found = engine.generate("the cat", **given)
+        assert found.tokens == engine.generate("the cat", method="plain", **given).tokens
+        assert found.statistics.draft_calls > 0
+        assert max(call.nodes for call in found.steps) == 4
+    other = tiny_folder(words="the dog")
+    file.write_text(ADAPTER, encoding="utf-8")
+    said = complaint(*training(file, folder, teacher, tmp_path / "other", "--set", f"student={other}"))
+    assert "has another vocabulary than" in said
+
+
 @pytest.mark.parametrize("kind", ["drafter", "adapter"])
 def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher, tmp_path):
     file = tmp_path / "tiny.toml"

@@ -234,7 +234,7 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
 
     engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
     written_by(teacher, engine.network.model, recipe.model)
-    run = Run(recipe, engine.network, recipe.model, work, begin)
+    run = Run(recipe, engine.network, recipe.model, work, begin, _student(recipe, engine, device))
     with alone(work):
         _read(run, samples)
         course = run.course()
@@ -244,6 +244,18 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
     counted = found["held_out_tokens_per_call"]
     rates = ", ".join(f"{each} {value:.2f}" for each, value in counted.items())
     note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
+
+
+def _student(recipe: Any, teacher: Any, device: str) -> Any:
+    """The model that is to draft for the teacher, where that is another. Errors: ValueError for another vocabulary."""
+    if recipe.kind != "adapter" or not recipe.adapter.student:
+        return None
+    from saltus.cli.loading import open_engine
+    from saltus.networks.loading import same_vocabulary
+
+    student = open_engine(recipe.adapter.student, "plain", None, dtype=recipe.dtype, device=device, exact=False)
+    same_vocabulary(teacher.target, student.target)
+    return student.network.model
 
 
 def _read(run: Any, samples: Sequence[Any]) -> None:

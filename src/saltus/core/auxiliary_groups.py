@@ -11,7 +11,7 @@ import numpy as np
 
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
-from saltus.core.forward import AUXILIARY, Forward, Laws, Reply, Step
+from saltus.core.forward import AUXILIARY, TARGET, Forward, Laws, Reply, Step
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Law, Sampling, interval, likeliest, pick, probability
@@ -69,13 +69,20 @@ def said(laws: Laws, chain: Sequence[int], form: Form, uniforms: Sequence[float]
 
 
 def in_two_calls(
-    noise: Noise, sampling: Sampling, rule: Rule, form: Form = "one-hot", length: int = 8, drafts: int = 1
+    noise: Noise,
+    sampling: Sampling,
+    rule: Rule,
+    form: Form = "one-hot",
+    length: int = 8,
+    drafts: int = 1,
+    to: str = TARGET,
 ) -> Drafter:
     """Ask a group behind the decided text, then let its tokens be verified (Alg. 1); at most `length` drafts.
 
-    The first draft is the target's own pick: the call that drafts knows its law. Under `match` the uniforms are the
-    text's. Under `reject` they are fresh, the laws that drafts are drawn from are told to the rule (so the form must
-    be one that has laws), and of several groups, `drafts`, the most central is taken (Eq. 18).
+    Where the target itself is asked, the first draft is its own pick: the call that drafts knows its law. A student of
+    its own, `to`, says that token by its first query. Under `match` the uniforms are the text's. Under `reject` they
+    are fresh, the laws that drafts are drawn from are told to the rule (so the form must be one that has laws), and of
+    several groups, `drafts`, the most central is taken (Eq. 18).
     """
     if rule is reject and form == "one-hot":
         raise ValueError("ptp: the rule reject needs drafts drawn from laws; use rule='match', or a C-PTP adapter")
@@ -86,12 +93,13 @@ def in_two_calls(
         places = canvas.open[: min(length, room)]
         streams = [f"{SOURCE}/{canvas.done}/{i}" for i in range(drafts)] if rule is reject else ["text"]
         groups = [uniforms_of(noise, sampling, places, stream) for stream in streams]
-        asked = with_groups(Forward(canvas), [(-1, given(group, form)) for group in groups], sampling.temperature)
+        told = [(-1, given(group, form)) for group in groups]
+        asked = with_groups(Forward(canvas, to=to), told, sampling.temperature)
         laws = Laws(asked, (yield asked), sampling, noise)
         branches = []
         for number, uniforms in enumerate(groups):
             chain = range(number * len(places), (number + 1) * len(places))
-            branches.append(_branch(laws, chain, uniforms, form, rule is reject))
+            branches.append(_branch(laws, chain, uniforms, form, rule is reject, to == TARGET))
         if drafts == 1:
             return branches
         return [branches[most_central([_offsets(*one) for one in zip(groups, branches, strict=True)])]]
@@ -99,15 +107,17 @@ def in_two_calls(
     return offer
 
 
-def _branch(laws: Laws, chain: Sequence[int], uniforms: Sequence[float], form: Form, drawn: bool) -> Branch:
-    """What a group behind the decided text drafts; the first token is the target's own."""
-    own = [laws[-1], *(laws[query] for query in chain[1:])] if drawn else None
+def _branch(
+    laws: Laws, chain: Sequence[int], uniforms: Sequence[float], form: Form, drawn: bool, known: bool
+) -> Branch:
+    """What a group behind the decided text drafts; is the first token known, as the target's own?"""
+    own = [laws[query] for query in ([-1, *chain[1:]] if known else chain)] if drawn else None
     if own is not None:
         tokens = [pick(u, law) for u, law in zip(uniforms, own, strict=True)]
-        chances = [1.0, *(float(law.weights.max()) / law.total for law in own[1:])]  # not to depend on the tokens
-        return Branch(tokens, chances, SOURCE, own)
-    tokens, chances = [laws.pick(-1)], [1.0]
-    for token, chance in said(laws, chain[1:], form, uniforms[1:]):
+        chances = [float(law.weights.max()) / law.total for law in own]  # not to depend on the tokens
+        return Branch(tokens, [1.0, *chances[1:]] if known else chances, SOURCE, own)
+    tokens, chances = ([laws.pick(-1)], [1.0]) if known else ([], [])
+    for token, chance in said(laws, chain[known:], form, uniforms[known:]):
         tokens.append(token)
         chances.append(chance)
     return Branch(tokens, chances, SOURCE)

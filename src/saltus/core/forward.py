@@ -16,6 +16,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Law, Sampling, choices, float_row, law, pick
 
 AUXILIARY = -1  # stands for the token of a node that is none
+TARGET = "target"  # the network whose text is written
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Forward:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     features: bool = False  # the last hidden states are wanted too, those of the decided tokens it reads included
-    to: str = "target"
+    to: str = TARGET
     drafted: tuple[Law | None, ...] | None = None
     uniforms: tuple[float | None, ...] | None = None
     temperature: float = 0.0  # told to the adapter; 0 is greedy

@@ -30,8 +30,9 @@ LEAST = 0.01  # nodes that are reached with a smaller chance are not offered
 class Ptp:
     """Parallel token prediction (PTP, Draxler et al. 2025): tokens that depend on each other, from one pass.
 
-    What `saltus train ptp` made drafts: a small drafter that reads the target's states, in a pass of its own, or a
-    gated adapter of the target, in the very calls that verify. Where a query has a second opinion, it is offered too.
+    What `saltus train ptp` made drafts: a small drafter that reads the target's states, in a pass of its own; a gated
+    adapter of the target, in the very calls that verify; or such an adapter of a smaller model, a student, which
+    reads the text itself. Where a drafter's query has a second opinion, it is offered too.
     """
 
     model: str = "auto"  # a folder of `saltus train ptp`; auto is the drafter that is shipped for the target
@@ -45,11 +46,17 @@ class Ptp:
 
     @property
     def models(self) -> dict[str, str]:
+        if self._is_student:
+            return {"ptp": self.model}
         return {"ptp": f"{'adapter' if self._is_adapter else 'drafter'}:{self.model}"}
 
     @property
     def _is_adapter(self) -> bool:
         return Path(self.model, "adapter_config.json").is_file()
+
+    @property
+    def _is_student(self) -> bool:
+        return self._is_adapter and "student_of" in self._training
 
     @cached_property
     def _training(self) -> Mapping[str, Any]:
@@ -62,7 +69,10 @@ class Ptp:
         if not self._is_adapter:
             return StateReader(noise, sampling, rule, self.length, self.choices)
         form: Form = self._training.get("form", "one-hot")
-        length = min(self.length, self._training.get("window", self.length + 1) - 1)  # the first query drafts nothing
+        window = self._training.get("window", self.length + 1)
+        if self._is_student:
+            return in_two_calls(noise, sampling, rule, form, min(self.length, window), to="ptp")
+        length = min(self.length, window - 1)  # the first query drafts nothing
         if rule is reject:
             return in_two_calls(noise, sampling, rule, form, length)
         return Rider(noise, sampling, form, length)

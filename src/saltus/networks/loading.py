@@ -14,10 +14,12 @@ from transformers.utils import logging
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
+from saltus.networks.adapters import CONFIG, load_adapter, read_papers
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
 from saltus.networks.sources import resolve
+from saltus.networks.trained_files import fingerprint
 
 DTYPES = {
     "auto": "auto",
@@ -46,9 +48,14 @@ def load_checkpoint(
     progress: Progress | None = None,
     budget: int = 16,
 ) -> Checkpoint:
-    """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError."""
+    """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError.
+
+    The folder of an adapter stands for the model that it belongs to, whose auxiliary queries it then answers.
+    """
     device, kind = _device(device), _choice("dtype", dtype, DTYPES)
-    folder = resolve(name, progress=progress)
+    adapter = Path(name) if Path(name, CONFIG).is_file() else None
+    base = name if adapter is None else read_papers(adapter)["target_name"]
+    folder = resolve(base, progress=progress)
     with quietly():
         model = _model(name, folder, kind).to(device).eval()
         try:
@@ -58,6 +65,8 @@ def load_checkpoint(
                 f"{name} has no tokenizer that loads ({first_line(error)}); put its tokenizer files into {folder}"
             ) from error
     network = serve(model, name, exact, budget)
+    if adapter is not None:
+        network.attach(load_adapter(adapter, model, fingerprint(model), base))
     return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))
 
 

@@ -39,7 +39,8 @@ class AdapterCourse:
     to say the token, so that it knows it. The second query brings the first draft, and the weights of the loss fall
     from there.
 
-    The model is frozen, and read by our attention from now on. `lessons.slots` is the longest context in tokens, and
+    The model is frozen, and read by our attention from now on. With a `teacher` it is a student, which learns to draft
+    that model's texts; then the first query drafts too. `lessons.slots` is the longest context in tokens, and
     `objective.b` places the uniforms. `recompute` saves memory for time; `autocast` computes in bfloat16.
     """
 
@@ -51,6 +52,8 @@ class AdapterCourse:
     name: str = "its model"
     recompute: bool = False
     autocast: bool = False
+    teacher: Any = None  # of Hugging Face, and of the same vocabulary; None: the model itself
+    teacher_name: str = ""
     module: Adapter = field(init=False)
     curriculum: Curriculum = field(init=False)
 
@@ -61,6 +64,8 @@ class AdapterCourse:
         self.lessons = replace(self.lessons, placement=self.objective.b)
         self.curriculum = Curriculum(self.corpus, self.lessons, self.objective.window, True, self.has_laws)
         self.module = new_adapter(prepared(self.model), self.gating, self.lessons.seed)
+        if self.teacher is not None:
+            prepared(self.teacher)
 
     def begin(self, folder: Path) -> None:
         """Go on with an adapter. Errors: ValueError where its settings are others."""
@@ -74,6 +79,11 @@ class AdapterCourse:
             own.load_state_dict(found.state_dict())
 
     @property
+    def _undrafted(self) -> int:
+        """The first queries that draft nothing."""
+        return int(self.teacher is None)
+
+    @property
     def has_laws(self) -> bool:
         """Are tokens picked from the student's laws, and not its argmax?"""
         return self.objective.form != "one-hot"
@@ -85,7 +95,7 @@ class AdapterCourse:
         with self._dropout(step), self._precision():
             logits = said(self.model, packed, rows[cut.counted], self.module, cut.temperatures, self.recompute)
         depths = torch.arange(self.objective.window, device=logits.device).expand(cut.counted.shape)[cut.counted]
-        weights = self.lessons.discount ** (depths - 1).clamp_min(0)
+        weights = self.lessons.discount ** (depths - self._undrafted).clamp_min(0)
         return (self._compared(logits, cut) * weights).sum() / weights.sum().clamp_min(1)
 
     def report(self) -> dict[str, float]:
@@ -95,6 +105,8 @@ class AdapterCourse:
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.adapters.load_adapter`."""
         made = {"form": self.objective.form, "window": self.objective.window}
+        if self.teacher is not None:
+            made["student_of"] = self.teacher_name
         save_adapter(self.module, folder, fingerprint(self.model), self.name, {**card, **made})
 
     def _packed(self, cut: Cut) -> tuple[Packed, Int[Tensor, "batch windows window"]]:
@@ -119,12 +131,12 @@ class AdapterCourse:
 
     @torch.no_grad()
     def _teacher(self, cut: Cut) -> Float[Tensor, "counted vocab"]:
-        """The model's own logits for the tokens that count: those after the token before each."""
+        """The teacher's logits for the tokens that count: those after the token before each."""
         batch, slots = cut.tokens.shape
         before = cut.splits[..., None] + torch.arange(-1, self.objective.window - 1, device=cut.splits.device)
         rows = torch.arange(batch, device=cut.splits.device)[:, None, None] * slots + before
         with self._precision():
-            return said(self.model, causal(cut.tokens), rows[cut.counted])
+            return said(self.model if self.teacher is None else self.teacher, causal(cut.tokens), rows[cut.counted])
 
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
@@ -133,7 +145,8 @@ class AdapterCourse:
         for cut in self.curriculum.exam(greedy):
             cut = cut.to(self.model.device)
             right = torch.where(cut.counted, self._drafts(cut), UNDRAFTED)
-            found.append(1 + correct(right[..., 1:].flatten(0, 1), cut.targets[..., 1:].flatten(0, 1)).double())
+            drafts = slice(self._undrafted, None)
+            found.append(1 + correct(right[..., drafts].flatten(0, 1), cut.targets[..., drafts].flatten(0, 1)).double())
         return float(torch.cat(found).mean()) if found else math.nan
 
     def _drafts(self, cut: Cut) -> Int[Tensor, "batch windows window"]:

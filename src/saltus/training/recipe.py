@@ -60,8 +60,9 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A gated LoRA of the target."""
+    """A gated LoRA of the target, or of a student, a model of its own that drafts for it."""
 
+    student: str = ""  # a model of the target's vocabulary; empty: the target itself
     rank: int = 64
     alpha: float | None = None  # of rank, where none is given
     dropout: float = 0.0

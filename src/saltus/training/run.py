@@ -33,6 +33,7 @@ class Run:
     name: str  # of the model
     work: Path
     begin: Path | None = None  # a folder of what was trained before, to go on with
+    student: Any = None  # the model that `recipe.adapter.student` names
 
     @property
     def kept(self) -> Path:
@@ -66,10 +67,13 @@ class Run:
             shape, size = recipe.heads.shape(model), recipe.heads.vocabulary
             course = HeadsCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
         else:
-            own = recipe.adapter
+            own, lessons = recipe.adapter, recipe.lessons
+            mine, name, teacher = model, self.name, None
+            if self.student is not None:
+                mine, name, teacher = self.student, own.student, model
             course = AdapterCourse(
-                model, load_edges(self.kept), own.gating, own.objective(recipe.lessons.placement), recipe.lessons,
-                self.name, own.recompute, own.autocast,
+                mine, load_edges(self.kept), own.gating, own.objective(lessons.placement), lessons, name,
+                own.recompute, own.autocast, teacher, self.name,
             )  # fmt: skip
         if self.begin is not None:
             course.begin(self.begin)
