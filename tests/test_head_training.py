@@ -43,9 +43,10 @@ def course(target, states, **settings) -> HeadsCourse:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
-def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told):
-    made = course(target, states, circuit=circuit, told=told)
+def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told, own):
+    made = course(target, states, circuit=circuit, told=told, own=own)
     cut = made.curriculum.lesson(3)
     structure, model = made.shape.structure, made.module
     total, weights = 0.0, 0.0
@@ -54,7 +55,7 @@ def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told
             last = int(cut.rows[text, cut.splits[text, window] - 1])
             assert int(states.tokens[last]) == int(cut.tokens[text, cut.splits[text, window] - 1])
             found = model(states.features[last - 1, 32:], states.tokens[last])
-            laws = model.laws(found.features, found.codes)
+            laws = torch.stack([model.laws(found, place) for place in range(4)])
             known = [] if told else [int(states.tokens[last])]
             leaves = torch.zeros(4, structure.rank)
             following = [*known, *cut.targets[text, window].tolist()][:4]

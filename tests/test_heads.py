@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,12 +59,17 @@ def ask(text: list[int], state: torch.Tensor | None = None) -> Forward:
     return Forward(continuation(np.array(text), 9), to="mtpc", hidden=state)
 
 
+def all_laws(model: HeadModel, found: Any) -> torch.Tensor:
+    """[*batch, window, rank, draft]"""
+    return torch.stack([model.laws(found, place) for place in range(model.shape.window)], -3)
+
+
 def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, ...], float]:
     """The probability of every window, from the parameters by definition of the circuit."""
     circuit = model.shape.structure
     with torch.no_grad():
         found = model(state, torch.tensor(last))
-        laws = model.laws(found.features, found.codes)
+        laws = all_laws(model, found)
         windows = list(itertools.product(range(laws.shape[-1]), repeat=circuit.window))
         leaves = torch.stack([laws[torch.arange(circuit.window), :, list(window)] for window in windows])
         start, steps = (part.expand(len(windows), *part.shape) for part in (found.start, found.steps))
@@ -72,9 +79,10 @@ def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, .
 
 
 @each_kind
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
-def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told):
-    model, state = heads(kind, told=told, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
+def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told, own):
+    model, state = heads(kind, told=told, own=own, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
     known = table(model, state, 2)
     assert sum(known.values()) == pytest.approx(1, abs=1e-5)
     network = HeadNetwork(model, None)
@@ -129,7 +137,7 @@ def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_
         found = model(state[0], torch.tensor(0))
         shared = model.shared(found.features)[0]
         kept = shared.topk(3 if kind == "cp" else 6).indices.sort().values  # one state needs no such saving
-        laws = model.laws(found.features, found.codes)[0][:, kept].exp()
+        laws = model.laws(found, 0)[:, kept].exp()
         law = found.start.exp() @ (laws / laws.sum(-1, keepdim=True))
     assert reply.columns is not None
     assert reply.columns.tolist() == kept.tolist()
@@ -183,6 +191,7 @@ def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(mo
         ("hmm", {"told": False}, Sampling(1.5, top_k=2)),
         ("btree", {"tokens": [0, 2]}, Sampling(1.0, top_p=0.7)),
         ("cp", {"told": False, "tokens": [1, 2]}, Sampling(0.8, banned=(1,))),
+        ("btree", {"own": True}, Sampling(1.0, top_k=2)),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -253,7 +262,7 @@ def begun(target, kind: str, **settings) -> HeadModel:
 def said(model: HeadModel, states: torch.Tensor, last: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of windows, whose tokens are places among those drafted."""
     found = model(states, last)
-    laws = model.laws(found.features, found.codes)
+    laws = all_laws(model, found)
     leaves = laws.gather(-1, tokens[..., None, None].expand(*laws.shape[:-1], 1))[..., 0]
     return model.shape.structure.log_probability(found.start, found.steps, leaves)
 
@@ -262,15 +271,50 @@ def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
     set_seed(1)
     states, last, tokens = torch.randn(7, 32), torch.randint(0, 280, (7,)), torch.randint(0, 280, (7, 5))
     alone = said(begun(target, "ff"), states, last, tokens)
-    for kind in ("cp", "hmm", "btree"):
-        model = begun(target, kind)
+    for kind, own in itertools.product(("cp", "hmm", "btree"), (False, True)):
+        model = begun(target, kind, own=own)
         found = said(model, states, last, tokens)
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
         found.sum().backward()
-        assert model.codes is not None
-        assert model.codes.weight.grad is not None
-        codes = model.codes.weight.grad.view(5, 4, 16, 32)
-        assert (codes[:, 0] - codes[:, 1]).abs().max() > 0.01 * codes.abs().max(), "components learn different things"
+        learned = model.own if own else model.codes.weight
+        assert learned.grad is not None
+        parts = learned.grad.view(5, 4, -1)
+        assert (parts[:, 0] - parts[:, 1]).abs().max() > 0.01 * parts.abs().max(), "components learn different things"
+
+
+class ManyBytes(torch.nn.Module):
+    """What EvaByte has that others have not: one unembedding of eight heads, and norms that count from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dice = draws(0, "bytes")
+        self.config = SimpleNamespace(norm_add_unit_offset=True)
+        self.norm = torch.nn.RMSNorm(16)
+        self.inputs, self.outputs = torch.nn.Embedding(320, 16), torch.nn.Linear(16, 8 * 320, bias=False)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(torch.from_numpy(dice.normal(0, 0.3, tuple(weight.shape))))
+
+    get_input_embeddings = lambda self: self.inputs  # noqa: E731
+    get_output_embeddings = lambda self: self.outputs  # noqa: E731
+    get_decoder = lambda self: self  # noqa: E731
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
+def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told):
+    target, state = ManyBytes(), torch.randn(16, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(64, 320)  # bytes: 64 special tokens stand before them
+    shape = HeadShape(16, "cp", window=8 - told, rank=3, own=True, told=told)
+    model = new_heads(shape, tokens, target, draws(0, "begun"))
+    with torch.no_grad():
+        model.fuse.weight.zero_()[:, :16] += torch.eye(16)  # without the noise that it begins with
+        found = model(state, torch.tensor(70))
+        laws = all_laws(model, found).logsumexp(-2) - math.log(3)
+        normed = state / (state.square().mean() + 1e-5).sqrt() * (1 + target.norm.weight)
+        own = target.outputs(normed).view(8, 320)[told:, 64:].log_softmax(-1)
+    torch.testing.assert_close(laws, own, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="the target says 8 tokens by matrices of their own; set own=true"):
+        new_heads(replace(shape, own=False), tokens, target, draws(0, "begun"))
 
 
 def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp_path):

@@ -3,7 +3,8 @@
 A head reads the state before a text's last token and, if it was made so, that token; a window of positions follows.
 Features of each position go through the target's own unembedding, cut to common tokens. Components of a circuit differ
 from that in a small subspace of it: a component's logits are the position's, and a few coordinates times the logits of
-as many directions. That spares each component a product with the unembedding, though not a softmax of its own.
+as many directions. That spares each component a product with the unembedding, though not a softmax of its own. Where
+the vocabulary is small, as of bytes, every position and component can have an unembedding of its own instead.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class HeadShape:
     window: int = 8  # positions of the joint law
     rank: int = 8  # states of each latent; 1 where the circuit is ff
     directions: int = 16  # of the subspace that components differ in
+    own: bool = False  # an unembedding of its own for every position and component, in place of directions
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
@@ -72,7 +74,7 @@ class Parameters:
     start: Float[Tensor, "*batch rank"]
     steps: Float[Tensor, "*batch steps rank rank"]
     features: Float[Tensor, "*batch window hidden"]  # that the unembedding reads
-    codes: Float[Tensor, "*batch window rank directions"]  # of components, in their subspace
+    codes: Float[Tensor, "*batch window rank directions"] | None  # of components, in their subspace
 
 
 class HeadModel(nn.Module):
@@ -90,9 +92,10 @@ class HeadModel(nn.Module):
         self.norm = nn.Parameter(torch.ones(size))
         tables = 1 if shape.homogeneous and circuit.latents > 1 else circuit.latents - 1
         self.sums = nn.Linear(size, rank + tables * rank * rank)
-        several = rank > 1
+        several = rank > 1 and not shape.own
         self.codes = nn.Linear(size, window * rank * shape.directions, bias=False) if several else None
         self.directions = nn.Parameter(torch.zeros(shape.directions, size)) if several else None
+        self.own = nn.Parameter(torch.zeros(window, rank, len(tokens), size)) if shape.own else None
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("unembedding", unembedding[tokens].clone(), persistent=False)
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
@@ -121,17 +124,23 @@ class HeadModel(nn.Module):
         )
         if shape.homogeneous:
             steps = steps.expand(*steps.shape[:-3], circuit.latents - 1, -1, -1)
+        codes = None
         if self.codes is not None:
             codes = self._linear(self.codes, here).unflatten(-1, (shape.window, circuit.rank, shape.directions))
-        else:
-            codes = here.new_zeros(*here.shape[:-1], shape.window, 1, shape.directions)
         return Parameters(start.log_softmax(-1), steps.log_softmax(-1), features, codes)
 
-    def laws(
-        self, features: Float[Tensor, "*rows hidden"], codes: Float[Tensor, "*rows rank directions"]
-    ) -> Float[Tensor, "*rows rank draft"]:
-        """Log-probabilities of the drafted tokens in each state of some positions."""
-        return self.apart(self.shared(features), codes, self.reach()).log_softmax(-1)
+    def laws(self, found: Parameters, place: int) -> Float[Tensor, "*batch rank draft"]:
+        """Log-probabilities of the drafted tokens in each state of a position."""
+        return self.logits(found, place).log_softmax(-1)
+
+    def logits(self, found: Parameters, place: int) -> Float[Tensor, "*batch rank draft"]:
+        """The same, before they are normalised."""
+        features = found.features[..., place, :]
+        if self.own is not None:
+            said = self._product(features, self.own[place].flatten(0, 1))
+            return said.float().unflatten(-1, self.own.shape[1:3])
+        codes = None if found.codes is None else found.codes[..., place, :, :]
+        return self.apart(self.shared(features), codes, self.reach())
 
     def shared(self, features: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows draft"]:
         """The logits that all states of a position share."""
@@ -146,11 +155,11 @@ class HeadModel(nn.Module):
     @staticmethod
     def apart(
         shared: Float[Tensor, "*rows draft"],
-        codes: Float[Tensor, "*rows rank directions"],
+        codes: Float[Tensor, "*rows rank directions"] | None,
         reach: Float[Tensor, "directions draft"] | None,
     ) -> Float[Tensor, "*rows rank draft"]:
         """The logits of each state."""
-        return shared[..., None, :] if reach is None else shared[..., None, :] + codes.float() @ reach
+        return shared[..., None, :] if codes is None or reach is None else shared[..., None, :] + codes.float() @ reach
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         out = self._product(x, layer.weight)
@@ -166,14 +175,18 @@ class HeadModel(nn.Module):
 def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, generator: np.random.Generator) -> HeadModel:
     """Untrained heads of these tokens for a Hugging Face model, in float32.
 
-    Every position begins with the target's own law of the next token, and all components with their position's: CP is
-    then FF, and HMM and BTree are nearly CP, since states stay as they are. The sums differ by text from the beginning,
+    Every position begins with the target's own law of the next token, or, where the target itself says several tokens
+    (EvaByte's unembedding is that of eight), with its law of that place; components have their position's. So CP is
+    FF, and HMM and BTree are nearly CP, since states stay as they are. The sums differ by text from the beginning,
     which is what lets components part.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
-    model, circuit = HeadModel(shape, tokens, embeddings, unembedding), shape.structure
+    places = unembedding.unflatten(0, (-1, len(embeddings)))  # [tokens that the target says, vocab, hidden]
+    if len(places) > 1 and not shape.own:
+        raise ValueError(f"the target says {len(places)} tokens by matrices of their own; set own=true")
+    model, circuit = HeadModel(shape, tokens, embeddings, places[0]), shape.structure
     norm = getattr(target.get_decoder(), "norm", None)
 
     def drawn(weight: Tensor, scale: float) -> None:
@@ -181,7 +194,7 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
 
     with torch.no_grad():
         if norm is not None:
-            model.norm.copy_(norm.weight)
+            model.norm.copy_(norm.weight + getattr(target.config, "norm_add_unit_offset", False))
         drawn(model.fuse.weight, 0.005)
         model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)
         model.blocks.weight.zero_()
@@ -190,6 +203,9 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
         if circuit.latents > 1:
             stays = STAY * torch.eye(circuit.rank).flatten()
             model.sums.bias[circuit.rank :] = stays.repeat(len(model.sums.bias[circuit.rank :]) // len(stays))
+        if model.own is not None:
+            for place, own in enumerate(model.own):
+                own.copy_(places[min(place + shape.told, len(places) - 1), tokens])
         if model.codes is not None and model.directions is not None:
             model.codes.weight.zero_()
             drawn(model.directions, 1 / shape.hidden**0.5)
@@ -254,7 +270,7 @@ class HeadNetwork:
     def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
         last = torch.tensor(int(decided[-1]), device=self.device)
         memory.parameters = found = self.model(state, last)
-        memory.shared, memory.laws = self.model.shared(found.features), {}
+        memory.shared, memory.laws = None if self.model.shape.own else self.model.shared(found.features), {}
         memory.base, memory.reader, memory.read = len(decided), None, []
 
     def _law(self, memory: HeadMemory, place: int) -> tuple[Int[Tensor, "likely"], Float[Tensor, "rank likely"]]:
@@ -263,17 +279,21 @@ class HeadNetwork:
         The position's own logits choose them, so that states cost little each; the law is over these tokens alone.
         """
         if place not in memory.laws:
-            assert memory.shared is not None and memory.parameters is not None
-            shared, reach = memory.shared[place], self.reach
-            places = torch.arange(len(shared), device=self.device)
-            if reach is not None and len(shared) > LIKELY:
-                row = shared.cpu().numpy()  # not topk: it wakes threads, which then spin beside the kernels' own
-                chosen = np.sort(np.argpartition(-row, LIKELY)[:LIKELY])
-                places = torch.from_numpy(chosen).to(self.device)
-                shared, reach = shared[places], reach[:, places]
-            logits = self.model.apart(shared, memory.parameters.codes[place], reach)
-            memory.laws[place] = self.model.tokens[places], logits.softmax(-1)
+            tokens, logits = self._logits(memory, place)
+            memory.laws[place] = tokens, logits.softmax(-1)
         return memory.laws[place]
+
+    def _logits(self, memory: HeadMemory, place: int) -> tuple[Int[Tensor, "likely"], Float[Tensor, "rank likely"]]:
+        found, tokens, reach = memory.parameters, self.model.tokens, self.reach
+        assert found is not None
+        if memory.shared is None:
+            return tokens, self.model.logits(found, place)
+        shared, codes = memory.shared[place], None if found.codes is None else found.codes[place]
+        if reach is not None and len(shared) > LIKELY:
+            row = shared.cpu().numpy()  # not topk: it wakes threads, which then spin beside the kernels' own
+            chosen = torch.from_numpy(np.sort(np.argpartition(-row, LIKELY)[:LIKELY])).to(self.device)
+            tokens, shared, reach = tokens[chosen], shared[chosen], reach[:, chosen]
+        return tokens, self.model.apart(shared, codes, reach)
 
     def _read(self, memory: HeadMemory, reader: Reader, token: int) -> None:
         """Condition on the window's next token; one that the law does not hold tells nothing."""

@@ -57,7 +57,7 @@ class HeadsCourse:
         heads = load_heads(folder, self.target, self.name).float()
         old, new = heads.shape, self.shape
         if old.circuit == "ff":
-            fits = (old.window, old.told) == (new.window, new.told)
+            fits = (old.window, old.told, old.own) == (new.window, new.told, new.own)
         else:
             fits = old == new or (old.circuit == "cp" and replace(old, circuit=new.circuit) == new)
         if not fits:
@@ -66,7 +66,7 @@ class HeadsCourse:
         with torch.no_grad():
             for name, weight in heads.state_dict().items():
                 own = module.state_dict()[name]
-                if own.shape == weight.shape:
+                if own.shape == weight.shape or name == "own":  # every component begins with the only one's
                     own.copy_(weight)
                 elif old.circuit == "cp":  # sums, the start's first, which is all that CP has
                     own[: len(weight)] = weight
@@ -116,12 +116,12 @@ class HeadsCourse:
         begun = 0
         if not self.shape.told:  # the window's first token is the text's last
             first = self.places[self.states.tokens[here]].to(self.target.device)
-            laws = self.module.laws(found.features[:, 0], found.codes[:, 0])
+            laws = self.module.laws(found, 0)
             leaf = laws.gather(-1, first.clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1))[..., 0]
             reader.read(torch.where(first[:, None] >= 0, leaf, 0.0))
             begun = 1
         for place in range(self.shape.drafts):
-            laws = self.module.laws(found.features[:, begun + place], found.codes[:, begun + place])
+            laws = self.module.laws(found, begun + place)
             yield (reader.expected[..., None] + laws).logsumexp(-2)
             if place + 1 < self.shape.drafts:
                 own = tokens[:, place].clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1)

@@ -97,6 +97,7 @@ class Heads:
     window: int = 8  # positions of the joint law
     rank: int = 8  # states of each latent; ff has one
     directions: int = 16  # of the subspace that components differ in
+    own: bool = False  # an unembedding of its own for every position and component; for small vocabularies
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
@@ -108,9 +109,8 @@ class Heads:
         assert self._shape(1)  # made now, so that what it refuses is refused now
 
     def _shape(self, hidden: int) -> HeadShape:
-        return HeadShape(
-            hidden, self.circuit, self.window, self.rank, self.directions, self.told, self.contextual, self.homogeneous
-        )
+        given = {one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name != "hidden"}
+        return HeadShape(hidden, **given)
 
     def shape(self, target: Any) -> HeadShape:
         """For this Hugging Face model."""
