@@ -22,6 +22,8 @@ from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
 from saltus.training.states import States
 
+ONWARD = (("cp", "hmm"), ("cp", "btree"))  # from circuits with components to richer ones
+
 
 @dataclass(eq=False)
 class HeadsCourse:
@@ -59,7 +61,7 @@ class HeadsCourse:
         if old.circuit == "ff":
             fits = (old.window, old.told, old.own) == (new.window, new.told, new.own)
         else:
-            fits = old == new or (old.circuit == "cp" and replace(old, circuit=new.circuit) == new)
+            fits = replace(old, circuit=new.circuit) == new and (old == new or (old.circuit, new.circuit) in ONWARD)
         if not fits:
             raise ValueError(f"the recipe's heads cannot go on from {folder}, made as {old}; take what made them")
         module = new_heads(new, heads.tokens, self.target, draws(self.lessons.seed, "weights"))
