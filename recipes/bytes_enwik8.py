@@ -1,0 +1,169 @@
+"""Train a small byte-level transformer on enwik8: a target whose tokens are bytes, without any hub.
+
+    python recipes/bytes_enwik8.py --text enwik8.xz --work runs/bytes --out bytes
+    saltus generate -m bytes --raw "The history of "
+
+It has EvaByte's vocabulary, 64 special tokens and then the 256 bytes, and Llama's layers. The last hundredth of the
+text is held out. A run that was killed goes on where it was when the same command is given again. For heads, let it
+write texts of its own:
+
+    saltus collect text -m bytes --prompts runs/bytes/asked.jsonl -t 0 -t 0.7 --out teacher
+    saltus train mtpc --recipe bytes-heads -m bytes --teacher teacher --set circuit=ff --out ff
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from saltus.training.draws import draws
+from saltus.training.loop import Progress, Schedule, train
+
+SPECIAL = 64  # tokens before the bytes
+BOS, EOS = 1, 2
+HELD_OUT = 0.01  # of the text, its end
+PROMPT = 160  # bytes of a prompt
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte b is token 64 + b."""
+    specials = ["<pad>", "<bos>", "<eos>", *(f"<special {number}>" for number in range(3, SPECIAL))]
+    vocab = {token: number for number, token in enumerate(specials)}
+    vocab |= {letter: SPECIAL + byte for byte, letter in enumerate(letters())}
+    made = Tokenizer(models.BPE(vocab, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+
+
+def letters() -> list[str]:
+    """What stands for each byte in a byte-level vocabulary: its own character if that shows, else one from 256 on."""
+    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]
+
+
+def read(file: Path, count: int | None = None) -> np.ndarray:
+    """The tokens of a file, `.xz` or plain. Errors: SystemExit where it is too short."""
+    opener: Callable[..., Any] = lzma.open if file.suffix == ".xz" else open
+    with opener(file, "rb") as source:
+        found = np.frombuffer(source.read(-1 if count is None else count), np.uint8)
+    return found.astype(np.int64) + SPECIAL
+
+
+class Course(nn.Module):
+    """The model, and what it is to learn: each byte from those before it."""
+
+    def __init__(self, model: LlamaForCausalLM, tokens: np.ndarray, batch: int, length: int, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        border = int(len(tokens) * (1 - HELD_OUT))
+        self.tokens, self.held = torch.from_numpy(tokens[:border]), torch.from_numpy(tokens[border:])
+        self.batch, self.length, self.seed = batch, length, seed
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """For Muon: the layers' weights."""
+        return [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
+
+    def loss(self, step: int) -> Tensor:
+        starts = draws(self.seed, "texts", step).integers(len(self.tokens) - self.length, size=self.batch)
+        return self._nats(torch.stack([self.tokens[start : start + self.length + 1] for start in starts]))
+
+    @torch.no_grad()
+    def examine(self) -> dict[str, float]:
+        """Bits a byte of text that was held out, with half of a text's length as context or more."""
+        self.model.eval()
+        count = min(64, len(self.held) // self.length)
+        found = [self._nats(part[None], self.length // 2) for part in self.held[: count * self.length].chunk(count)]
+        self.model.train()
+        return {"bits": float(torch.stack(found).mean()) / math.log(2)}
+
+    def _nats(self, texts: Tensor, first: int = 0) -> Tensor:
+        logits = self.model(input_ids=texts[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits[:, first:].flatten(0, 1), texts[:, 1 + first :].flatten())
+
+
+def new(hidden: int, layers: int, length: int, seed: int) -> LlamaForCausalLM:
+    """An untrained model; its attention has heads of 64."""
+    config = LlamaConfig(
+        vocab_size=SPECIAL + 256, hidden_size=hidden, intermediate_size=int(hidden * 8 / 3) // 32 * 32,
+        num_hidden_layers=layers, num_attention_heads=max(hidden // 64, 1), max_position_embeddings=4 * length,
+        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.from_numpy(draws(seed, name).normal(0, 0.02, tuple(weight.shape))))
+    return model
+
+
+def asked(tokens: np.ndarray, count: int, seed: int, file: Path) -> None:
+    """Beginnings for a teacher to go on from: excerpts, from one line's beginning on."""
+    text = (tokens - SPECIAL).astype(np.uint8).tobytes()
+    with file.open("w", encoding="utf-8") as out:
+        for start in draws(seed, "prompts").integers(max(len(text) - 4 * PROMPT, 1), size=count):
+            begin = text.find(b"\n", start) + 1
+            excerpt = text[begin : begin + PROMPT].decode("utf-8", errors="ignore").strip()
+            if excerpt:
+                out.write(json.dumps({"source": "text", "prompt": excerpt}, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="bytes to learn, such as enwik8; .xz or plain")
+    parser.add_argument("--work", type=Path, default=Path("runs/bytes"), help="checkpoint and prompts")
+    parser.add_argument("--out", type=Path, default=Path("bytes"), help="the model, for saltus generate -m")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=16, help="texts of a step")
+    parser.add_argument("--length", type=int, default=256, help="bytes of a text")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--bytes", type=int, help="of the text to read; all where none is given")
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    tokens = read(chosen.text, chosen.bytes)
+    if len(tokens) * HELD_OUT < 2 * chosen.length:
+        sys.exit(f"{chosen.text} has {len(tokens):,} bytes, too few to hold some out; take a longer text")
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    model = new(chosen.hidden, chosen.layers, chosen.length, chosen.seed)
+    course = Course(model, tokens, chosen.batch, chosen.length, chosen.seed)
+    schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon")
+    told = {name: getattr(chosen, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed")}
+
+    def report(now: Progress) -> None:
+        print(
+            f"step {now.step:,} of {now.steps:,}: loss {now.loss / math.log(2):.3f} bits,"
+            f" held out {now.found['bits']:.3f}; {now.seconds / 60:.1f} min, {now.left / 60:.1f} left",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    try:
+        train(course, course.loss, schedule, chosen.work / "checkpoint.pt", told, report, course.examine)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last checkpoint")
+    model.save_pretrained(chosen.out)
+    tokenizer().save_pretrained(chosen.out)
+    asked(tokens[: len(course.tokens)], chosen.prompts, chosen.seed, chosen.work / "asked.jsonl")
+    print(f"written: {chosen.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
