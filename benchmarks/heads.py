@@ -1,0 +1,91 @@
+"""What do heads bring? Tokens a call and a second, several heads and plain decoding in turns on the same prompts.
+
+    python benchmarks/heads.py --prompts asked.jsonl --heads ff cp btree --out heads.json
+
+Every draft goes as far as the heads' window, so that circuits are compared and not the controller's choices; with
+--adaptive it chooses. *Ceiling* is what a step of all drafts would bring if each were right, at the time it took. The
+texts are checked to be those of plain decoding. The prompt is read in the time that is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import saltus
+from saltus.evaluation.machine import commit, machine
+from saltus.prompts import gather
+
+
+def counted(engine: saltus.Engine, prompt: Any, expected: Sequence[int] | None, settings: dict[str, Any]) -> Any:
+    """A text. Errors: SystemExit where it is not the expected one, under the rule `match`."""
+    found = engine.generate(prompt, **settings)
+    if expected is not None and engine.rule == "match" and found.tokens != expected:
+        raise SystemExit(f"{engine.method} wrote another text than plain decoding for {prompt!r:.80}")
+    return found
+
+
+def summary(texts: Sequence[Any], window: int | None) -> dict[str, Any]:
+    """Of one kind of heads at one temperature; `window` None: plain decoding."""
+    calls = [call for text in texts for call in text.steps[1:]]  # the first reads the prompt
+    tokens, seconds = sum(len(text.tokens) for text in texts), sum(text.statistics.seconds for text in texts)
+    found = {
+        "tokens_per_call": round(tokens / sum(text.statistics.calls for text in texts), 3),
+        "tokens_per_second": round(tokens / seconds, 2),
+        "ms_per_step": round(1000 * statistics.median(call.seconds for call in calls), 2),
+    }
+    full = [call.seconds for call in calls if call.nodes == window]
+    if full:
+        found["ceiling"] = round(((window or 0) + 1) / statistics.median(full), 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--limit", type=int, help="prompts")
+    parser.add_argument("--heads", type=Path, nargs="+", required=True, help="folders of saltus train mtpc")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--rules", nargs="+", default=["match"], help="match, reject")
+    parser.add_argument("--least", type=float, default=0.0, help="mtpc.least")
+    parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=96)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    plain = saltus.load(chosen.model, "plain")
+    engines = {}
+    for rule in chosen.rules:
+        for folder in chosen.heads:
+            options = {"mtpc": {"model": str(folder), "least": chosen.least}}
+            made = saltus.load(chosen.model, "mtpc", rule=rule, options=options, adaptive=chosen.adaptive)
+            made.target, made.costs = plain.target, plain.costs  # one model in memory
+            engines[rule, folder.name] = made
+    prompts = [ask.opening for ask in gather([], chosen.prompts, chosen.limit)]
+    rows = []
+    for temperature in chosen.temperatures:
+        texts: dict[Any, list[Any]] = {("", "plain"): [], **{key: [] for key in engines}}
+        for number, prompt in enumerate(prompts):
+            given = {"max_new_tokens": chosen.max_new_tokens, "temperature": temperature, "seed": number}
+            texts["", "plain"].append(counted(plain, prompt, None, given))
+            for key, engine in engines.items():
+                texts[key].append(counted(engine, prompt, texts["", "plain"][-1].tokens, given))
+            print(f"\r{number + 1} of {len(prompts)} prompts at temperature {temperature:g}", end="", flush=True)
+        print()
+        base = summary(texts["", "plain"], None)["tokens_per_second"]
+        for (rule, name), found in texts.items():
+            window = max((call.nodes for text in found for call in text.steps), default=0) or None
+            row = {"temperature": temperature, "rule": rule, "heads": name, **summary(found, window)}
+            rows.append(row | {"speed_up": round(row["tokens_per_second"] / base, 3)})
+            print(json.dumps(rows[-1]), flush=True)
+    if chosen.out:
+        told = {"machine": machine(), "commit": commit(), "prompts": len(prompts), "rows": rows}
+        chosen.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
