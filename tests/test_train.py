@@ -329,6 +329,11 @@ def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_pa
     assert cure in complaint("train", "ptp", "-r", recipe, "--teacher", tmp_path)
 
 
+def test_an_adapter_s_recipe_without_a_meaning_for_laws_says_so(tmp_path):
+    (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "laws = 0.3"), encoding="utf-8")
+    assert "leave laws out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
+
+
 @pytest.mark.parametrize(
     ("change", "cure"),
     [

@@ -29,7 +29,7 @@ from saltus.networks.linear import Exact, linear
 from saltus.networks.memory import Memory
 
 ROWS = 256  # of one pass
-HIDDEN_MASK = -30000.0
+HIDDEN = -30000.0  # finite, so that no row of a mask is without a value
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class DraftModel(nn.Module):
     def forward(self, inputs: Float[Tensor, "batch rows hidden"], positions: Int[Tensor, "batch rows"],
                 visible: Bool[Tensor, "batch rows rows"]) -> Float[Tensor, "batch rows hidden"]:  # fmt: skip
         """Last hidden states, for training; `lm_head` reads them."""
-        mask = torch.zeros_like(visible, dtype=inputs.dtype).masked_fill(~visible, HIDDEN_MASK)[:, None]
+        mask = torch.zeros_like(visible, dtype=inputs.dtype).masked_fill(~visible, HIDDEN)[:, None]
         return self.llama.model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).last_hidden_state
 
 

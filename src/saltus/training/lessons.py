@@ -26,7 +26,7 @@ class Lessons:
     windows: int = 60  # of a text
     discount: float = 0.85  # weight of a query relative to the one before it: it counts only if that is right
     placement: float = 1.0  # b of Beta(b, b): where u lies between its edges (PTP, App. D)
-    laws: float = 0.5  # weight of the laws that a drafter's slots learn from the target's
+    laws: float = 0.5  # weight of the target's own laws in what drafters and heads learn; adapters have a loss for that
     greedy: float = 0.7  # share of windows at temperature 0, of texts that were written so
     slots: int = 384  # of a text at most
     held_out: float = 0.04  # share of the texts

@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from saltus.networks import attention
+from saltus.networks.causal import STAND_IN
+from saltus.networks.drafter import HIDDEN
 from saltus.networks.gated import Adapter, Gate, applied
 from saltus.training.windows import Packed
-
-HIDDEN = -30000.0  # finite, so that no row of a mask is without a value
-STAND_IN = 0  # token id of a query's row, whose embedding another takes the place of
 
 
 def prepared(model: Any) -> Any:

@@ -178,6 +178,8 @@ def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         _change(table, change)
     recipe = _filled(Recipe, table, where)
+    if recipe.kind == "adapter" and "laws" in table.get("lessons", {}):
+        raise ValueError(f"{where}: an adapter learns laws by its loss; leave laws out and set loss=kl")
     for other in METHODS:
         if other != recipe.kind and other in table:
             raise ValueError(f"{where}: its kind is {recipe.kind}, which has no [{other}]; leave that out")

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.networks.trained_files import fingerprint
+from saltus.training.checkpoint import put
 from saltus.training.edges import edges
 
 SHARD = 128  # texts of a file
@@ -72,9 +73,13 @@ def write_shards(
                     kept.setdefault(name, []).append(tensor)
                 yield start + done
             joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in kept.items()}
-            save_file(joined, file.with_suffix(".part"), made_of)
-            file.with_suffix(".part").replace(file)
+            _put(file, joined, made_of)
         yield start + len(part)
+
+
+def _put(file: Path, tensors: dict[str, Tensor], made_of: dict[str, str]) -> None:
+    content = save(tensors, made_of)
+    put(file, lambda out: out.write(content))
 
 
 def _digest(samples: Sequence[Sample]) -> str:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2Model
 
 from saltus.networks.auxiliary import Auxiliary
+from saltus.networks.drafter import HIDDEN
 from saltus.training.draws import draws
 from saltus.training.edges import Order, picks
 from saltus.training.windows import Packed
-
-HIDDEN = -30000.0  # finite, so that no row of a mask is without a value
 
 
 class Student(nn.Module):
