@@ -220,6 +220,18 @@ def test_models_are_told_apart_in_any_dtype():
     assert fingerprint(one) != fingerprint(tiny_llama(intermediate_size=64))
 
 
+@pytest.mark.model
+@pytest.mark.parametrize("method", ["ptp", "mtpc"])
+def test_what_comes_with_the_package_drafts_for_the_default_model(method, model_folder):
+    made = saltus.load(str(model_folder), method, adaptive=False, budget=4)
+    given = {"max_new_tokens": 40, "seed": 1}
+    for temperature in (0.0, 0.7):
+        found = made.generate("Add 17 and 25, step by step.", temperature=temperature, **given)
+        own = made.generate("Add 17 and 25, step by step.", temperature=temperature, method="plain", **given)
+        assert found.tokens == own.tokens
+        assert found.statistics.tokens_per_call > 1.3
+
+
 def test_taps_of_several_drafters_join(tiny_drafter):
     network = CausalNetwork(tiny_llama(num_hidden_layers=4))
     for taps in ((2,), (1, 3)):
