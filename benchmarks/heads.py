@@ -4,8 +4,8 @@
 
 Every draft goes as far as the heads' window, so that circuits are compared and not the controller's choices; with
 --adaptive it chooses. A step is a call and what comes *besides*, which is drafting above all. *Ceiling* is what a step
-of all drafts would bring a second if each were right. Texts are checked to be those of plain decoding. The prompt is
-read in the time that is counted.
+of all drafts would bring a second if each were right. Under `match`
+texts are checked to be those of plain decoding. The prompt is read in the time that is counted; seeds count from 0.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def letters() -> list[str]:
 
 
 def read(file: Path, count: int | None = None) -> np.ndarray:
-    """The tokens of a file, `.xz` or plain. Errors: SystemExit where it is too short."""
+    """The tokens of a file, `.xz` or plain; of its first `count` bytes."""
     opener: Callable[..., Any] = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rb") as source:
         found = np.frombuffer(source.read(-1 if count is None else count), np.uint8)

@@ -416,3 +416,9 @@ def test_the_default_model_keeps_its_bits_beside_queries(model_folder, dtype):
     queries = slice(ask.drafts + 1, None)
     error = (logits[queries] - slower[queries]).float().norm(dim=-1) / slower[queries].float().norm(dim=-1)
     assert error.max() < (0.05 if dtype == "bfloat16" else 1e-4)
+
+
+def test_an_adapter_of_others_is_no_model_of_its_own(tmp_path):
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match="adapter, not a model"):
+        load_checkpoint(str(tmp_path))

@@ -30,7 +30,7 @@ from saltus.networks.linear import linear
 
 MADE = {"cp": circuits.mixture, "hmm": circuits.chain, "btree": circuits.tree}
 STAY = 6.0  # logit by which a latent's first law favours its parent's state
-LIKELY = 1024  # tokens of a position that are drafted: the softmax of a hundred states costs little over them
+LIKELY = 1024  # tokens of a position that are drafted, the likeliest, so that each state costs a softmax over few
 
 
 @dataclass(frozen=True)

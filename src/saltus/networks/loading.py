@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
-from saltus.networks.adapters import CONFIG, load_adapter, read_papers
+from saltus.networks.adapters import CONFIG, PAPERS, load_adapter, read_papers
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
@@ -50,10 +50,10 @@ def load_checkpoint(
 ) -> Checkpoint:
     """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError.
 
-    The folder of an adapter stands for the model that it belongs to, whose auxiliary queries it then answers.
+    The folder of one of our adapters stands for the model that it belongs to, whose auxiliary queries it then answers.
     """
     device, kind = _device(device), _choice("dtype", dtype, DTYPES)
-    adapter = Path(name) if Path(name, CONFIG).is_file() else None
+    adapter = Path(name) if all(Path(name, file).is_file() for file in (CONFIG, PAPERS)) else None
     base = name if adapter is None else read_papers(adapter)["target_name"]
     folder = resolve(base, progress=progress)
     with quietly():
