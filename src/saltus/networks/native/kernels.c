@@ -61,7 +61,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define OUTS 4   // outputs of a register tile of linear
 #define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
 #define AHEAD 4  // outputs that weights are fetched ahead
-#define GROUP 4  // tiles that share a pass over the rows; one is better where the tile itself is fast
+#define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
 #define T float
 #define OF(name) name##_f32
@@ -69,6 +69,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define STEP LANES
 #include "rows.inc"
 #include "attention.inc"
+#include "sums.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -79,6 +80,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define OF(name) name##_f16
 #include "rows.inc"
 #include "attention.inc"
+#include "sums.inc"
 #include "tile.inc"
 #include "linear.inc"
 #undef T
@@ -98,6 +100,9 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define GROUP 1
 #include "tile_bf16.inc"
 #else
+#undef STEP
+#define STEP (2 * LANES)
+#include "sums_pairs.inc"
 #include "tile.inc"
 #endif
 #include "linear.inc"

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __F16C__  // so have all that have AVX2
 #include <immintrin.h>
 #endif
 
@@ -13,7 +13,15 @@
 #define FITS 24  // sums of a register tile, beside what they are made of
 #else
 #define LANES 8  // compilers split wider vectors badly: four times slower
-#define FITS 12
+#define FITS 8
+#endif
+// A vector that several products share is loaded once: left to itself, gcc loads it again for each of them.
+#if defined __AVX512F__
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif defined __AVX__
+#define KEEP(vector) __asm__("" : "+x"(vector))
+#else
+#define KEEP(vector) (void)(vector)
 #endif
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef float four __attribute__((vector_size(4 * sizeof(float))));
@@ -86,6 +94,8 @@ typedef _Float16 flanes __attribute__((vector_size(LANES * sizeof(_Float16))));
 static inline lanes load_f16(const _Float16 *p) {
 #ifdef __AVX512F__
   return (lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));  // the compiler would go one by one
+#elif defined __F16C__
+  return (lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
   flanes h;
   memcpy(&h, p, sizeof h);
@@ -97,6 +107,8 @@ static inline _Float16 to_f16(float x) { return (_Float16)x; }
 static inline void store_f16(_Float16 *p, lanes v) {
 #ifdef __AVX512F__
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined __F16C__
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   flanes h = __builtin_convertvector(v, flanes);
   memcpy(p, &h, sizeof h);
