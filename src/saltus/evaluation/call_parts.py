@@ -113,12 +113,11 @@ def watching(network: Any, wrap: Wrap) -> Iterator[None]:
 
 
 def _lean(decoder: Any, wrap: Wrap) -> Iterator[AbstractContextManager[None]]:
-    for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS)):
+    for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS), ("norm", NORMS)):
         yield replaced(decoder, name, _kernel(wrap, part, getattr(decoder, name)))
     yield replaced(lean, "F", SimpleNamespace(**{**vars(F), "embedding": wrap(EMBEDDING, F.embedding)}))
     yield replaced(lean, "linear", wrap(UNEMBEDDING, lean.linear))
-    for module in (decoder.base.norm, decoder.base.rotary_emb):
-        yield replaced(module, "forward", wrap(NORMS, module.forward))
+    yield replaced(decoder.base.rotary_emb, "forward", wrap(NORMS, decoder.base.rotary_emb.forward))
 
 
 def _kernel(wrap: Wrap, part: str, kernel: Any) -> Callable[..., Any]:

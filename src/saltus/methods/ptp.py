@@ -124,6 +124,15 @@ class StateReader:
         return branches(reply.logits[1:], self.choices, reply.columns)
 
 
+def largest(row: np.ndarray, count: int) -> np.ndarray:
+    """Where the largest values stand, the first of equal ones before the others. For few: faster than to sort."""
+    left, found = row.copy(), []
+    for _ in range(min(count, len(row))):
+        found.append(int(left.argmax()))
+        left[found[-1]] = -math.inf
+    return np.array(found)
+
+
 def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = None) -> list[Branch]:
     """The likeliest token of every query as a chain, and beside it, at each place, the next likely ones.
 
@@ -133,8 +142,7 @@ def branches(logits: torch.Tensor, choices: int, columns: torch.Tensor | None = 
     ids = None if columns is None else columns.cpu().numpy()
     tokens, odds = [], []
     for row in map(float_row, logits):  # in NumPy: torch would wake threads, which spin beside the kernels' own
-        likely = np.argpartition(-row, min(choices, len(row)) - 1)[:choices]
-        likely = likely[np.argsort(-row[likely], kind="stable")]
+        likely = largest(row, choices)
         top = row[likely[0]]
         weight = np.exp(row - top).sum(dtype=np.float64)
         odds.append((np.exp(row[likely] - top) / weight).tolist())

@@ -59,8 +59,8 @@ class Lean:
         self.q, self.out = (torch.zeros(rows, self.heads, self.dim, dtype=dtype) for _ in range(2))
         self.k, self.v = (torch.zeros(rows, self.kv_heads, self.dim, dtype=dtype) for _ in range(2))
         self.gate, self.up = (torch.zeros(rows, config.intermediate_size, dtype=dtype) for _ in range(2))
-        kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend")]
-        self.linear, self.rotate, self.attend = (kernel for kernel in kernels if kernel is not None)
+        kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend", "norm")]
+        self.linear, self.rotate, self.attend, self.norm = (kernel for kernel in kernels if kernel is not None)
         self.adapter: Adapter | None = None
         self.parts: list[Tensor] = []  # the adapter's, which the structs point to
         self.gated = False  # do the structs gate rows?
@@ -151,11 +151,17 @@ class Lean:
                 failed |= self.linear(ctypes.byref(product))
             if failed:
                 raise MemoryError("a call ran out of memory; ask for a shorter text")
-        with Exact():
-            normed = self.base.norm(hidden if features else hidden[wanted])
+        normed = self._normed(hidden if features else hidden[wanted])
         read = normed[wanted] if features else normed
         logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
         return logits, torch.cat([*(heard[tap] for tap in taps), normed], -1) if heard else normed
+
+    def _normed(self, x: Tensor) -> Tensor:
+        norm, out = self.base.norm, torch.empty_like(x)
+        struct = native.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct.rows, struct.size, struct.epsilon = *x.shape, norm.variance_epsilon
+        self.norm(ctypes.byref(struct))
+        return out
 
     def _angles(self, positions: Tensor) -> list[Tensor]:
         """Cosines and sines of the positions' angles, [rows, dim] each: from a table, where they never change."""

@@ -71,6 +71,16 @@ class Rotary(ctypes.Structure):
     ]
 
 
+class Norm(ctypes.Structure):
+    """The struct `Norm` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "weight", "out")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("epsilon", REAL),
+    ]
+
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""

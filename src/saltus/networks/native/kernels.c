@@ -47,6 +47,13 @@ typedef struct {
   float epsilon;
 } Rotary;
 
+typedef struct {
+  const void *x, *weight;  // [rows, size], dense; [size]
+  void *out;               // [rows, size], dense
+  int64_t rows, size;
+  float epsilon;
+} Norm;
+
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
 // of attention.inc: to `out` [ROWS, vdim] add the values [have, vdim] by their scores [ROWS, width].
 static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __F16C__  // so have all that have AVX2
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,8 @@
 #endif
 typedef float lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef float four __attribute__((vector_size(4 * sizeof(float))));
+typedef int32_t ifour __attribute__((vector_size(4 * sizeof(int32_t))));
+typedef uint16_t hfour __attribute__((vector_size(4 * sizeof(uint16_t))));
 typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
@@ -85,7 +87,10 @@ static inline void to_four_bf16(four x, uint16_t *y) {
   __m128bh four = _mm_cvtneps_pbh((__m128)x);
   memcpy(y, &four, 4 * sizeof *y);
 #else
-  for (int i = 0; i < 4; i++) y[i] = to_bf16(x[i]);
+  const ifour bits = (ifour)x, odd = x != x;
+  const ifour small = (((bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff) & ~odd) | (0x7fc0 & odd);
+  const hfour four = __builtin_convertvector(small, hfour);
+  memcpy(y, &four, sizeof four);
 #endif
 }
 
@@ -127,6 +132,11 @@ static inline four sum_four(lanes a, lanes b, lanes c, lanes d) {
   __m512 s = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
   __m256 half = _mm256_add_ps(_mm512_castps512_ps256(s), (__m256)_mm512_extractf64x4_pd((__m512d)s, 1));
   return (four)_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined __AVX__
+  __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps((__m256)a, (__m256)b), _mm256_unpackhi_ps((__m256)a, (__m256)b));
+  __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps((__m256)c, (__m256)d), _mm256_unpackhi_ps((__m256)c, (__m256)d));
+  __m256 s = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  return (four)_mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 #else
   float x[4][LANES];
   memcpy(x[0], &a, sizeof a), memcpy(x[1], &b, sizeof b), memcpy(x[2], &c, sizeof c), memcpy(x[3], &d, sizeof d);
