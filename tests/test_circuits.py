@@ -102,6 +102,17 @@ def test_the_law_of_any_token_given_any_others_is_the_mixture_of_its_states(circ
 
 
 @shapes
+def test_a_reader_of_arrays_expects_what_one_of_tensors_does(circuit):
+    start, steps, laws = (tensor[0] for tensor in parameters(circuit))
+    leaves = evidence(laws, (0, None, 2, 1, None)[: circuit.window])
+    readers = Reader(circuit, start, steps), Reader(circuit, start.numpy(), steps.numpy())
+    for leaf in leaves:
+        torch.testing.assert_close(torch.from_numpy(readers[1].expected), readers[0].expected)
+        readers[0].read(leaf)
+        readers[1].read(leaf.numpy())
+
+
+@shapes
 def test_a_window_is_read_token_by_token(circuit):
     """What is expected before each token is its law given those before; what is told of it, by the chain rule."""
     start, steps, laws = parameters(circuit)

@@ -126,6 +126,24 @@ def test_sums_beyond_a_format_become_infinite(dtype):
     assert out.tolist() == [[float("inf"), float("-inf"), 0.0]]
 
 
+@each_dtype
+def test_a_norm_by_itself_is_that_of_transformers_and_of_the_row_alone(run, dtype):
+    x, norm = normal(9, 72).to(dtype), LlamaRMSNorm(72, 1e-5).to(dtype)
+    norm.weight.data = (1 + normal(72, seed=7) / 8).to(dtype)
+
+    def normed(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(rows)
+        struct = native.Norm(x=rows.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct.rows, struct.size, struct.epsilon = *rows.shape, 1e-5
+        run("norm", struct)
+        return out
+
+    with torch.inference_mode():
+        whole, wanted = normed(x), norm(x)
+    assert (whole - wanted).float().abs().max() <= 2 * STEPS[dtype] * wanted.float().abs().max()
+    assert same(torch.cat([normed(x[i : i + 1].clone()) for i in range(9)]), whole)
+
+
 def product(run, x, weight, norm=None, gate=None, add=None) -> torch.Tensor:
     """One call of the kernel as the lean decoders make it."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype)

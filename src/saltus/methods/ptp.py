@@ -38,6 +38,7 @@ class Ptp:
     model: str = "auto"  # a folder of `saltus train ptp`; auto is the drafter that is shipped for the target
     length: int = 8  # tokens drafted, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each place, at most
+    two_calls: bool = False  # an adapter drafts in a call of its own (PTP, Alg. 1) and not in the one that verifies
 
     def __post_init__(self) -> None:
         for name in ("length", "choices"):
@@ -73,7 +74,7 @@ class Ptp:
         if self._is_student:
             return in_two_calls(noise, sampling, rule, form, min(self.length, window), to="ptp")
         length = min(self.length, window - 1)  # the first query drafts nothing
-        if rule is reject:
+        if self.two_calls or rule is reject:
             return in_two_calls(noise, sampling, rule, form, length)
         return Rider(noise, sampling, form, length)
 

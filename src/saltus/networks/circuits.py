@@ -12,7 +12,8 @@ Tensors, all logarithms, with any batch dimensions in front:
     steps   [latents − 1, rank, rank]  of the others: from the parent's state (rows) to its own (columns)
     leaves  [window, rank]           evidence: log p(token | state) of what is known, 0 of what is not
 
-There is no hidden state: what is not given is not remembered.
+There is no hidden state: what is not given is not remembered. A `Reader` takes NumPy's arrays as well: of a single text
+they are so small that the framework would cost more than the sums.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,7 @@ class Circuit:
         return own, messages, here
 
 
-class Reader:
+class Reader(Generic[Array]):
     """Reads a window's tokens one after the other, and says before each of them what it expects.
 
     The law of the token to come is the mixture of its position's states with the weights `expected`. So a window is
@@ -200,24 +205,24 @@ class Reader:
     """
 
     def __init__(
-        self, circuit: Circuit, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"]
+        self, circuit: Circuit, start: Float[Array, "*batch rank"], steps: Float[Array, "*batch steps rank rank"]
     ) -> None:
-        self.circuit, self.steps = circuit, steps.unbind(-3)
+        self.circuit, self.steps = circuit, steps
         self.place = 0
         self.joint = {0: start}  # log P(state, all that was read), of the latents above the next position
-        self.below = {0: torch.zeros_like(start)}  # log P(what was read below the latent | its state)
+        self.below = {0: _zeros_like(start)}  # log P(what was read below the latent | its state)
         self._move()
 
     @property
-    def expected(self) -> Float[Tensor, "*batch rank"]:
+    def expected(self) -> Float[Array, "*batch rank"]:
         """The log-weights of the next position's states. Errors: ValueError where what was read has probability 0."""
         joint = self.joint[self.circuit.holders[self.place]]
-        total = joint.logsumexp(-1, keepdim=True)
+        total = _logsumexp(joint, -1)[..., None]
         if bool((total == -torch.inf).any()):
             raise ValueError(IMPOSSIBLE)
         return joint - total
 
-    def read(self, leaf: Float[Tensor, "*batch rank"]) -> None:
+    def read(self, leaf: Float[Array, "*batch rank"]) -> None:
         """The next position's token, by its log-probability in each state."""
         holder = self.circuit.holders[self.place]
         self.joint[holder], self.below[holder] = self.joint[holder] + leaf, self.below[holder] + leaf
@@ -230,12 +235,25 @@ class Reader:
         for latent in left:
             parent, own = self.circuit.parents[latent], self.below.pop(latent)
             del self.joint[latent]
-            said = (self.steps[latent - 1] + own[..., None, :]).logsumexp(-1)
+            said = _logsumexp(self.steps[..., latent - 1, :, :] + own[..., None, :], -1)
             self.joint[parent], self.below[parent] = self.joint[parent] + said, self.below[parent] + said
         for latent in entered:
             parent = self.circuit.parents[latent]
-            self.joint[latent] = (self.joint[parent][..., :, None] + self.steps[latent - 1]).logsumexp(-2)
-            self.below[latent] = torch.zeros_like(self.joint[latent])
+            self.joint[latent] = _logsumexp(self.joint[parent][..., :, None] + self.steps[..., latent - 1, :, :], -2)
+            self.below[latent] = _zeros_like(self.joint[latent])
+
+
+def _zeros_like(x: Array) -> Array:
+    return np.zeros_like(x) if isinstance(x, np.ndarray) else torch.zeros_like(x)
+
+
+def _logsumexp(x: Array, dim: int) -> Array:
+    if not isinstance(x, np.ndarray):
+        return x.logsumexp(dim)
+    top = x.max(dim, keepdims=True)
+    top = np.where(top == -np.inf, 0, top)
+    with np.errstate(divide="ignore"):
+        return (np.log(np.exp(x - top).sum(dim, keepdims=True)) + top).squeeze(dim)
 
 
 def surprises(

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import Forward, Reply
+from saltus.core.sampling import float_row
 from saltus.networks import circuits, native
 from saltus.networks.circuits import Circuit, Reader
 from saltus.networks.drafter import normed
@@ -214,14 +215,20 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
 
 @dataclass
 class HeadMemory:
-    """The window that a text is being drafted from: what the heads said, and what has been read of it."""
+    """The window that a text is being drafted from: what the heads said, and what has been read of it.
+
+    In NumPy: of one text so little is computed for each token that the framework would cost more than the sums.
+    """
 
     base: int = 0  # decided tokens when the window began
-    parameters: Parameters | None = None
-    shared: Tensor | None = None  # [window, draft] logits
-    laws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of places asked for
+    found: Parameters | None = None
+    start: np.ndarray = field(default_factory=lambda: np.empty(0))
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0))
+    shared: np.ndarray | None = None  # [window, draft] logits
+    codes: np.ndarray | None = None  # [window, rank, directions]
+    laws: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of places asked for
     read: list[int] = field(default_factory=list)  # tokens of the window
-    reader: Reader | None = None
+    reader: Reader[np.ndarray] | None = None
 
 
 @dataclass
@@ -236,8 +243,9 @@ class HeadNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
+        self.tokens = self.model.tokens.cpu().numpy()
         with torch.inference_mode():
-            self.reach = self.model.reach()
+            self.reach = _array(self.model.reach())
 
     def memory(self) -> HeadMemory:
         return HeadMemory()
@@ -253,52 +261,65 @@ class HeadNetwork:
         decided, shape = ask.canvas.decided, self.model.shape
         if ask.hidden is not None:
             self._begin(memory, ask.hidden[-1, -shape.hidden :], decided)
-        assert memory.parameters is not None
+        assert memory.found is not None
         wanted = decided[memory.base - (not shape.told) :].tolist()
         if memory.reader is None or wanted[: len(memory.read)] != memory.read:
-            memory.reader = Reader(shape.structure, memory.parameters.start, memory.parameters.steps)
-            memory.read = []
+            memory.reader, memory.read = Reader(shape.structure, memory.start, memory.steps), []
         for token in wanted[len(memory.read) : shape.window]:
             self._read(memory, memory.reader, token)
+        tokens, logits = self.tokens, np.empty((0, len(self.tokens)), dtype=np.float32)
         if len(wanted) < shape.window:
             tokens, law = self._law(memory, len(wanted))
-            logits = (memory.reader.expected.exp() @ law).log()[None]
-        else:
-            tokens, logits = self.model.tokens, torch.empty(0, len(self.model.tokens), device=self.device)
-        return Reply(logits, None, time.perf_counter() - started, 0, 1, tokens)
+            with np.errstate(divide="ignore"):
+                logits = np.log(np.exp(memory.reader.expected) @ law)[None]
+        seconds = time.perf_counter() - started
+        return Reply(torch.from_numpy(logits), None, seconds, 0, 1, torch.from_numpy(tokens))
 
     def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
         last = torch.tensor(int(decided[-1]), device=self.device)
-        memory.parameters = found = self.model(state, last)
-        memory.shared, memory.laws = None if self.model.shape.own else self.model.shared(found.features), {}
-        memory.base, memory.reader, memory.read = len(decided), None, []
+        memory.found = found = self.model(state, last)
+        memory.start, memory.steps, memory.codes = _array(found.start), _array(found.steps), _array(found.codes)
+        memory.shared = None if self.model.shape.own else _array(self.model.shared(found.features))
+        memory.base, memory.reader, memory.read, memory.laws = len(decided), None, [], {}
 
-    def _law(self, memory: HeadMemory, place: int) -> tuple[Int[Tensor, "likely"], Float[Tensor, "rank likely"]]:
+    def _law(
+        self, memory: HeadMemory, place: int
+    ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rank likely"]]:
         """A position's likeliest tokens, ascending, and their probabilities in each state.
 
         The position's own logits choose them, so that states cost little each; the law is over these tokens alone.
         """
         if place not in memory.laws:
             tokens, logits = self._logits(memory, place)
-            memory.laws[place] = tokens, logits.softmax(-1)
+            law = np.exp(logits - logits.max(-1, keepdims=True))
+            memory.laws[place] = tokens, law / law.sum(-1, keepdims=True)
         return memory.laws[place]
 
-    def _logits(self, memory: HeadMemory, place: int) -> tuple[Int[Tensor, "likely"], Float[Tensor, "rank likely"]]:
-        found, tokens, reach = memory.parameters, self.model.tokens, self.reach
-        assert found is not None
+    def _logits(
+        self, memory: HeadMemory, place: int
+    ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rank likely"]]:
+        tokens, reach = self.tokens, self.reach
         if memory.shared is None:
-            return tokens, self.model.logits(found, place)
-        shared, codes = memory.shared[place], None if found.codes is None else found.codes[place]
-        if reach is not None and len(shared) > LIKELY:
-            row = shared.cpu().numpy()  # not topk: it wakes threads, which then spin beside the kernels' own
-            chosen = torch.from_numpy(np.sort(np.argpartition(-row, LIKELY)[:LIKELY])).to(self.device)
+            assert memory.found is not None
+            return tokens, _array(self.model.logits(memory.found, place))
+        shared = memory.shared[place]
+        if memory.codes is None or reach is None:
+            return tokens, shared[None]
+        if len(shared) > LIKELY:
+            chosen = np.sort(np.argpartition(-shared, LIKELY)[:LIKELY])
             tokens, shared, reach = tokens[chosen], shared[chosen], reach[:, chosen]
-        return tokens, self.model.apart(shared, codes, reach)
+        return tokens, shared + memory.codes[place] @ reach
 
-    def _read(self, memory: HeadMemory, reader: Reader, token: int) -> None:
+    def _read(self, memory: HeadMemory, reader: Reader[np.ndarray], token: int) -> None:
         """Condition on the window's next token; one that the law does not hold tells nothing."""
         tokens, law = self._law(memory, len(memory.read))
-        place = int(torch.searchsorted(tokens, token))
+        place = int(np.searchsorted(tokens, token))
         known = place < len(tokens) and int(tokens[place]) == token
-        reader.read(law[:, place].log() if known else law.new_zeros(len(law)))
+        with np.errstate(divide="ignore"):
+            reader.read(np.log(law[:, place]) if known else np.zeros_like(law[:, 0]))
         memory.read.append(token)
+
+
+def _array(x: Tensor | None) -> Any:
+    """Float32, on the CPU."""
+    return None if x is None else float_row(x)
