@@ -283,12 +283,18 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
     assert math.isnan(report["greedy" if temperature else "sampled"])
     course.save(tmp_path / "adapter", {"steps": 200})
     assert read_papers(tmp_path / "adapter")["training"] == {"steps": 200, "form": form, "window": 5}
-    engine = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": {"model": str(tmp_path / "adapter")}})
+    engine, apart = (
+        saltus.load(str(folder), "ptp", device="cpu", options={"ptp": {"model": str(tmp_path / "adapter")} | more})
+        for more in ({}, {"two_calls": True})
+    )
     settings = {"temperature": temperature, "max_new_tokens": 24, "raw": True, "ignore_eos": True}
     for seed, prompt in enumerate(PROMPTS):
         drafted, plain = (engine.generate(prompt, method=method, seed=seed, **settings) for method in ("ptp", "plain"))
         assert drafted.tokens == plain.tokens
         assert drafted.statistics.tokens_per_call > 1.5
+        again = apart.generate(prompt, seed=seed, **settings)
+        assert again.tokens == plain.tokens
+        assert again.statistics.calls > drafted.statistics.calls
     network = CausalNetwork(saltus.load(str(folder), "plain", device="cpu").network.model)
     assert bring(f"adapter:{tmp_path / 'adapter'}", network, "tiny") is None
     assert fingerprint(network.model) == read_papers(tmp_path / "adapter")["target"]
