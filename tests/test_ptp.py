@@ -18,7 +18,8 @@ from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
 from saltus.methods.ptp import Ptp, branches
 from saltus.networks.causal import CausalNetwork
-from saltus.networks.drafter import ROWS, DraftModel, DraftNetwork, Shape
+from saltus.networks.drafter import DraftModel, DraftNetwork, Shape
+from saltus.networks.slots import ROWS
 from saltus.networks.trained import bring
 from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_drafter, shipped
 from saltus.testing import fool, toy, writing

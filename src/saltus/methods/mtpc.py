@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
 from saltus.core.forward import Forward, Reply, Step
+from saltus.core.listening import Listener
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
@@ -53,15 +54,17 @@ class WindowReader:
     length: int
     least: float
     features: bool = field(default=True, init=False)  # the target is to give out its states
+    listener: Listener = field(default_factory=Listener, init=False)
 
     def __call__(
         self, canvas: Canvas, last: Step | None, room: int
     ) -> Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]:
         if last is None:
             return ()
-        states = last.reply.features
-        assert states is not None
-        before = len(states) - len(last.asked.tokens) + last.node  # the state that the last decided token was picked at
-        asked = Forward(canvas, to="mtpc", hidden=states[before : before + 1])
-        length = min(self.length, room)
-        return token_by_token(asked, length, self.least, self.noise, self.sampling, self.rule, "mtpc")
+        self.listener.hear(last, len(canvas.decided))
+        return self._drafts(canvas, min(self.length, room))
+
+    def _drafts(self, canvas: Canvas, length: int) -> Generator[Forward, Reply, Sequence[Branch]]:
+        asked = Forward(canvas, to="mtpc", hidden=self.listener.all())
+        self.listener.shown()
+        return (yield from token_by_token(asked, length, self.least, self.noise, self.sampling, self.rule, "mtpc"))

@@ -17,6 +17,7 @@ from saltus.core.auxiliary_groups import SOURCE, Form, in_two_calls, uniforms_of
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
 from saltus.core.forward import Forward, Reply, Step
+from saltus.core.listening import Listener
 from saltus.core.noise import Noise
 from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
@@ -89,39 +90,23 @@ class StateReader:
     length: int
     choices: int
     features: bool = field(default=True, init=False)  # the target is to give out its states
-    states: list[torch.Tensor] = field(default_factory=list, init=False)  # that the network has not been shown
-    heard: int = field(default=0, init=False)  # decided tokens before which a state was given out
+    listener: Listener = field(default_factory=Listener, init=False)
 
     def __call__(
         self, canvas: Canvas, last: Step | None, room: int
     ) -> Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]:
         if last is None:
             return ()
-        self._hear(last, len(canvas.decided))
+        self.listener.hear(last, len(canvas.decided))
         return self._offer(canvas, room)
-
-    def _hear(self, last: Step, decided: int) -> None:
-        """Keep the states before the tokens that are decided now: of what the call read, then of the accepted path."""
-        states, nodes = last.reply.features, len(last.asked.tokens)
-        assert states is not None
-        path, node = [], last.node
-        while node >= 0:
-            path.append(len(states) - nodes + node)
-            node = last.asked.parents[node]
-        found = states[torch.tensor([*range(len(states) - nodes), *path[::-1]])]
-        new = decided - self.heard
-        if len(found) < new:  # some are missing between, and the network begins anew
-            self.states.clear()
-        self.states.append(found[-new:])
-        self.heard = decided
 
     def _offer(self, canvas: Canvas, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
         places = canvas.open[: min(self.length, room)]
         stream = f"{SOURCE}/{canvas.done}" if self.rule is reject else "text"  # under `reject` never the rule's own
         uniforms = uniforms_of(self.noise, self.sampling, places, stream)
-        asked = Forward(canvas, to="ptp", hidden=torch.cat(self.states))
+        asked = Forward(canvas, to="ptp", hidden=self.listener.all())
         reply = yield with_groups(asked, [(-1, uniforms)], self.sampling.temperature)
-        self.states.clear()
+        self.listener.shown()
         return branches(reply.logits[1:], self.choices, reply.columns)
 
 

@@ -11,24 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from saltus.core.forward import Forward, Reply
-from saltus.networks import attention, native
-from saltus.networks.attention import Call, Part
+from saltus.networks import native
 from saltus.networks.auxiliary import Auxiliary
-from saltus.networks.lean import Lean, supports
-from saltus.networks.linear import Exact, linear
-from saltus.networks.memory import Memory
+from saltus.networks.linear import linear
+from saltus.networks.slots import SlotMemory, SlotReader, tapped
 
-ROWS = 256  # of one pass
 HIDDEN = -30000.0  # finite, so that no row of a mask is without a value
 
 
@@ -118,54 +114,21 @@ def normed(x: Tensor) -> Tensor:
 
 
 @dataclass
-class DraftMemory:
-    """What a drafter has read of one text: slots for the decided tokens from `start` on."""
-
-    start: int = 0
-    read: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    inner: Memory = field(default_factory=Memory)
-
-    def recall(self, decided: np.ndarray, begin: int) -> int:
-        """Up to where the decided tokens need not be read again, if slots from `begin` on are brought; one always is.
-
-        Where slots are missing between those, all is forgotten, and memory starts there.
-        """
-        known = self.read[: max(len(decided) - self.start, 0)]
-        differs = np.flatnonzero(known != decided[self.start : self.start + len(known)])
-        shared = self.start + (int(differs[0]) if len(differs) else len(known))
-        past = min(shared, len(decided) - 1)
-        if past < begin:
-            self.start, self.inner, past = begin, Memory(), begin
-        return past
-
-    @property
-    def keys(self) -> Tensor | None:
-        return self.inner.keys
-
-    @property
-    def values(self) -> Tensor | None:
-        return self.inner.values
-
-
-@dataclass
 class DraftNetwork:
     """A drafter behind Forward and Reply: a Forward brings the target's features of the tokens decided since."""
 
     model: DraftModel
     target: Any  # the network whose features it reads
-    lean: Lean | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
-        self.model.llama.set_attn_implementation(attention.NAME)
-        if supports(self.model.llama):
-            self.lean = Lean(self.model.llama, ROWS)
+        self.read = SlotReader(self.model.llama)
 
-    def memory(self) -> DraftMemory:
-        return DraftMemory()
+    def memory(self) -> SlotMemory:
+        return SlotMemory()
 
     @torch.inference_mode()
-    def forward(self, asks: Sequence[Forward], memories: Sequence[DraftMemory]) -> list[Reply]:
+    def forward(self, asks: Sequence[Forward], memories: Sequence[SlotMemory]) -> list[Reply]:
         """Logits over the drafted tokens behind the decided text, and of each query.
 
         Of no more queries than it was trained with: what else is asked stays without an answer.
@@ -173,7 +136,7 @@ class DraftNetwork:
         with native.in_charge() if self.device.type == "cpu" else nullcontext():
             return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
 
-    def _answer(self, ask: Forward, memory: DraftMemory) -> Reply:
+    def _answer(self, ask: Forward, memory: SlotMemory) -> Reply:
         started = time.perf_counter()
         assert ask.hidden is not None and ask.uniforms is not None
         decided = ask.canvas.decided
@@ -181,38 +144,13 @@ class DraftNetwork:
         past = memory.recall(decided, begin)
         tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
         u = torch.tensor(ask.uniforms[: self.model.shape.window], dtype=torch.float64, device=self.device)
-        told = self.model.told(self._states(ask.hidden[past - begin :]), tokens)
+        wanted = (*self.model.shape.taps, None)
+        told = self.model.told(tapped(ask.hidden[past - begin :], self.target.taps, wanted), tokens)
         fuse = self.model.fuse
         slots = linear(told, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(told)
         asked = torch.full_like(u, ask.temperature), torch.arange(len(u), device=self.device)
         rows = torch.cat([slots, self.model.queries(slots[-1:].expand(len(u), -1), u, *asked)])
-        filled = past - memory.start
-        while len(rows) > ROWS:
-            count = min(ROWS, len(rows) - len(u) - 1)
-            self._pass(rows[:count], filled, memory, 1)
-            rows, filled = rows[count:], filled + count
-        answers = self._pass(rows, filled, memory, len(u) + 1)
+        answers = self.read(rows, memory, past - memory.start, len(u) + 1)
         memory.read = decided[memory.start : end].copy()
         seconds = time.perf_counter() - started
         return Reply(answers, None, seconds, end - past, end - past + len(u), self.model.tokens)
-
-    def _states(self, features: Tensor) -> Tensor:
-        """Those that this drafter reads: the target may give out more of them, for others."""
-        size, taps = self.model.shape.hidden, self.target.taps
-        wanted = [*(taps.index(tap) for tap in self.model.shape.taps), len(taps)]
-        return features if len(wanted) > len(taps) else features.unflatten(-1, (-1, size))[:, wanted].flatten(-2)
-
-    def _pass(self, inputs: Tensor, filled: int, memory: DraftMemory, wanted: int) -> Tensor:
-        """Read rows behind those that memory holds; logits over the drafted tokens of the last ones."""
-        positions = np.arange(filled, filled + len(inputs))
-        part = Part(memory.inner, filled, positions, np.tri(len(inputs), dtype=np.uint8))
-        call = Call([part], self.model.shape.layers)
-        keep = torch.arange(len(inputs) - wanted, len(inputs), device=self.device)
-        if self.lean is not None:
-            return self.lean(inputs, torch.from_numpy(positions), call, keep)[0]
-        exact = Exact() if self.device.type == "cpu" else nullcontext()
-        with attention.during(call), exact:
-            places = torch.from_numpy(positions[None]).to(self.device)
-            return self.model.llama(
-                inputs_embeds=inputs[None], position_ids=places, logits_to_keep=keep, use_cache=False
-            ).logits[0]

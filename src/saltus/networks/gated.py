@@ -63,7 +63,7 @@ class LowRank(nn.Module):
         self.down = nn.Parameter(torch.zeros(settings.rank, inputs))
         self.up = nn.Parameter(torch.zeros(outputs, settings.rank))
 
-    def forward(self, x: Float[Tensor, "gated inputs"]) -> Float[Tensor, "gated outputs"]:
+    def forward(self, x: Float[Tensor, "*gated inputs"]) -> Float[Tensor, "*gated outputs"]:
         """In the adapter's own format, float32 as a rule."""
         x = F.dropout(x.to(self.down.dtype), self.dropout, self.training)
         return F.linear(F.linear(x, self.down) * self.scale, self.up)

@@ -28,6 +28,8 @@ from saltus.networks import circuits, native
 from saltus.networks.circuits import Circuit, Reader
 from saltus.networks.drafter import normed
 from saltus.networks.linear import linear
+from saltus.networks.slots import SlotMemory, SlotReader, tapped
+from saltus.networks.upper_layers import UpperLayers
 
 MADE = {"cp": circuits.mixture, "hmm": circuits.chain, "btree": circuits.tree}
 STAY = 6.0  # logit by which a latent's first law favours its parent's state
@@ -47,11 +49,16 @@ class HeadShape:
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
+    layers: int = 0  # of the target, the last ones, that heads read the text by once more, adapted
+    lora: int = 16  # rank of what is adapted in these
+    taps: tuple[int, ...] = ()  # the layer that they begin at
 
     def __post_init__(self) -> None:
         if self.circuit != "ff" and self.circuit not in MADE:
             raise ValueError(f"heads' circuit is {self.circuit!r}, but must be one of ff, {', '.join(MADE)}")
-        for name in ("window", "rank", "directions"):
+        if self.layers < 0:
+            raise ValueError(f"heads' layers is {self.layers}, but must be 0 or more")
+        for name in ("window", "rank", "directions", "lora"):
             if getattr(self, name) < 1:
                 raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
         if not self.told and self.window < 2:
@@ -84,7 +91,10 @@ class HeadModel(nn.Module):
     tokens: Tensor  # [draft] ascending ids of the target's vocabulary that are drafted
     unembedding: Tensor  # [draft, hidden]
 
-    def __init__(self, shape: HeadShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor) -> None:
+    def __init__(
+        self, shape: HeadShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor,
+        upper: UpperLayers | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.shape, circuit = shape, shape.structure
         size, window, rank = shape.hidden, shape.window, circuit.rank
@@ -97,6 +107,7 @@ class HeadModel(nn.Module):
         self.codes = nn.Linear(size, window * rank * shape.directions, bias=False) if several else None
         self.directions = nn.Parameter(torch.zeros(shape.directions, size)) if several else None
         self.own = nn.Parameter(torch.zeros(window, rank, len(tokens), size)) if shape.own else None
+        self.upper = upper
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("unembedding", unembedding[tokens].clone(), persistent=False)
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
@@ -187,7 +198,8 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
     places = unembedding.unflatten(0, (-1, len(embeddings)))  # [tokens that the target says, vocab, hidden]
     if len(places) > 1 and not shape.own:
         raise ValueError(f"the target says {len(places)} tokens by matrices of their own; set own=true")
-    model, circuit = HeadModel(shape, tokens, embeddings, places[0]), shape.structure
+    upper = upper_layers(shape, target)
+    model, circuit = HeadModel(shape, tokens, embeddings, places[0], upper), shape.structure
     norm = getattr(target.get_decoder(), "norm", None)
 
     def drawn(weight: Tensor, scale: float) -> None:
@@ -210,7 +222,14 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
         if model.codes is not None and model.directions is not None:
             model.codes.weight.zero_()
             drawn(model.directions, 1 / shape.hidden**0.5)
+        for part in () if upper is None else upper.low:
+            drawn(part.down, part.down.shape[1] ** -0.5)
     return model
+
+
+def upper_layers(shape: HeadShape, target: Any) -> UpperLayers | None:
+    """What heads of this shape adapt of a Hugging Face model."""
+    return UpperLayers(target, shape.layers, shape.lora) if shape.layers else None
 
 
 @dataclass
@@ -229,6 +248,7 @@ class HeadMemory:
     laws: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of places asked for
     read: list[int] = field(default_factory=list)  # tokens of the window
     reader: Reader[np.ndarray] | None = None
+    slots: SlotMemory = field(default_factory=SlotMemory)  # that adapted layers have read
 
 
 @dataclass
@@ -244,6 +264,8 @@ class HeadNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.tokens = self.model.tokens.cpu().numpy()
+        upper = self.model.upper
+        self.read = None if upper is None else SlotReader(upper.merged())
         with torch.inference_mode():
             self.reach = _array(self.model.reach())
 
@@ -260,7 +282,7 @@ class HeadNetwork:
         started = time.perf_counter()
         decided, shape = ask.canvas.decided, self.model.shape
         if ask.hidden is not None:
-            self._begin(memory, ask.hidden[-1, -shape.hidden :], decided)
+            self._begin(memory, self._state(memory, ask.hidden, decided), decided)
         assert memory.found is not None
         wanted = decided[memory.base - (not shape.told) :].tolist()
         if memory.reader is None or wanted[: len(memory.read)] != memory.read:
@@ -274,6 +296,17 @@ class HeadNetwork:
                 logits = np.log(np.exp(memory.reader.expected) @ law)[None]
         seconds = time.perf_counter() - started
         return Reply(torch.from_numpy(logits), None, seconds, 0, 1, torch.from_numpy(tokens))
+
+    def _state(self, memory: HeadMemory, given: Tensor, decided: np.ndarray) -> Float[Tensor, "hidden"]:
+        """What the heads read: the target's state before the last token, or what adapted layers make of the text."""
+        if self.read is None:
+            return given[-1, -self.model.shape.hidden :]
+        begin, slots = len(decided) - len(given), memory.slots
+        past = slots.recall(decided, begin)
+        inputs = tapped(given[past - begin :], self.target.taps, self.model.shape.taps)
+        state = self.read(inputs, slots, past - slots.start, 1, say=False)[-1]
+        slots.read = decided[slots.start :].copy()
+        return state
 
     def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
         last = torch.tensor(int(decided[-1]), device=self.device)

@@ -120,11 +120,12 @@ class Lean:
         features: bool = False,
         gate: Gate | None = None,
         taps: Sequence[int] = (),
+        say: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Logits of the wanted rows and features, of all rows where they are asked for.
 
         Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows]. Features are the states
-        after `taps` layers each, then the last ones.
+        after `taps` layers each, then the last ones. Not to `say`: no logits, and features of the wanted rows at least.
         """
         rows = len(inputs)
         hidden = self.hidden[:rows]
@@ -152,6 +153,8 @@ class Lean:
             if failed:
                 raise MemoryError("a call ran out of memory; ask for a shorter text")
         normed = self._normed(hidden if features else hidden[wanted])
+        if not say:
+            return normed.new_empty(0), normed
         read = normed[wanted] if features else normed
         logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
         return logits, torch.cat([*(heard[tap] for tap in taps), normed], -1) if heard else normed

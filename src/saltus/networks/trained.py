@@ -7,7 +7,7 @@ from typing import Any
 
 from saltus.networks.adapters import load_adapter
 from saltus.networks.drafter import DraftNetwork
-from saltus.networks.heads import HeadNetwork
+from saltus.networks.heads import HeadModel, HeadNetwork
 from saltus.networks.trained_files import TRAINED_BY, fingerprint, load_drafter, load_heads, shipped
 
 KINDS = ("drafter", "heads", "adapter")
@@ -34,8 +34,6 @@ def bring(where: str, network: Any, name: str) -> DraftNetwork | HeadNetwork | N
             f"Saltus brings no trained {kind} for {name};"
             f" train your own ({TRAINED_BY[kind]} --help), or take a method that needs none, such as lookup"
         )
-    if kind == "heads":
-        return HeadNetwork(load_heads(folder, network.model, name), network)
-    model = load_drafter(folder, network.model, name)
+    model = load_heads(folder, network.model, name) if kind == "heads" else load_drafter(folder, network.model, name)
     network.tap(model.shape.taps)
-    return DraftNetwork(model, network)
+    return HeadNetwork(model, network) if isinstance(model, HeadModel) else DraftNetwork(model, network)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from saltus.networks.drafter import DraftModel, Shape
-from saltus.networks.heads import HeadModel, HeadShape
+from saltus.networks.heads import HeadModel, HeadShape, upper_layers
 
 PAPERS = "saltus.json"
 WEIGHTS = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
@@ -66,7 +66,9 @@ def load_drafter(folder: Path, target: Any, name: str) -> DraftModel:
 def load_heads(folder: Path, target: Any, name: str) -> HeadModel:
     """Heads for this target (a Hugging Face model called `name`), in its dtype. Errors: ValueError of one line."""
     told, weights = _read("heads", folder, target, name)
-    model = HeadModel(HeadShape(**told), weights.pop("tokens").long(), *_embeddings(target))
+    told["taps"] = tuple(told.get("taps", ()))
+    shape = HeadShape(**told)
+    model = HeadModel(shape, weights.pop("tokens").long(), *_embeddings(target), upper_layers(shape, target))
     return _filled("heads", model, weights, folder, target)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saltus.networks.circuits import Reader
 from saltus.networks.heads import HeadModel, HeadShape, new_heads
+from saltus.networks.slots import tapped
 from saltus.networks.trained_files import fingerprint, load_heads, save
 from saltus.training.course import examined
 from saltus.training.distillation import correct
@@ -46,6 +47,9 @@ class HeadsCourse:
     def __post_init__(self) -> None:
         if self.states.target != fingerprint(self.target):
             raise ValueError(f"these are states of another model than {self.name}; collect them anew")
+        if missing := set(self.shape.taps) - set(self.states.taps):
+            raise ValueError(f"these states are without those after layer {min(missing)}; collect them anew")
+        self.target.requires_grad_(False)
         self.curriculum = Curriculum(self.states, self.lessons, self.shape.window)
         tokens = frequent(self.states, self.vocabulary)
         self._teach(new_heads(self.shape, tokens, self.target, draws(self.lessons.seed, "weights")))
@@ -53,13 +57,16 @@ class HeadsCourse:
     def begin(self, folder: Path) -> None:
         """Go on with heads, their own tokens included; richer circuits go on with the law that poorer ones had.
 
-        Any goes on from FF, and HMM and BTree from CP, nearly (see `new_heads`). Errors: ValueError where shapes do not
-        fit.
+        Any goes on from FF, and HMM and BTree from CP, nearly (see `new_heads`); adapted layers may come
+        to them. Errors: ValueError where shapes do not fit.
         """
         heads = load_heads(folder, self.target, self.name).float()
         old, new = heads.shape, self.shape
+        if not old.layers:
+            old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
         if old.circuit == "ff":
-            fits = (old.window, old.told, old.own) == (new.window, new.told, new.own)
+            kept = ("window", "told", "own", "layers", "lora")
+            fits = all(getattr(old, name) == getattr(new, name) for name in kept)
         else:
             fits = replace(old, circuit=new.circuit) == new and (old == new or (old.circuit, new.circuit) in ONWARD)
         if not fits:
@@ -112,8 +119,7 @@ class HeadsCourse:
     def _laws(self, cut: Cut, tokens: Int[Tensor, "windows window"]):
         """The log-law of each place of the windows, given the tokens before it: [windows, draft], one by one."""
         here = cut.rows.gather(1, cut.splits - 1).flatten()  # of the last token before each window
-        states = self.states.features[here - 1, -self.shape.hidden :].to(self.target.device)
-        found = self.module(states, self.states.tokens[here].to(self.target.device))
+        found = self.module(self._read(cut), self.states.tokens[here].to(self.target.device))
         reader = Reader(self.shape.structure, found.start, found.steps)
         begun = 0
         if not self.shape.told:  # the window's first token is the text's last
@@ -128,6 +134,16 @@ class HeadsCourse:
             if place + 1 < self.shape.drafts:
                 own = tokens[:, place].clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1)
                 reader.read(laws.gather(-1, own)[..., 0])
+
+    def _read(self, cut: Cut) -> Float[Tensor, "windows hidden"]:
+        """The states before each window's last known token, as adapted layers see the text where there are some."""
+        device, upper = self.target.device, self.module.upper
+        if upper is None:
+            before = cut.rows.gather(1, cut.splits - 1).flatten() - 1
+            return self.states.features[before, -self.shape.hidden :].to(device)
+        below = tapped(self.states.features[cut.rows - 1], self.states.taps, self.shape.taps)
+        read = upper(below.to(device, upper.low[0].down.dtype))
+        return read.gather(1, (cut.splits - 1)[..., None].expand(-1, -1, read.shape[-1]).to(device)).flatten(0, 1)
 
     @torch.no_grad()
     def _teacher(self, cut: Cut, place: int) -> Float[Tensor, "windows draft"]:

@@ -7,7 +7,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +101,8 @@ class Heads:
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
+    layers: int = 0  # of the target, the last ones, that heads read the text by once more, adapted
+    lora: int = 16  # rank of what is adapted in these
     vocabulary: int = 8192  # tokens that are drafted: the most frequent
 
     def __post_init__(self) -> None:
@@ -109,12 +111,14 @@ class Heads:
         assert self._shape(1)  # made now, so that what it refuses is refused now
 
     def _shape(self, hidden: int) -> HeadShape:
-        given = {one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name != "hidden"}
-        return HeadShape(hidden, **given)
+        own = {one.name for one in fields(self)}
+        return HeadShape(hidden, **{one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name in own})
 
     def shape(self, target: Any) -> HeadShape:
         """For this Hugging Face model."""
-        return self._shape(target.config.get_text_config().hidden_size)
+        config = target.config.get_text_config()
+        taps = (config.num_hidden_layers - self.layers,) if self.layers else ()
+        return replace(self._shape(config.hidden_size), taps=taps)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class Run:
             raise ValueError(f"the teacher's texts have tokens that {self.name} has not; let {self.name} write them")
         if recipe.kind == "adapter":
             return collect_edges(model, samples, self.kept, recipe.temperatures, recipe.lessons.slots)
-        if recipe.kind == "drafter":
-            self.network.tap(recipe.drafter.shape(model).taps)
+        shaped = recipe.drafter if recipe.kind == "drafter" else recipe.heads
+        self.network.tap(shaped.shape(model).taps)
         return collect(self.network, samples, self.kept, recipe.temperatures)
 
     def course(self) -> Course:
