@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Reply, Step
-from saltus.core.listening import Listener
+from saltus.core.forward import Forward, Reply
+from saltus.core.listening import Listening
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
@@ -45,26 +45,11 @@ class Mtpc:
 
 
 @dataclass
-class WindowReader:
-    """Drafts of one text by a network of heads: it is shown a state, and then the drafts, one by one."""
+class WindowReader(Listening):
+    """Drafts of one text by a network of heads: it is shown states, and then the drafts, one by one."""
 
-    noise: Noise
-    sampling: Sampling
-    rule: Rule
-    length: int
     least: float
-    features: bool = field(default=True, init=False)  # the target is to give out its states
-    listener: Listener = field(default_factory=Listener, init=False)
 
-    def __call__(
-        self, canvas: Canvas, last: Step | None, room: int
-    ) -> Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]:
-        if last is None:
-            return ()
-        self.listener.hear(last, len(canvas.decided))
-        return self._drafts(canvas, min(self.length, room))
-
-    def _drafts(self, canvas: Canvas, length: int) -> Generator[Forward, Reply, Sequence[Branch]]:
-        asked = Forward(canvas, to="mtpc", hidden=self.listener.all())
-        self.listener.shown()
-        return (yield from token_by_token(asked, length, self.least, self.noise, self.sampling, self.rule, "mtpc"))
+    def offer(self, canvas: Canvas, length: int) -> Generator[Forward, Reply, Sequence[Branch]]:
+        asked = Forward(canvas, to="mtpc", hidden=self.unheard())
+        return token_by_token(asked, length, self.least, self.noise, self.sampling, self.rule, "mtpc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from saltus.core.auxiliary_groups import SOURCE, Form, in_two_calls, uniforms_of, with_groups
 from saltus.core.canvas import Canvas
 from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Reply, Step
-from saltus.core.listening import Listener
+from saltus.core.forward import Forward, Reply
+from saltus.core.listening import Listening
 from saltus.core.noise import Noise
 from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
@@ -81,32 +81,16 @@ class Ptp:
 
 
 @dataclass
-class StateReader:
+class StateReader(Listening):
     """Drafts of one text by a network that reads the target's states: queries of uniforms, all in one pass."""
 
-    noise: Noise
-    sampling: Sampling
-    rule: Rule
-    length: int
     choices: int
-    features: bool = field(default=True, init=False)  # the target is to give out its states
-    listener: Listener = field(default_factory=Listener, init=False)
 
-    def __call__(
-        self, canvas: Canvas, last: Step | None, room: int
-    ) -> Sequence[Branch] | Generator[Forward, Reply, Sequence[Branch]]:
-        if last is None:
-            return ()
-        self.listener.hear(last, len(canvas.decided))
-        return self._offer(canvas, room)
-
-    def _offer(self, canvas: Canvas, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
-        places = canvas.open[: min(self.length, room)]
+    def offer(self, canvas: Canvas, length: int) -> Generator[Forward, Reply, Sequence[Branch]]:
         stream = f"{SOURCE}/{canvas.done}" if self.rule is reject else "text"  # under `reject` never the rule's own
-        uniforms = uniforms_of(self.noise, self.sampling, places, stream)
-        asked = Forward(canvas, to="ptp", hidden=self.listener.all())
+        uniforms = uniforms_of(self.noise, self.sampling, canvas.open[:length], stream)
+        asked = Forward(canvas, to="ptp", hidden=self.unheard())
         reply = yield with_groups(asked, [(-1, uniforms)], self.sampling.temperature)
-        self.listener.shown()
         return branches(reply.logits[1:], self.choices, reply.columns)
 
 

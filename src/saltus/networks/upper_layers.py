@@ -25,9 +25,7 @@ class UpperLayers(nn.Module):
         super().__init__()
         self.target, settings = [target], Gating(rank, float(rank))  # in lists: neither modules of ours
         self.model = [last_layers(target, layers)]
-        self.model[0].set_attn_implementation(
-            "sdpa"
-        )  # for training: ours serves calls alone
+        self.model[0].set_attn_implementation("sdpa")  # for training: ours serves calls alone
         self.sizes = linear_layers(self.model[0])
         self.low = [LowRank(*size, settings) for size in self.sizes.values()]
         self.parts = nn.ModuleList(self.low)
