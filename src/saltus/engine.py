@@ -48,11 +48,11 @@ class Statistics:
 
     calls: int  # of the target
     tokens: int  # written, the end token included
-    tokens_per_call: float
+    tokens_per_call: float  # of the target, those in which a method drafts by it included
     seconds: float  # prefill included
     tokens_per_second: float
     prefill_seconds: float  # of the call that read the prompt, and decided the first token or more
-    accepted: list[int]  # tokens that each call decided, the verifier's own included
+    accepted: list[int]  # tokens that each verifying call decided, the verifier's own included
     draft_calls: int  # of a method's own networks
     ms_per_call: float  # median, prefill apart
     nodes_per_call: float  # drafted tokens that a call checked, mean
@@ -125,17 +125,17 @@ class _Job:
 
 
 def _statistics(text: Text) -> Statistics:
-    calls, tokens = len(text.calls), len(text.tokens)
+    calls, tokens = text.asked["target"], len(text.tokens)
     later = text.calls[1:] or text.calls
     return Statistics(
-        calls=text.asked["target"],
+        calls=calls,
         tokens=tokens,
         tokens_per_call=tokens / calls if calls else 0.0,
         seconds=text.seconds,
         tokens_per_second=tokens / text.seconds if text.seconds else 0.0,
         prefill_seconds=text.calls[0].seconds if calls else 0.0,
         accepted=[len(call.tokens) for call in text.calls],
-        draft_calls=sum(text.asked.values()) - text.asked["target"],
+        draft_calls=sum(text.asked.values()) - calls,
         ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
         nodes_per_call=statistics.fmean(call.nodes for call in text.calls) if calls else 0.0,
     )
