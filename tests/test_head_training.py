@@ -7,6 +7,7 @@ from conftest import tiny_llama
 from saltus.networks.circuits import surprises
 from saltus.networks.heads import HeadShape
 from saltus.networks.trained_files import fingerprint
+from saltus.training import spoken
 from saltus.training.draws import draws
 from saltus.training.heads import HeadsCourse
 from saltus.training.lessons import Lessons
@@ -86,8 +87,23 @@ def test_the_target_s_laws_are_learned_where_they_are_wanted(target, states):
     assert float(made.loss(0)) > float(course(target, states, circuit="ff").loss(0))
 
 
-def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states):
-    made = course(target, states, circuit="hmm", laws=0.5)
+def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeypatch):
+    """Values and gradients, against the laws themselves."""
+    monkeypatch.setattr(spoken, "PIECE", 100)  # two windows at a time
+    dice = draws(3, "spoken")
+    shared, codes, reach = (
+        torch.from_numpy(dice.normal(size=size)).requires_grad_() for size in ((5, 11), (5, 4, 3), (3, 11))
+    )
+    tokens = torch.from_numpy(dice.integers(11, size=5))
+    own = spoken._Spoken.apply(shared, codes, reach, tokens)
+    law = (shared[:, None] + codes @ reach).log_softmax(-1)
+    torch.testing.assert_close(own, law[torch.arange(5), :, tokens])
+    assert torch.autograd.gradcheck(lambda *x: spoken._Spoken.apply(*x, tokens), (shared, codes, reach))
+
+
+@pytest.mark.parametrize("laws", [0.0, 0.5])
+def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, laws):
+    made = course(target, states, circuit="hmm", laws=laws)
     made.loss(0).backward()
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.parameters())
     optimiser = torch.optim.Adam(made.module.parameters(), lr=0.01)

@@ -1,5 +1,7 @@
 """Cached states of teacher texts: those of the target itself, however long a text is."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from architectures import tiny
 from saltus.networks.causal import CausalNetwork
 from saltus.training import states
 from saltus.training.edges import edges
-from saltus.training.states import Sample, collect, load_states
+from saltus.training.states import Rows, Sample, collect, load_states
 
 
 def sample(length: int, seed: int = 0) -> Sample:
@@ -29,7 +31,7 @@ def test_states_and_edges_of_a_long_text_are_the_targets_own(tmp_path):
     own = model(tokens, output_hidden_states=True, use_cache=False)
     last = model.get_decoder()(tokens).last_hidden_state[0]
     expected = torch.cat([own.hidden_states[1][0], last], -1)[:-1]
-    kept = found.features[: len(expected)].float()
+    kept = found.features[torch.arange(len(expected))].float()
     assert (kept - expected).norm() < 0.01 * expected.norm()
     for place, temperature in enumerate((0.7, 1.0)):
         right = edges(own.logits[0, 6:-1], torch.tensor(long.completion), temperature)
@@ -45,5 +47,23 @@ def test_pieces_make_no_difference(tmp_path, monkeypatch):
     monkeypatch.setattr(states, "PIECE", 5)
     list(collect(network, texts, tmp_path / "pieces"))
     whole, pieces = (load_states(tmp_path / name) for name in ("whole", "pieces"))
-    assert torch.equal(whole.features, pieces.features)
+    every = torch.arange(len(whole.features))
+    assert torch.equal(whole.features[every], pieces.features[every])
     assert torch.equal(whole.edges, pieces.edges)
+
+
+def test_features_stay_in_their_files_and_are_found_there(tmp_path, monkeypatch):
+    network = CausalNetwork(tiny("Llama"))
+    texts = [sample(length, seed=length) for length in (3, 9, 4, 12, 7)]
+    list(collect(network, texts, tmp_path / "one"))
+    monkeypatch.setattr(states, "SHARD", 2)
+    list(collect(network, texts, tmp_path / "many"))
+    one, many = (load_states(tmp_path / name) for name in ("one", "many"))
+    assert isinstance(many.features, Rows)
+    assert len(many.features.parts) == 3
+    assert len(many.features) == len(one.features) == len(one.tokens)
+    asked = torch.from_numpy(np.random.default_rng(0).integers(len(one.tokens), size=(4, 11)))
+    assert torch.equal(many.features[asked], one.features[asked])
+    mapped = Path("/proc/self/maps")
+    if mapped.exists():
+        assert str(tmp_path / "many" / "00002.safetensors") in mapped.read_text()

@@ -153,7 +153,7 @@ class DrafterCourse:
         rows = cut.rows[:, : slots.shape[1] + 1]
         inside = rows[:, 1:] > rows[:, :-1]  # behind its end a text's last row is repeated
         here = rows[:, :-1][inside]
-        after = self.states.features[here, -self.shape.hidden :].to(slots.device)
+        after = self.states.features[here][..., -self.shape.hidden :].to(slots.device)
         with torch.no_grad():
             laws = self._logits(after).softmax(-1)
         return F.cross_entropy(self._logits(slots[:, : inside.shape[1]][inside.to(slots.device)]), laws)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.networks.circuits import Reader
-from saltus.networks.heads import HeadModel, HeadShape, new_heads
+from saltus.networks.heads import HeadModel, HeadShape, Parameters, new_heads
 from saltus.networks.slots import tapped
 from saltus.networks.trained_files import fingerprint, load_heads, save
 from saltus.training.course import examined
@@ -21,6 +21,7 @@ from saltus.training.distillation import correct
 from saltus.training.drafter import UNDRAFTED, frequent, places
 from saltus.training.draws import draws
 from saltus.training.lessons import Curriculum, Cut, Lessons
+from saltus.training.spoken import spoken
 from saltus.training.states import States
 
 ONWARD = (("cp", "hmm"), ("cp", "btree"))  # from circuits with components to richer ones
@@ -95,11 +96,17 @@ class HeadsCourse:
         depths = torch.arange(counted.shape[-1], device=counted.device)
         weights = self.lessons.discount**depths * (counted & (depths < self.shape.drafts))
         losses = torch.zeros_like(weights)
-        for place, law in enumerate(self._laws(cut, tokens)):
-            own = tokens[..., place].clamp_min(0)
-            losses[..., place] = -law.gather(-1, own[..., None])[..., 0]
-            if self.lessons.laws:
+        if self.lessons.laws:
+            for place, law in enumerate(self._laws(cut, tokens)):
+                own = tokens[..., place].clamp_min(0)
+                losses[..., place] = -law.gather(-1, own[..., None])[..., 0]
                 losses[..., place] -= self.lessons.laws * (self._teacher(cut, place) * law).sum(-1)
+        else:
+            found, reader, begun = self._begun(cut)
+            for place in range(self.shape.drafts):
+                leaf = spoken(self.module, found, begun + place, tokens[:, place].clamp_min(0))
+                losses[..., place] = -(reader.expected + leaf).logsumexp(-1)
+                reader.read(leaf)
         return (losses * weights).sum() / weights.sum().clamp_min(1)
 
     def report(self) -> dict[str, float]:
@@ -116,18 +123,21 @@ class HeadsCourse:
         counted = (cut.counted.flatten(0, 1) & (tokens >= 0)).to(torch.uint8).cummin(-1).values.bool()
         return tokens.to(self.target.device), counted.to(self.target.device)
 
-    def _laws(self, cut: Cut, tokens: Int[Tensor, "windows window"]):
-        """The log-law of each place of the windows, given the tokens before it: [windows, draft], one by one."""
+    def _begun(self, cut: Cut) -> tuple[Parameters, Reader[Tensor], int]:
+        """What the heads say of the windows, a reader of them, and at which position their tokens begin."""
         here = cut.rows.gather(1, cut.splits - 1).flatten()  # of the last token before each window
-        found = self.module(self._read(cut), self.states.tokens[here].to(self.target.device))
+        found = self.module(self._read(cut, here), self.states.tokens[here].to(self.target.device))
         reader = Reader(self.shape.structure, found.start, found.steps)
-        begun = 0
-        if not self.shape.told:  # the window's first token is the text's last
-            first = self.places[self.states.tokens[here]].to(self.target.device)
-            laws = self.module.laws(found, 0)
-            leaf = laws.gather(-1, first.clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1))[..., 0]
-            reader.read(torch.where(first[:, None] >= 0, leaf, 0.0))
-            begun = 1
+        if self.shape.told:
+            return found, reader, 0
+        first = self.places[self.states.tokens[here]].to(self.target.device)  # the text's last token, and known
+        leaf = spoken(self.module, found, 0, first.clamp_min(0))
+        reader.read(torch.where(first[:, None] >= 0, leaf, 0.0))
+        return found, reader, 1
+
+    def _laws(self, cut: Cut, tokens: Int[Tensor, "windows window"]) -> Iterator[Float[Tensor, "windows draft"]]:
+        """The log-law of each place of the windows, given the tokens before it, one by one."""
+        found, reader, begun = self._begun(cut)
         for place in range(self.shape.drafts):
             laws = self.module.laws(found, begun + place)
             yield (reader.expected[..., None] + laws).logsumexp(-2)
@@ -135,12 +145,11 @@ class HeadsCourse:
                 own = tokens[:, place].clamp_min(0)[:, None, None].expand(-1, laws.shape[1], 1)
                 reader.read(laws.gather(-1, own)[..., 0])
 
-    def _read(self, cut: Cut) -> Float[Tensor, "windows hidden"]:
+    def _read(self, cut: Cut, here: Int[Tensor, "windows"]) -> Float[Tensor, "windows hidden"]:
         """The states before each window's last known token, as adapted layers see the text where there are some."""
         device, upper = self.target.device, self.module.upper
         if upper is None:
-            before = cut.rows.gather(1, cut.splits - 1).flatten() - 1
-            return self.states.features[before, -self.shape.hidden :].to(device)
+            return self.states.features[here - 1][..., -self.shape.hidden :].to(device)
         below = tapped(self.states.features[cut.rows - 1], self.states.taps, self.shape.taps)
         read = upper(below.to(device, upper.low[0].down.dtype))
         return read.gather(1, (cut.splits - 1)[..., None].expand(-1, -1, read.shape[-1]).to(device)).flatten(0, 1)
@@ -149,7 +158,7 @@ class HeadsCourse:
     def _teacher(self, cut: Cut, place: int) -> Float[Tensor, "windows draft"]:
         """The target's own law of a window's token, among those drafted; of none behind its text's end that counts."""
         last = cut.rows.gather(1, cut.splits - 1).flatten() + place
-        states = self.states.features[last.clamp_max(len(self.states.tokens) - 1), -self.shape.hidden :]
+        states = self.states.features[last.clamp_max(len(self.states.tokens) - 1)][..., -self.shape.hidden :]
         unembedding = self.module.unembedding
         return (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float().softmax(-1)
 

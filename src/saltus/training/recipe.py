@@ -115,8 +115,11 @@ class Heads:
         return HeadShape(hidden, **{one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name in own})
 
     def shape(self, target: Any) -> HeadShape:
-        """For this Hugging Face model."""
+        """For this Hugging Face model. Errors: ValueError for more layers than it has."""
         config = target.config.get_text_config()
+        if not 0 <= self.layers < config.num_hidden_layers:
+            has = config.num_hidden_layers
+            raise ValueError(f"heads adapt {self.layers} layers, but the model has {has}; take fewer")
         taps = (config.num_hidden_layers - self.layers,) if self.layers else ()
         return replace(self._shape(config.hidden_size), taps=taps)
 

@@ -122,12 +122,33 @@ def _read(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[s
     }
 
 
+class Rows:
+    """Rows of several tensors under one numbering. Those of a file stay there, mapped, until they are asked for."""
+
+    def __init__(self, parts: Sequence[Float[Tensor, "_ width"]]) -> None:
+        self.parts, self.ends = parts, torch.tensor([len(part) for part in parts]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, numbers: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
+        rows, first = numbers.flatten(), self.parts[0]
+        if len(self.parts) == 1:
+            return first[numbers]
+        found = first.new_empty(len(rows), first.shape[1])
+        which = torch.bucketize(rows, self.ends, right=True)
+        for part in which.unique().tolist():
+            mine = which == part
+            found[mine] = self.parts[part][rows[mine] - (self.ends[part] - len(self.parts[part]))]
+        return found.unflatten(0, numbers.shape)
+
+
 @dataclass(frozen=True)
 class States:
     """All shards together. Row i of the features is the target's state after it has read token i."""
 
     tokens: Int[Tensor, "tokens"]
-    features: Float[Tensor, "tokens states"]
+    features: Rows | Float[Tensor, "tokens states"]
     edges: Float[Tensor, "temperatures tokens 2"]
     texts: np.ndarray  # [texts, 4]: start, prompt length, length, temperature × 1,000
     temperatures: tuple[float, ...]  # of the edges
@@ -136,16 +157,18 @@ class States:
 
 
 def load_states(folder: Path) -> States:
-    """Raises ValueError where there are none, or where a shard is damaged."""
+    """Features stay in their files until they are used. Errors: ValueError: there are none, or one is damaged."""
     shards, texts, papers = load_shards(folder, ("target", "taps", "temperatures"))
     return States(
-        shards["tokens"].long(), shards["features"], shards["edges"], texts, tuple(papers["temperatures"]),
+        shards["tokens"].long(), Rows(shards.pop("features")), shards["edges"], texts, tuple(papers["temperatures"]),
         tuple(papers["taps"]), papers["target"],
     )  # fmt: skip
 
 
-def load_shards(folder: Path, alike: Sequence[str]) -> tuple[dict[str, Tensor], np.ndarray, dict[str, Any]]:
+def load_shards(folder: Path, alike: Sequence[str]) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """All shards together, where each text is (`States.texts`), and their papers, `alike` in what is named.
+
+    Features are a list, by shard.
 
     Errors: ValueError where there are none, where one is damaged, or where they are not alike.
     """
@@ -158,7 +181,11 @@ def load_shards(folder: Path, alike: Sequence[str]) -> tuple[dict[str, Tensor], 
             raise ValueError(f"{file} holds states of another model than {files[0]}; keep them in folders of their own")
     shards = [load_file(file) for file in files]
     names = shards[0].keys()
-    joined = {name: torch.cat([shard[name] for shard in shards], 1 if name == "edges" else 0) for name in names}
+    parts: dict[str, Any] = {name: [shard[name] for shard in shards] for name in names}
+    joined = {
+        name: found if name == "features" else torch.cat(found, 1 if name == "edges" else 0)
+        for name, found in parts.items()
+    }
     texts = joined.pop("texts").numpy()
     starts = np.concatenate([[0], np.cumsum(texts[:, 1])[:-1]])
     return joined, np.column_stack([starts, texts]), papers[0]
