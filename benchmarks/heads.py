@@ -4,14 +4,16 @@
 
 Every draft goes as far as the heads' window, so that circuits are compared and not the controller's choices; with
 --adaptive it chooses. A step is a call and what comes *besides*, which is drafting above all. *Ceiling* is what a step
-of all drafts would bring a second if each were right. Under `match`
-texts are checked to be those of plain decoding. The prompt is read in the time that is counted; seeds count from 0.
+of all drafts would bring a second if each were right. Under `match` texts are checked to be those of plain decoding.
+The prompt is read in the time that is counted; texts' seeds count from 0. Folders whose names differ in an ending such
+as -s1 are the same heads trained with other seeds: the table that is printed in the end gives their mean and spread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,26 @@ def summary(texts: Sequence[Any], window: int | None) -> dict[str, Any]:
     if full:
         found["ceiling"] = round(((window or 0) + 1) / (statistics.median(full) + drafting), 1)
     return found
+
+
+COLUMNS = ("tokens_per_call", "ms_per_call", "ms_besides", "tokens_per_second", "speed_up", "ceiling")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row for each kind of heads, the mean over seeds and the standard deviation."""
+    kinds: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault((row["temperature"], row["rule"], re.sub(r"-s\d+$", "", row["heads"])), []).append(row)
+    names = ("temperature", "rule", "heads", "seeds", *(name.replace("_", " ") for name in COLUMNS))
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for key, found in kinds.items():
+        cells = [f"{key[0]:g}", key[1], key[2], str(len(found))]
+        for name in COLUMNS:
+            values = [row[name] for row in found if name in row]
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.2f}{spread}" if values else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -86,6 +108,7 @@ def main() -> None:
             row = {"temperature": temperature, "rule": rule, "heads": name, **summary(found, window)}
             rows.append(row | {"speed_up": round(row["tokens_per_second"] / base, 3)})
             print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
     if chosen.out:
         told = {"machine": machine(), "commit": commit(), "prompts": len(prompts), "rows": rows}
         chosen.out.write_text(json.dumps(told, indent=1) + "\n")

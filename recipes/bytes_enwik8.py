@@ -9,6 +9,8 @@ write texts of its own:
 
     saltus collect text -m bytes --prompts runs/bytes/asked.jsonl -t 0 -t 0.7 --out teacher
     saltus train mtpc --recipe bytes-heads -m bytes --teacher teacher --set circuit=ff --out ff
+
+`runs/bytes/exam.jsonl` holds prompts of text that was held out, for benchmarks/heads.py.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ SPECIAL = 64  # tokens before the bytes
 BOS, EOS = 1, 2
 HELD_OUT = 0.01  # of the text, its end
 PROMPT = 160  # bytes of a prompt
+EXAM = 100  # prompts of text that was held out
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -161,7 +164,9 @@ def main() -> None:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
     model.save_pretrained(chosen.out)
     tokenizer().save_pretrained(chosen.out)
-    asked(tokens[: len(course.tokens)], chosen.prompts, chosen.seed, chosen.work / "asked.jsonl")
+    border = len(course.tokens)
+    asked(tokens[:border], chosen.prompts, chosen.seed, chosen.work / "asked.jsonl")
+    asked(tokens[border:], EXAM, chosen.seed, chosen.work / "exam.jsonl")
     print(f"written: {chosen.out}", file=sys.stderr)
 
 

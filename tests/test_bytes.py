@@ -69,6 +69,7 @@ def test_it_learns_its_text_and_writes_it(trained):
     assert len(bits) == 4
     assert bits[-1] < bits[0] - 1
     assert bits[-1] < 4
+    assert all((trained / "work" / name).read_text() for name in ("asked.jsonl", "exam.jsonl"))
 
 
 def test_a_run_goes_on_to_the_same_weights(trained, tmp_path, monkeypatch):

@@ -282,6 +282,15 @@ def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
         assert (parts[:, 0] - parts[:, 1]).abs().max() > 0.01 * parts.abs().max(), "components learn different things"
 
 
+@pytest.mark.parametrize("kind", ["hmm", "btree"])
+def test_states_may_begin_without_favour(target, kind):
+    model = begun(target, kind, stay=0.0)
+    with torch.no_grad():
+        model.sums.weight.zero_()
+    found = model(torch.randn(32), torch.tensor(5))
+    torch.testing.assert_close(found.steps.exp(), torch.full_like(found.steps, 1 / model.shape.rank))
+
+
 class ManyBytes(torch.nn.Module):
     """What EvaByte has that others have not: one unembedding of eight heads, and norms that count from 1."""
 

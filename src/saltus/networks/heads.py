@@ -32,7 +32,6 @@ from saltus.networks.slots import SlotMemory, SlotReader, tapped
 from saltus.networks.upper_layers import UpperLayers
 
 MADE = {"cp": circuits.mixture, "hmm": circuits.chain, "btree": circuits.tree}
-STAY = 6.0  # logit by which a latent's first law favours its parent's state
 LIKELY = 1024  # tokens of a position that are drafted, the likeliest, so that each state costs a softmax over few
 
 
@@ -49,6 +48,7 @@ class HeadShape:
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
+    stay: float = 6.0  # logit by which a latent favours its parent's state before training; 0: none is favoured
     layers: int = 0  # of the target, the last ones, that heads read the text by once more, adapted
     lora: int = 16  # rank of what is adapted in these
     taps: tuple[int, ...] = ()  # the layer that they begin at
@@ -193,8 +193,8 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
 
     Every position begins with the target's own law of the next token, or, where the target itself says several tokens
     (EvaByte's unembedding is that of eight), with its law of that place; components have their position's. So CP is
-    FF, and HMM and BTree are nearly CP, since states stay as they are. The sums differ by text from the beginning,
-    which is what lets components part.
+    FF, and HMM and BTree are nearly CP where states stay as they are (`shape.stay`). The sums differ by text from the
+    beginning, which is what lets components part.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
@@ -218,7 +218,7 @@ def new_heads(shape: HeadShape, tokens: Int[Tensor, "draft"], target: Any, gener
         drawn(model.sums.weight, 0.02)
         model.sums.bias.zero_()
         if circuit.latents > 1:
-            stays = STAY * torch.eye(circuit.rank).flatten()
+            stays = shape.stay * torch.eye(circuit.rank).flatten()
             model.sums.bias[circuit.rank :] = stays.repeat(len(model.sums.bias[circuit.rank :]) // len(stays))
         if model.own is not None:
             for place, own in enumerate(model.own):

@@ -62,14 +62,15 @@ class HeadsCourse:
         to them. Errors: ValueError where shapes do not fit.
         """
         heads = load_heads(folder, self.target, self.name).float()
-        old, new = heads.shape, self.shape
+        old, new = replace(heads.shape, stay=self.shape.stay), self.shape
         if not old.layers:
             old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
         if old.circuit == "ff":
             kept = ("window", "told", "own", "layers", "lora")
             fits = all(getattr(old, name) == getattr(new, name) for name in kept)
         else:
-            fits = replace(old, circuit=new.circuit) == new and (old == new or (old.circuit, new.circuit) in ONWARD)
+            alike = replace(old, circuit=new.circuit) == new
+            fits = alike and (old == new or (old.circuit, new.circuit) in ONWARD)
         if not fits:
             raise ValueError(f"the recipe's heads cannot go on from {folder}, made as {old}; take what made them")
         module = new_heads(new, heads.tokens, self.target, draws(self.lessons.seed, "weights"))

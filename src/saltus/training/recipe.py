@@ -101,6 +101,7 @@ class Heads:
     told: bool = True  # the text's last token; else it is the window's first, and known
     contextual: bool = True  # do sums depend on the text?
     homogeneous: bool = False  # one table for all steps of a circuit?
+    stay: float = 6.0  # logit by which a latent favours its parent's state before training; 0: none is favoured
     layers: int = 0  # of the target, the last ones, that heads read the text by once more, adapted
     lora: int = 16  # rank of what is adapted in these
     vocabulary: int = 8192  # tokens that are drafted: the most frequent
