@@ -238,7 +238,7 @@ def _filled(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:
     given = {}
     for key, value in table.items():
         if not is_dataclass(hints[key]):
-            given[key] = _checked(value, hints[key], f"{where}: {key}")
+            given[key] = _checked(value, hints[key], f"{where.rstrip(',')}: {key}")
         elif isinstance(value, Mapping):
             given[key] = _filled(hints[key], value, f"{where}, [{key}],")
         else:
