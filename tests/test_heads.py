@@ -212,6 +212,18 @@ def test_under_match_and_greedily_the_text_is_that_of_plain(kind, sampling):
         assert any(step.asked.tokens for step in made.steps), "it drafts"
 
 
+def test_windows_of_several_texts_begin_together_as_each_alone():
+    target = toy()
+    network = HeadNetwork(heads("hmm", hidden=1), target)
+    asks = [Forward(continuation(text, 4), hidden=torch.full((1, 1), 0.1 * len(text))) for text in ([1], [2, 3], [4])]
+    memories = [network.memory() for _ in asks]
+    together = network.forward(asks, memories)
+    for ask, found in zip(asks, together, strict=True):
+        alone = network.forward([ask], [network.memory()])[0]
+        torch.testing.assert_close(found.logits, alone.logits)
+    assert network.forward([], []) == []
+
+
 def afresh(rule):
     """A rule with uniforms of its own for every step, so that a place may be decided twice."""
 
@@ -240,7 +252,9 @@ def shortcut(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
 def test_dropping_the_verifier_s_token_would_change_the_law_and_keeping_it_does_not(rule, keeps, monkeypatch):
     p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
     target, model = Toy(p.double().expand(3, 3, 3)), small_heads("ff")
-    model.shared = lambda features: torch.stack([p, q, q])  # the first draft is always accepted
+    model.shared = lambda features: torch.stack([p, q, q]).expand(
+        *features.shape[:-1], 3
+    )  # the first draft is always accepted
     monkeypatch.setattr(token_by_token, "reject", rule)  # so that drafts are drawn from laws for it too
     value = law_of(target, model, SAMPLED, rule)
     assert value > ALPHA if keeps else value < 1e-6

@@ -279,14 +279,20 @@ class HeadNetwork:
     @torch.inference_mode()
     def forward(self, asks: Sequence[Forward], memories: Sequence[HeadMemory]) -> list[Reply]:
         """Logits over the drafted tokens behind the decided text: of the window's next position given those before."""
-        with native.in_charge() if self.device.type == "cpu" else nullcontext():
-            return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
-
-    def _answer(self, ask: Forward, memory: HeadMemory) -> Reply:
         started = time.perf_counter()
-        decided, shape = ask.canvas.decided, self.model.shape
-        if ask.hidden is not None:
-            self._begin(memory, self._state(memory, ask.hidden, decided), decided)
+        with native.in_charge() if self.device.type == "cpu" else nullcontext():
+            self._begin(asks, memories)
+            logits = [self._answer(ask.canvas.decided, memory) for ask, memory in zip(asks, memories, strict=True)]
+        seconds = time.perf_counter() - started
+        return [
+            Reply(torch.from_numpy(own), None, seconds, 0, len(asks), torch.from_numpy(tokens))
+            for tokens, own in logits
+        ]
+
+    def _answer(
+        self, decided: np.ndarray, memory: HeadMemory
+    ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rows likely"]]:
+        shape = self.model.shape
         assert memory.found is not None
         wanted = decided[memory.base - (not shape.told) :].tolist()
         if memory.reader is None or wanted[: len(memory.read)] != memory.read:
@@ -298,8 +304,7 @@ class HeadNetwork:
             tokens, law = self._law(memory, len(wanted))
             with np.errstate(divide="ignore"):
                 logits = np.log(np.exp(memory.reader.expected) @ law)[None]
-        seconds = time.perf_counter() - started
-        return Reply(torch.from_numpy(logits), None, seconds, 0, 1, torch.from_numpy(tokens))
+        return tokens, logits
 
     def _state(self, memory: HeadMemory, given: Tensor, decided: np.ndarray) -> Float[Tensor, "hidden"]:
         """What the heads read: the target's state before the last token, or what adapted layers make of the text."""
@@ -312,12 +317,26 @@ class HeadNetwork:
         slots.read = decided[slots.start :].copy()
         return state
 
-    def _begin(self, memory: HeadMemory, state: Tensor, decided: np.ndarray) -> None:
-        last = torch.tensor(int(decided[-1]), device=self.device)
-        memory.found = found = self.model(state, last)
-        memory.start, memory.steps, memory.codes = _array(found.start), _array(found.steps), _array(found.codes)
-        memory.shared = None if self.model.shape.own else _array(self.model.shared(found.features))
-        memory.base, memory.reader, memory.read, memory.laws = len(decided), None, [], {}
+    def _begin(self, asks: Sequence[Forward], memories: Sequence[HeadMemory]) -> None:
+        """The heads' say of all texts that begin windows, at once: their weights are read but once."""
+        begun = [
+            (ask.canvas.decided, ask.hidden, memory)
+            for ask, memory in zip(asks, memories, strict=True)
+            if ask.hidden is not None
+        ]
+        if not begun:
+            return
+        states = torch.stack([self._state(memory, given, decided) for decided, given, memory in begun])
+        last = torch.tensor([int(decided[-1]) for decided, *_ in begun], device=self.device)
+        every = self.model(states, last)
+        shared = None if self.model.shape.own else self.model.shared(every.features)
+        for number, (decided, _, memory) in enumerate(begun):
+            codes = None if every.codes is None else every.codes[number]
+            found = Parameters(every.start[number], every.steps[number], every.features[number], codes)
+            memory.start, memory.steps, memory.codes = _array(found.start), _array(found.steps), _array(found.codes)
+            memory.shared = None if shared is None else _array(shared[number])
+            memory.found, memory.base = found, len(decided)
+            memory.reader, memory.read, memory.laws = None, [], {}
 
     def _law(
         self, memory: HeadMemory, place: int
