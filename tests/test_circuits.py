@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from saltus.networks import circuits
 from saltus.networks.circuits import Circuit, Reader, chain, independent, mixture, surprises, tree
 from saltus.training.draws import draws
 
@@ -163,6 +164,16 @@ def test_samples_follow_the_law_given_the_evidence(circuit):
         share = value / total
         found = float((states == torch.tensor(own)).all(-1).double().mean())
         assert abs(found - share) < 5 * (share * (1 - share) / count) ** 0.5 + 1e-9
+
+
+@pytest.mark.parametrize(("circuit", "stages"), [(mixture(16, 2), 1), (tree(16, 2), 4), (chain(16, 2), 16)])
+def test_a_window_is_drawn_in_a_stage_for_each_level(circuit, stages, monkeypatch):
+    calls, drawn = [], circuits._drawn
+    monkeypatch.setattr(circuits, "_drawn", lambda *given: calls.append(1) or drawn(*given))
+    start, steps, laws = parameters(circuit)
+    uniforms = torch.from_numpy(draws(3, "uniforms").random((BATCH, circuit.latents)))
+    circuit.sample(start, steps, evidence(laws, (None,) * 16), uniforms)
+    assert len(calls) == stages
 
 
 @shapes

@@ -18,7 +18,7 @@ they are so small that the framework would cost more than the sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -111,7 +111,7 @@ class Circuit:
         leaves: Float[Tensor, "*batch window rank"],
     ) -> Float[Tensor, "*batch"]:  # fmt: skip
         """Of the evidence; what is not known is summed out."""
-        return (start + self._upward(steps, leaves)[0][0]).logsumexp(-1)
+        return (start + self._upward(steps, leaves)[0][..., 0, :]).logsumexp(-1)
 
     def states(
         self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
@@ -122,7 +122,7 @@ class Circuit:
         With the position's own leaf 0, the law of its token is the mixture of its states' laws with these weights.
         Errors: ValueError for evidence of probability 0.
         """
-        own, messages, here = self._upward(steps, leaves)
+        own, messages, here = (found.unbind(-2) for found in self._upward(steps, leaves))
         before = [start] * self.latents  # log P(state, evidence that is not below the latent)
         for latent in self.places[1:]:
             parent = self.parents[latent]
@@ -143,15 +143,17 @@ class Circuit:
     ) -> Int[Tensor, "*batch window"]:  # fmt: skip
         """A state for each position, drawn top-down given the evidence (MtPC, Alg. 1); a uniform for each latent.
 
-        Tokens are then drawn from the chosen states' laws alone. Errors: ValueError for evidence of probability 0.
+        One stage a level; tokens are then drawn from the chosen states' laws alone. Errors: ValueError for evidence of
+        probability 0.
         """
         own = self._upward(steps, leaves)[0]
-        chosen: list[Tensor] = []
-        for latent in self.places:
-            parent = self.parents[latent]
-            row = start if parent < 0 else _rows(steps[..., latent - 1, :, :], chosen[parent])
-            chosen.append(_drawn(row + own[latent], uniforms[..., latent]))
-        return torch.stack([chosen[holder] for holder in self.holders], -1)
+        root = _drawn(start + own[..., 0, :], uniforms[..., 0])
+        chosen = root[..., None].repeat_interleave(self.latents, -1)
+        for ids, parents in self._stages(leaves.device):
+            rows = _rows(steps.index_select(-3, ids - 1), chosen.index_select(-1, parents))
+            drawn = _drawn(rows + own.index_select(-2, ids), uniforms.index_select(-1, ids))
+            chosen = chosen.index_copy(-1, ids, drawn)
+        return chosen[..., list(self.holders)]
 
     def best(
         self, start: Float[Tensor, "*batch rank"], steps: Float[Tensor, "*batch steps rank rank"],
@@ -162,7 +164,7 @@ class Circuit:
         With the leaf of an unknown token the largest of its state's law, tokens are chosen too: the likeliest path.
         Errors: ValueError where every path has probability 0.
         """
-        own = list(self._gathered(leaves))
+        own = list(self._gathered(leaves).unbind(-2))
         arrows: list[Tensor] = [start] * self.latents
         for latent in reversed(self.places[1:]):
             values, arrows[latent] = (steps[..., latent - 1, :, :] + own[latent][..., None, :]).max(-1)
@@ -175,24 +177,31 @@ class Circuit:
             chosen.append(arrows[latent].gather(-1, chosen[self.parents[latent]][..., None])[..., 0])
         return torch.stack([chosen[holder] for holder in self.holders], -1), value
 
-    def _gathered(self, leaves: Float[Tensor, "*batch window rank"]) -> Sequence[Tensor]:
+    def _gathered(self, leaves: Float[Tensor, "*batch window rank"]) -> Float[Tensor, "*batch latents rank"]:
         """The evidence at each latent itself: the sum of its positions' leaves."""
         found = leaves.new_zeros(*leaves.shape[:-2], self.latents, self.rank)
-        return found.index_add(-2, torch.tensor(self.holders, device=leaves.device), leaves).unbind(-2)
+        return found.index_add(-2, torch.tensor(self.holders, device=leaves.device), leaves)
+
+    def _stages(self, device: torch.device) -> Iterator[tuple[Int[Tensor, "level"], Int[Tensor, "level"]]]:
+        """The latents of each level, and their parents."""
+        for level in self.levels:
+            parents = [self.parents[latent] for latent in level]
+            yield torch.tensor(level, device=device), torch.tensor(parents, device=device)
 
     def _upward(
         self, steps: Float[Tensor, "*batch steps rank rank"], leaves: Float[Tensor, "*batch window rank"]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Of each latent: log P(evidence below it | its state); the same, | its parent's state; and its leaves' sum."""
-        here = list(self._gathered(leaves))
-        own, messages = here[:], here[:]
-        for level in reversed(self.levels):
-            ids = torch.tensor(level, device=leaves.device)
-            below = torch.stack([own[latent] for latent in level], -2)
-            said = (steps.index_select(-3, ids - 1) + below[..., None, :]).logsumexp(-1)
-            for number, latent in enumerate(level):
-                messages[latent] = said[..., number, :]
-                own[self.parents[latent]] = own[self.parents[latent]] + messages[latent]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each latent: log P(evidence below it | its state); the same, | its parent's state; and its leaves' sum.
+
+        Each is [*batch, latents, rank]; one stage a level.
+        """
+        here = self._gathered(leaves)
+        here = here.expand(*torch.broadcast_shapes(here.shape[:-2], steps.shape[:-3]), -1, -1)
+        own = messages = here
+        for ids, parents in reversed(list(self._stages(leaves.device))):
+            said = (steps.index_select(-3, ids - 1) + own.index_select(-2, ids)[..., None, :]).logsumexp(-1)
+            messages = messages.index_copy(-2, ids, said)
+            own = own.index_add(-2, parents, said)
         return own, messages, here
 
 
