@@ -171,11 +171,8 @@ class HeadModel(nn.Module):
         reach: Float[Tensor, "directions draft"] | None,
     ) -> Float[Tensor, "*rows rank draft"]:
         """The logits of each state."""
-        return (
-            shared[..., None, :]
-            if codes is None or reach is None
-            else shared[..., None, :] + codes.to(reach.dtype) @ reach
-        )
+        own = shared[..., None, :]
+        return own if codes is None or reach is None else own + codes.to(reach.dtype) @ reach
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         out = self._product(x, layer.weight)
