@@ -252,9 +252,8 @@ def shortcut(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
 def test_dropping_the_verifier_s_token_would_change_the_law_and_keeping_it_does_not(rule, keeps, monkeypatch):
     p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
     target, model = Toy(p.double().expand(3, 3, 3)), small_heads("ff")
-    model.shared = lambda features: torch.stack([p, q, q]).expand(
-        *features.shape[:-1], 3
-    )  # the first draft is always accepted
+    logits = torch.stack([p, q, q])  # the first draft is always accepted
+    model.shared = lambda features: logits.expand(*features.shape[:-1], 3)
     monkeypatch.setattr(token_by_token, "reject", rule)  # so that drafts are drawn from laws for it too
     value = law_of(target, model, SAMPLED, rule)
     assert value > ALPHA if keeps else value < 1e-6

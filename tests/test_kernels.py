@@ -28,7 +28,7 @@ STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 SIZES = [(1, 1), (7, 3), (31, 130), (32, 8), (33, 5), (48, 20), (576, 49), (1536, 64)]  # inputs, outputs
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
+compiled = pytest.mark.skipif(native.shared_object() is None, reason="no compiled kernels")
 
 
 @pytest.fixture
@@ -353,7 +353,7 @@ def test_threads_do_not_change_a_bit():
     x, (weight, bias), rows = normal(40, 576), layer(576, 999, torch.float32), Rows(torch.float32, nodes=70)
     found = []
     for threads in (1, 2, 3, 1):
-        native.library().saltus_threads(threads)
+        native.shared_object().saltus_threads(threads)
         found.append((linear(x, [weight], [bias])[0], rows.attend([], list(range(70)))))
     for out, attended in found:
         assert same(out, found[0][0])
@@ -367,7 +367,7 @@ def work(seed: int, wrong: list, expected: torch.Tensor) -> None:
 
 @compiled
 def test_threads_of_python_may_call_at_once():
-    native.library().saltus_threads(3)
+    native.shared_object().saltus_threads(3)
     weight, bias = layer(200, 300, torch.float32)
     wrong: list[int] = []
     threads = [
@@ -384,7 +384,7 @@ def test_threads_of_python_may_call_at_once():
 
 
 def child(x, weight, bias, answers) -> None:
-    native.library().saltus_threads(2)
+    native.shared_object().saltus_threads(2)
     answers.put(linear(x, [weight], [bias])[0].numpy())
 
 
@@ -393,7 +393,7 @@ def child(x, weight, bias, answers) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_computes_the_same():
     """Even if another thread was in the middle of a product."""
-    native.library().saltus_threads(3)
+    native.shared_object().saltus_threads(3)
     x, (weight, bias) = normal(40, 576), layer(576, 200, torch.float32)
     mine = linear(x, [weight], [bias])[0]
     over = threading.Event()
@@ -434,17 +434,17 @@ def test_without_kernels_rows_round_alike_too():
 def fresh_library(tmp_path, monkeypatch):
     """As if nothing had been compiled or loaded."""
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))
-    native.library.cache_clear()
+    native.shared_object.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    native.shared_object.cache_clear()
 
 
 def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING, "saltus"):
-        assert native.library() is None
-        assert native.library() is None
+        assert native.shared_object() is None
+        assert native.shared_object() is None
     assert [record.getMessage() for record in caplog.records] == [
         "the compiled kernels cannot be had, going on with slower exact ones:"
         " no C compiler was found; install gcc or clang"
@@ -454,16 +454,16 @@ def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monke
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "saltus"):
-        assert native.library() is None
+        assert native.shared_object() is None
     assert "the compiler failed" in caplog.records[0].getMessage()
     assert not list(fresh_library.rglob("*.so"))
 
 
 @compiled
 def test_kernels_are_compiled_once(fresh_library, monkeypatch):
-    assert native.library() is not None
+    assert native.shared_object() is not None
     made = list(fresh_library.rglob("*.so"))
     assert len(made) == 1
-    native.library.cache_clear()
+    native.shared_object.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert native.library() is not None
+    assert native.shared_object() is not None

@@ -279,11 +279,11 @@ class HeadNetwork:
         started = time.perf_counter()
         with native.in_charge() if self.device.type == "cpu" else nullcontext():
             self._begin(asks, memories)
-            logits = [self._answer(ask.canvas.decided, memory) for ask, memory in zip(asks, memories, strict=True)]
+            answers = [self._answer(ask.canvas.decided, memory) for ask, memory in zip(asks, memories, strict=True)]
         seconds = time.perf_counter() - started
         return [
-            Reply(torch.from_numpy(own), None, seconds, 0, len(asks), torch.from_numpy(tokens))
-            for tokens, own in logits
+            Reply(torch.from_numpy(logits), None, seconds, 0, len(asks), torch.from_numpy(tokens))
+            for tokens, logits in answers
         ]
 
     def _answer(

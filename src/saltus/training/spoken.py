@@ -24,8 +24,8 @@ def spoken(
     """
     reach = model.reach()
     if found.codes is None or reach is None:
-        own = tokens[:, None, None].expand(-1, model.shape.structure.rank, 1)
-        return model.laws(found, place).gather(-1, own)[..., 0]
+        laws = model.laws(found, place)
+        return laws.gather(-1, _each(tokens, laws))[..., 0]
     return _Spoken.apply(model.shared(found.features[..., place, :]), found.codes[..., place, :, :], reach, tokens)  # pyright: ignore[reportReturnType]
 
 

@@ -82,7 +82,7 @@ class Norm(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL | None:
+def shared_object() -> ctypes.CDLL | None:
     """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""
     if os.environ.get("SALTUS_NATIVE", "1") == "0":
         return None
@@ -106,7 +106,7 @@ def library() -> ctypes.CDLL | None:
 
 def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any], int] | None:
     """A compiled kernel for a dtype, which takes a pointer to its struct; None where it cannot serve."""
-    if device.type != "cpu" or dtype not in SUFFIX or (found := library()) is None:
+    if device.type != "cpu" or dtype not in SUFFIX or (found := shared_object()) is None:
         return None
     return getattr(found, f"{name}_{SUFFIX[dtype]}", None)
 
@@ -114,7 +114,7 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any
 @contextlib.contextmanager
 def in_charge() -> Iterator[None]:
     """Leave the processor to the kernels: torch's threads would spin beside theirs after every small product."""
-    found, threads = library(), torch.get_num_threads()
+    found, threads = shared_object(), torch.get_num_threads()
     if found is None:
         yield
         return
