@@ -101,7 +101,7 @@ def test_queries_are_told_no_uniform_where_none_chooses():
 @pytest.mark.parametrize(
     ("tokens", "parents", "uniforms"),
     [
-        ((3, -1), (-1, 0), (None, None)), ((3, 4), (-1, 0), (None, 0.5)), ((-1, 4), (-1, -1), (0.5, None)),
+        ((3, -1), (-1, 0), (None, None)), ((-1, 4), (-1, -1), (0.5, None)),
         ((3,), (-1,), ()),
     ],
 )  # fmt: skip

@@ -274,7 +274,7 @@ def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
     run = Run(chosen, engine.network, "tiny", recipe.parent)
     for _ in run.read(teacher_texts(chosen, teacher)):
         pass
-    cuts = run.course().curriculum
+    cuts = run.course(()).curriculum
     assert len(cuts.texts) + len(cuts.held_out) == 20
 
     def prompts(texts) -> set[tuple[int, ...]]:

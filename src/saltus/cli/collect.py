@@ -31,61 +31,79 @@ def collect_(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        "--prompts",
+        "-f",
+        metavar="FILE",
+        help='JSON lines with "prompt" or "messages", or (.txt) a prompt a line; - is stdin.',
+        rich_help_panel=o.PROMPT,
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT
+    ),
+]
+FreeShapes = Annotated[
+    bool,
+    typer.Option(
+        "--free-shapes",
+        help="Let calls round as their shapes have it: quicker batches on a GPU, and texts that depend on them.",
+        rich_help_panel=o.MODEL,
+    ),
+]
+Temperatures = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        metavar="X",
+        help="0 takes the likeliest token; may be repeated. [dim]\\[default: 0 and 0.7][/dim]",
+        show_default=False,
+        rich_help_panel=o.SAMPLING,
+    ),
+]
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK)
+]
+Processes = Annotated[
+    int,
+    typer.Option(
+        "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK
+    ),
+]
+Shard = Annotated[int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK)]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Deal the work out to the machines of this Ray cluster; [i]local[/i] is this machine, [i]auto[/i] the"
+        " cluster it belongs to. DIR is on a disk that all of them share.",
+        rich_help_panel=WORK,
+    ),
+]
+
+
 @collect.command()
 def text(
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            "--prompts",
-            "-f",
-            metavar="FILE",
-            help='JSON lines with "prompt" or "messages", or (.txt) a prompt a line; - is stdin.',
-            rich_help_panel=o.PROMPT,
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT
-        ),
-    ],
+    prompts: Prompts,
+    out: Out,
     limit: o.Limit = None,
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    free_shapes: Annotated[
-        bool,
-        typer.Option(
-            "--free-shapes",
-            help="Let calls round as their shapes have it: quicker batches on a GPU, and texts that depend on them.",
-            rich_help_panel=o.MODEL,
-        ),
-    ] = False,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="X",
-            help="0 takes the likeliest token; may be repeated. [dim]\\[default: 0 and 0.7][/dim]",
-            show_default=False,
-            rich_help_panel=o.SAMPLING,
-        ),
-    ] = None,
+    free_shapes: FreeShapes = False,
+    temperature: Temperatures = None,
     seed: o.Seed = 0,
     max_new_tokens: o.MaxNewTokens = 256,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK)
-    ] = 16,
-    processes: Annotated[
-        int,
-        typer.Option(
-            "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK
-        ),
-    ] = 1,
-    shard: Annotated[
-        int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK)
-    ] = 128,
+    batch_size: BatchSize = 16,
+    processes: Processes = 1,
+    ray: Ray = None,
+    shard: Shard = 128,
 ) -> None:
     """Let a model answer prompts, and keep the answers as token ids.
 
@@ -105,28 +123,107 @@ def text(
     and completion; collect.json says which model wrote them and how.
     [bold]saltus train ptp[/bold] learns from it.
     """
+    loading = {
+        "model": model, "method": "plain", "options": {}, "dtype": dtype, "device": device, "exact": not free_shapes,
+    }  # fmt: skip
+    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "shard": shard}
+    _carry_out(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+
+
+@collect.command()
+def jacobi(
+    prompts: Prompts,
+    out: Out,
+    block: Annotated[
+        int,
+        typer.Option(
+            "--block", "-b", metavar="N", min=2, max=128, help="Tokens of a block.", rich_help_panel=o.SAMPLING
+        ),
+    ] = 16,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter",
+            metavar="DIR",
+            help="Guess by this adapter of [i]saltus train jacobi[/i]: for another round of training.",
+            rich_help_panel=o.MODEL,
+        ),
+    ] = None,
+    limit: o.Limit = None,
+    model: o.Model = o.DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    free_shapes: FreeShapes = False,
+    temperature: Temperatures = None,
+    seed: o.Seed = 0,
+    max_new_tokens: o.MaxNewTokens = 256,
+    batch_size: BatchSize = 16,
+    processes: Processes = 1,
+    ray: Ray = None,
+    shard: Shard = 128,
+) -> None:
+    """Let a model answer prompts by Jacobi decoding, and keep every iterate of every block.
+
+    [dim]Give the same command again after an interruption: it writes the files that
+    are missing. What is written depends on the seed and on the number of the
+    prompt, never on batches, processes or machines.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus collect jacobi --prompts asked.jsonl --out trajectories
+
+        saltus collect jacobi -f asked.jsonl -t 0 --block 32 -m tuned --out round-2
+
+        saltus collect jacobi -f asked.jsonl --out /shared/trajectories --ray auto --processes 8
+
+    [bold]DIR[/bold] gets what [bold]saltus collect text[/bold] writes, and in each line also [i]iterates[/i]: for each
+    call the number of tokens decided before it and the guesses for those behind.
+    [bold]saltus train jacobi[/bold] learns from it.
+    """
+    options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
+    if adapter is not None:
+        options["model"] = str(adapter)
+    loading = {
+        "model": model, "method": "jacobi", "dtype": dtype, "device": device, "exact": not free_shapes,
+        "options": {"jacobi": options}, "budget": block, "adaptive": False,
+    }  # fmt: skip
+    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "shard": shard, "block": block}
+    _carry_out(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+
+
+def _carry_out(
+    prompts: Path,
+    out: Path,
+    limit: int | None,
+    loading: dict[str, Any],
+    temperature: Sequence[float] | None,
+    settings: dict[str, Any],
+    batch_size: int,
+    processes: int,
+    ray: str | None,
+) -> None:
     from saltus.prompts import read
 
     asked = read(prompts)[:limit]
     if number := next((number for number, one in enumerate(asked) if len(one.turns) > 1), None):
         raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
-    temperatures = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
+    settings["temperatures"] = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
     from saltus.training.teacher import Plan
 
-    settings = {"temperatures": temperatures, "max_new_tokens": max_new_tokens, "seed": seed, "shard": shard}
     Plan((), **settings)  # a wrong number costs no loading
     from saltus.cli.loading import open_engine
     from saltus.training.checkpoint import alone
-    from saltus.training.teacher import begun, collect_apart, collect_here
+    from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster
 
-    loading = {"dtype": dtype, "device": device, "exact": not free_shapes}
-    engine = open_engine(model, "plain", None, **loading, batch_size=batch_size)
+    engine = open_engine(**loading, batch_size=batch_size)
     plan = Plan(questions(engine, asked, prompts), **settings)
     with alone(out):
         left = begun(out, plan, engine)
-        if processes > 1 and len(left) > 1:
+        if ray is not None and left:
             del engine
-            loading |= {"model": model, "method": "plain"}
+            done = collect_on_cluster(plan, left, out, loading, batch_size, processes, ray)
+        elif processes > 1 and len(left) > 1:
+            del engine
             done = collect_apart(plan, left, out, loading, batch_size, processes)
         else:
             done = collect_here(engine, plan, left, out, batch_size)

@@ -8,7 +8,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,11 +17,13 @@ from saltus.networks.sources import resolve
 from saltus.networks.trained import is_trained
 
 
-def open_engine(model: str, method: str, options: Sequence[str] | None, **settings: Any) -> Any:
-    """`saltus.load` with the options of a command line: `lookup.longest=5`; a terminal sees what takes long."""
+def open_engine(
+    model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
+) -> Any:
+    """`saltus.load`, also with the options of a command line: `lookup.longest=5`; a terminal sees what takes long."""
     from saltus.methods import make
 
-    chosen = method_options(options or (), method)
+    chosen = options if isinstance(options, Mapping) else method_options(options or (), method)
     own = [where for one in make(method, chosen) for where in one.models.values() if not is_trained(where)]
     live = sys.stderr.isatty()
     with bars() if live else nullcontext(silent) as show:
@@ -110,3 +112,4 @@ def _be_quiet() -> None:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        logging.disable_progress_bar()

@@ -28,6 +28,8 @@ def train_(context: typer.Context) -> None:
         saltus train ptp
 
         saltus train mtpc
+
+        saltus train jacobi
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -177,6 +179,49 @@ def mtpc(
     _carry_out("mtpc", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
 
 
+@train.command()
+def jacobi(
+    arguments: Arguments = None,
+    recipe: Name = "smollm2-jacobi",
+    change: Change = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    model: Model = None,
+    device: o.Device = "auto",
+    teacher: Teacher = None,
+    work: Work = None,
+    begin: Begin = None,
+    out: Out = None,
+    show: Listed = False,
+) -> None:
+    """Train a model, or an adapter of it, to decode blocks in parallel (Jacobi Forcing).
+
+    [dim]Give the same command again after an interruption: it goes on from the last
+    checkpoint, with the outcome that it would have had.[/dim]
+
+    It learns from [bold]saltus collect jacobi[/bold]. An adapter acts on guesses alone, and the
+    untouched model verifies: no text changes. With [i]--set trains=model[/i] the whole
+    model is trained, and texts are those of the trained model.
+
+    [bold]Examples[/bold]
+
+        saltus train jacobi --list
+
+        saltus train jacobi --teacher trajectories --out adapter
+
+        saltus train jacobi --teacher trajectories --set schedule=any --set mask=clean --work runs/cllm
+
+        saltus train jacobi --teacher trajectories --set trains=model --out tuned
+
+    Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
+    or saltus generate --model tuned --method jacobi "Who?"
+    """
+    if show:
+        _list("jacobi")
+        return
+    _carry_out("jacobi", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+
+
 def _carry_out(
     method: str,
     recipe: str,
@@ -217,9 +262,10 @@ def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
     found = teacher or work / "teacher"
     if not found.exists():
         kinds = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
+        what = "jacobi" if recipe.kind == "forcing" else "text"
         raise ValueError(
             f"there is no teacher text in {found}; let the model write it first:"
-            f" saltus collect text --model {recipe.model} --prompts FILE {kinds} --out {found}"
+            f" saltus collect {what} --model {recipe.model} --prompts FILE {kinds} --out {found}"
         )
     return found
 
@@ -234,10 +280,11 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
 
     engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
     written_by(teacher, engine.network.model, recipe.model)
-    run = Run(recipe, engine.network, recipe.model, work, begin, _student(recipe, engine, device))
+    student = _student(recipe, engine, device)
+    run = Run(recipe, engine.network, recipe.model, work, begin, student, engine.tokenizer)
     with alone(work):
         _read(run, samples)
-        course = run.course()
+        course = run.course(samples)
         found = _taught(run, course, tensorboard)
         tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
         course.save(out, _card(recipe, name, begin, len(samples), tokens, found))
@@ -274,9 +321,7 @@ def _taught(run: Any, course: Any, tensorboard: Callable[..., Any]) -> dict[str,
     from saltus.cli.answering import note
     from saltus.cli.progress import meter
 
-    lessons, window = run.recipe.lessons, getattr(run.recipe, run.recipe.kind).window
-    queries = lessons.texts * lessons.windows * window  # of a step
-    curves = Curves(tensorboard, run.work / "tensorboard", queries)
+    curves = Curves(tensorboard, run.work / "tensorboard", run.queries(course))
     steps, saved = run.recipe.schedule.steps, 0
 
     def watch(step: int, loss: float) -> None:

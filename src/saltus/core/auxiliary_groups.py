@@ -51,6 +51,18 @@ def with_groups(asked: Forward, groups: Sequence[tuple[int, Sequence[float]]], t
     return replace(asked, tokens=tuple(tokens), parents=tuple(parents), uniforms=tuple(told), temperature=temperature)
 
 
+def with_guesses(asked: Forward, guesses: Sequence[int], temperature: float) -> Forward:
+    """Hang guesses behind the decided text, one behind the other, for the adapter to read (Jacobi Forcing)."""
+    nodes = len(asked.tokens)
+    return replace(
+        asked,
+        tokens=(*asked.tokens, *guesses),
+        parents=(*asked.parents, -1, *range(nodes, nodes + len(guesses) - 1)),
+        uniforms=(*([None] * nodes), *([math.nan] * len(guesses))),
+        temperature=temperature,
+    )
+
+
 def said(laws: Laws, chain: Sequence[int], form: Form, uniforms: Sequence[float]) -> list[tuple[int, float]]:
     """The tokens that queries draft, and the chances that they state: the argmax (Eq. 5), or Pick(u, law) (Eq. 7).
 

@@ -31,7 +31,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Rides(Protocol):
-    """A drafter that drafts in the call that verifies: it hangs auxiliary queries into the tree before it is asked."""
+    """A drafter that drafts in the call that verifies: it hangs queries into the tree before it is asked."""
 
     def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward: ...
 

@@ -29,8 +29,9 @@ class Forward:
 
     A node with a uniform is no token but an *auxiliary query* (PTP): the adapter's gate is on, its input is the
     embedding of the uniform (NaN: of none), it stands at the position right behind its parent, and its logits are
-    for the token *of that position*, where a token's are for the next. Queries stand behind all tokens, and only
-    queries hang from them; no rule, drafter or memory ever takes one for text.
+    for the token *of that position*, where a token's are for the next. A query that has a token is a *guess* (Jacobi
+    Forcing): it reads this token's embedding too, and its logits are for the next position. Queries stand behind all
+    tokens, and only queries hang from them; no rule, drafter or memory ever takes one for text.
     """
 
     canvas: Canvas
@@ -49,7 +50,7 @@ class Forward:
         if self.uniforms is not None:
             queries = [u is not None for u in self.uniforms]
             assert len(queries) == len(self.tokens)
-            assert queries == [token == AUXILIARY for token in self.tokens], "a query is no token"
+            assert all(queries[i] or token != AUXILIARY for i, token in enumerate(self.tokens)), "a token is one"
             assert queries == sorted(queries), "queries stand behind all tokens, so that no token hangs from one"
 
     @cached_property
@@ -93,6 +94,15 @@ class Forward:
         chain = []
         while (query := self._hanging.get(chain[-1] if chain else node)) is not None:
             chain.append(query)
+        return chain
+
+    @property
+    def guesses(self) -> list[int]:
+        """The tokens of the first chain that hangs from the decided text: of Jacobi decoding, its iterate."""
+        chain, node = [], -1
+        while children := self.children(node):
+            node = children[0]
+            chain.append(self.tokens[node])
         return chain
 
     def follow(self, tokens, start: int = -1) -> list[int]:
@@ -159,8 +169,8 @@ class Laws:
         return law(torch.from_numpy(whole), self.sampling, context, index)
 
     def depth(self, node: int) -> int:
-        """How many drafted tokens stand before the hole that this law is for: a query's is for its own place."""
-        return self.asked.depths[node] + (node < self.asked.drafts) if node >= 0 else 0
+        """How many tokens stand before the hole that this law is for: that of a query without one is its own place."""
+        return self.asked.depths[node] + (self.asked.tokens[node] != AUXILIARY) if node >= 0 else 0
 
     def pick(self, node: int) -> int:
         """The text's own token after `node`: Pick(u, law) with the uniform of that position (PTP, Eq. 2)."""

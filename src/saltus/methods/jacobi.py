@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from saltus.core.auxiliary_groups import with_guesses
 from saltus.core.canvas import Canvas
+from saltus.core.control import Controller
 from saltus.core.decode import Drafter
 from saltus.core.forward import Forward, Step
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import Sampling, likeliest, probability
 from saltus.core.tree import Branch
 
 EACH = 12  # n-grams kept that start with the same token
@@ -23,8 +25,11 @@ class Jacobi:
 
     The blocks are one chain of the tree: later ones continue the first, are corrected in the same call, and are
     verified like it when the text reaches them. Argmax and sampling alike: the answers are the text's own picks.
+    What `saltus train jacobi` made of a model is decoded like any model; an adapter that it made corrects the guesses
+    in rows of its own, in the very calls that verify.
     """
 
+    model: str = ""  # a folder of `saltus train jacobi` with an adapter; empty: the target corrects its guesses
     block: int = 16  # tokens of a block
     blocks: int = 2  # blocks that may be live at once
     spawn: float = 0.85  # share of the last block that is decided or settled when the next one starts
@@ -33,8 +38,6 @@ class Jacobi:
     ngram: int = 4  # tokens of a recycled n-gram, the one it is found by included
     pool: int = 1024  # n-grams kept
 
-    models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
-
     def __post_init__(self) -> None:
         for name, least in {"block": 1, "blocks": 1, "candidates": 0, "ngram": 2, "pool": 1}.items():
             if getattr(self, name) < least:
@@ -42,42 +45,107 @@ class Jacobi:
         if not 0 <= self.spawn <= 1:
             raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
 
+    @property
+    def models(self) -> dict[str, str]:
+        return {"jacobi": f"adapter:{self.model}"} if self.model else {}
+
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        iterate = Iterate(self.ngram)
         window = Window(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
-        pool = Pool(self.pool)
+        parts = noise, rule, Iterate(self.ngram), window, Pool(self.pool), self.candidates
+        return Guided(*parts, sampling.temperature) if self.model else Iterating(*parts)
 
-        def answer(last: Step, node: int) -> int:
-            """The next guess after a node. `reject` keeps the text's uniforms for itself, so there it is the mode."""
-            if rule is not reject:
-                return last.laws.pick(node)
-            law = last.laws[node]
-            best = int(law.weights.argmax())
-            return best if law.tokens is None else int(law.tokens[best])
 
-        def offer(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-            if last is not None:
-                iterate.start_at(last.canvas.done)
-                nodes = path(last, iterate.tokens)
-                asked, answers = [last.asked.tokens[i] for i in nodes], [answer(last, i) for i in [-1, *nodes]]
-                for guess in iterate.correct(asked, answers):
-                    for start in range(len(guess.trail) - 1):
-                        pool.add(guess.trail[start:])
-                iterate.start_at(canvas.done)
-            end = window.end(canvas.done, iterate.settled)
-            missing = range(len(iterate.guesses), min(end - canvas.done, room))
-            text = canvas.decided
-            for u in noise.at("jacobi/guess", canvas.open[missing.start : missing.stop]):
-                iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
-            chain = iterate.guesses[: min(end - canvas.done, room)]
-            tokens, worths = [guess.trail[-1] for guess in chain], [_worth(depth) for depth in range(len(chain))]
-            recycled = pool.starting_with(int(text[-1]), self.candidates)
-            return [
-                Branch(tokens, _chances(chain), "jacobi/chain", worths=worths),
-                *(Branch(tail[:room], chances[:room], "jacobi/pool") for tail, chances in recycled),
-            ]
+@dataclass
+class Iterating:
+    """Guesses of one text, each of which the target's answer to the one before it corrects."""
 
-        return offer
+    noise: Noise
+    rule: Rule
+    iterate: Iterate
+    window: Window
+    pool: Pool
+    candidates: int
+
+    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+        iterate = self.iterate
+        if last is not None:
+            iterate.start_at(last.canvas.done)
+            nodes = self.corrected(last)
+            asked = [last.asked.tokens[i] for i in nodes]
+            for guess in iterate.correct(asked, *self.answers(last, nodes)):
+                for start in range(len(guess.trail) - 1):
+                    self.pool.add(guess.trail[start:])
+            iterate.start_at(canvas.done)
+        end = self.window.end(canvas.done, iterate.settled)
+        missing = range(len(iterate.guesses), min(end - canvas.done, room))
+        text = canvas.decided
+        for u in self.noise.at("jacobi/guess", canvas.open[missing.start : missing.stop]):
+            iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
+        chain = iterate.guesses[: min(end - canvas.done, room)]
+        recycled = self.pool.starting_with(int(text[-1]), self.candidates)
+        return [
+            self.branch(chain),
+            *(Branch(tail[:room], chances[:room], "jacobi/pool") for tail, chances in recycled),
+        ]
+
+    def corrected(self, last: Step) -> list[int]:
+        """The nodes whose answers are the next iterate."""
+        return path(last, self.iterate.tokens)
+
+    def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
+        """The next guesses, after the decided text and after each node, and their chances, where they are stated."""
+        return [self.answer(last, node) for node in [-1, *nodes]], []
+
+    def answer(self, last: Step, node: int) -> int:
+        """The next guess after a node. `reject` keeps the text's uniforms for itself, so there it is the mode."""
+        if self.rule is not reject:
+            return last.laws.pick(node)
+        law = last.laws[node]
+        best = int(law.weights.argmax())
+        return best if law.tokens is None else int(law.tokens[best])
+
+    def branch(self, chain: Sequence[Guess]) -> Branch:
+        """The guesses; a node that is asked for brings its correction too."""
+        tokens, worths = [guess.trail[-1] for guess in chain], [_worth(depth) for depth in range(len(chain))]
+        return Branch(tokens, _chances(chain), "jacobi/chain", worths=worths)
+
+
+@dataclass
+class Guided(Iterating):
+    """Guesses that an adapter corrects, in rows that hang beside the tree; the untouched target verifies.
+
+    These rows read all guesses, verified or not, so that nodes are asked for only to be accepted.
+    """
+
+    temperature: float
+
+    def corrected(self, last: Step) -> list[int]:
+        nodes = last.asked.group(-1)
+        if not nodes:  # the adapter rested
+            self.iterate.guesses.clear()
+        return nodes
+
+    def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Ends before a row whose logits are no numbers: a broken adapter guesses nothing, and breaks no text."""
+        tokens, chances = [self.answer(last, -1)], [1.0]
+        for node in nodes:
+            best, chance = likeliest(last.reply.logits[node + 1])
+            if math.isnan(chance):
+                break
+            token = best if self.temperature == 0 else self.answer(last, node)
+            tokens.append(token)
+            chances.append(chance if token == best else probability(token, last.laws[node]))
+        return tokens, chances
+
+    def branch(self, chain: Sequence[Guess]) -> Branch:
+        return Branch([guess.trail[-1] for guess in chain], [guess.chance for guess in chain], "jacobi/guided")
+
+    def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
+        """Hang the guesses behind the decided text once more, for the adapter's rows."""
+        guesses = self.iterate.tokens[: len(asked.canvas.open) - 1]
+        if not guesses or (controller.adaptive and not controller.shifts.working):
+            return asked
+        return with_guesses(asked, guesses, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -87,6 +155,7 @@ class Guess:
     trail: tuple[int, ...]
     corrected: bool = False  # by a call; at first it is drawn from the text
     settled: bool = False  # the last correction left it as it was
+    chance: float = 0.01  # to be right if those before it are, where that is stated
 
 
 class Iterate:
@@ -110,7 +179,7 @@ class Iterate:
         del self.guesses[: done - self.done]
         self.done = done
 
-    def correct(self, asked: Sequence[int], answers: Sequence[int]) -> list[Guess]:
+    def correct(self, asked: Sequence[int], answers: Sequence[int], chances: Sequence[float] = ()) -> list[Guess]:
         """Every guess at once: `asked` was evaluated, `answers[i]` follows what stands before hole i (Eq. 3).
 
         Holes behind the answers keep their guesses: the chain was cut short.
@@ -122,7 +191,8 @@ class Iterate:
         corrected = []
         for i, token in enumerate(answers):
             trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
-            corrected.append(Guess(trail, True, i < len(asked) and asked[i] == token))
+            settled = i < len(asked) and asked[i] == token
+            corrected.append(Guess(trail, True, settled, chances[i] if chances else Guess.chance))
         self.guesses[: len(answers)] = corrected
         return corrected
 

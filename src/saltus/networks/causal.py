@@ -38,6 +38,7 @@ class _Read:
     wanted: int  # how many of its last rows are asked for logits
     features: bool  # are the features of all its rows wanted?
     uniforms: tuple[float, ...] = ()  # of its last rows, which are auxiliary queries
+    guesses: tuple[bool, ...] = ()  # which of these have tokens
     temperature: float = 0.0
 
 
@@ -186,15 +187,17 @@ class CausalNetwork:
         """Which rows of a call are auxiliary queries, and what they are told."""
         if not any(read.uniforms for read in reads):
             return None
-        rows, uniforms, temperatures, end = [], [], [], 0
+        rows, uniforms, temperatures, guesses, end = [], [], [], [], 0
         for read in reads:
             end += len(read.tokens)
             rows += range(end - len(read.uniforms), end)
             uniforms += read.uniforms
             temperatures += [read.temperature] * len(read.uniforms)
+            guesses += read.guesses
         device = self.model.device
         told = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
-        return Gate(torch.tensor(rows, dtype=torch.long, device=device), *told)
+        places, own = torch.tensor(rows, dtype=torch.long, device=device), torch.tensor(guesses, device=device)
+        return Gate(places, *told, own)
 
     def tap(self, taps: Sequence[int]) -> None:
         """Add layers whose states are features, while no text is being written. Errors: ValueError: no such layers."""
@@ -249,8 +252,9 @@ def _reads(text: int, ask: Forward, memory: Memory, past: int):
         past += count
     tokens = decided[past:].tolist() + [token if token != AUXILIARY else STAND_IN for token in ask.tokens]
     uniforms = tuple(u for u in ask.uniforms or () if u is not None)
+    guesses = tuple(ask.tokens[query] != AUXILIARY for query in ask.queries)
     part = _part(memory, past, unread, ask, tree=True)
-    yield _Read(text, tokens, part, nodes + 1, ask.features, uniforms, ask.temperature)
+    yield _Read(text, tokens, part, nodes + 1, ask.features, uniforms, guesses, ask.temperature)
 
 
 def _part(memory: Memory, past: int, unread: int, ask: Forward, tree: bool) -> Part:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -47,11 +47,15 @@ class Gating:
 
 @dataclass(frozen=True)
 class Gate:
-    """The rows of a call that are auxiliary queries, and what each is told; `rows` count through a whole batch."""
+    """The rows of a call that are auxiliary queries, and what each is told; `rows` count through a whole batch.
+
+    Those that are guesses read the embedding of their token too.
+    """
 
     rows: Int[Tensor, "gated"]
     uniforms: Float[Tensor, "gated"]  # NaN: none
     temperatures: Float[Tensor, "gated"]
+    guesses: Bool[Tensor, "gated"] | None = None  # None: none is
 
 
 class LowRank(nn.Module):
@@ -85,9 +89,20 @@ class Adapter(nn.Module):
         assert found is None or isinstance(found, LowRank)
         return found
 
-    def embed(self, gate: Gate) -> Float[Tensor, "gated hidden"]:
-        """What queries read in place of a token's embedding."""
-        return self.auxiliary(gate.uniforms, gate.temperatures)
+    def go_on_from(self, other: Adapter) -> None:
+        """Take over the weights of an adapter for the same layers, whatever their order."""
+        self.auxiliary.load_state_dict(other.auxiliary.state_dict())
+        for path, part in self._by_path.items():
+            found = other.part(path)
+            assert found is not None
+            part.load_state_dict(found.state_dict())
+
+    def embed(self, gate: Gate, tokens: Float[Tensor, "gated hidden"] | None = None) -> Float[Tensor, "gated hidden"]:
+        """What queries read in place of a token's embedding, and guesses beside it."""
+        told = self.auxiliary(gate.uniforms, gate.temperatures)
+        if gate.guesses is None or tokens is None:
+            return told
+        return told + torch.where(gate.guesses[:, None], tokens.to(told.dtype), 0.0)
 
     def check(self, model: Any) -> None:
         """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
@@ -107,9 +122,10 @@ class Adapter(nn.Module):
         return _last(self.auxiliary).out_features
 
 
-def new_adapter(model: Any, settings: Gating | None = None, seed: int = 0) -> Adapter:
+def new_adapter(model: Any, settings: Gating | None = None, seed: int = 0, reads_tokens: bool = False) -> Adapter:
     """An adapter that changes nothing yet: B is zero, and a query reads the mean of all embeddings.
 
+    With `reads_tokens` its rows are guesses, which read their own token's embedding alone.
     Errors: ValueError for targets that name no linear layer of the model.
     """
     settings = settings or Gating()
@@ -117,7 +133,8 @@ def new_adapter(model: Any, settings: Gating | None = None, seed: int = 0) -> Ad
     every = _embedded(model, slice(None))
     adapter = Adapter(sizes, every.shape[-1], settings)
     with torch.no_grad():
-        _last(adapter.auxiliary).bias.copy_(every.float().mean(0))
+        if not reads_tokens:
+            _last(adapter.auxiliary).bias.copy_(every.float().mean(0))
         for number, part in enumerate(adapter.parts):
             assert isinstance(part, LowRank)
             bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it
@@ -168,8 +185,8 @@ class applied:
         for hook in self.hooks:
             hook.remove()
 
-    def _embedded(self, _: Tensor) -> Tensor:
-        return self.adapter.embed(self.gate)
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.adapter.embed(self.gate, tokens)
 
     def _add(self, path: str, x: Tensor, out: Tensor) -> Tensor:
         part = self.adapter.part(path)

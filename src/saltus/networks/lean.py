@@ -133,7 +133,7 @@ class Lean:
         self._gate(gate, rows)
         with Exact():
             if gate is not None and self.adapter is not None:
-                hidden[gate.rows] = self.adapter.embed(gate).to(self.dtype)
+                hidden[gate.rows] = self.adapter.embed(gate, hidden[gate.rows]).to(self.dtype)
             angles = self._angles(positions)
         attentions, heard = self._attentions(call), {}
         for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):

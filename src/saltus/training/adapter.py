@@ -72,11 +72,7 @@ class AdapterCourse:
         adapter = load_adapter(folder, self.model, fingerprint(self.model), self.name)
         if adapter.settings != self.gating:
             raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
-        self.module.auxiliary.load_state_dict(adapter.auxiliary.state_dict())
-        for path in self.module.sizes:
-            own, found = self.module.part(path), adapter.part(path)
-            assert own is not None and found is not None
-            own.load_state_dict(found.state_dict())
+        self.module.go_on_from(adapter)
 
     @property
     def _undrafted(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -66,6 +66,16 @@ class Cut:
         return Cut(*(part.to(device) for part in vars(self).values()))
 
 
+def held_out(prompts: Sequence[bytes], share: float, seed: int) -> np.ndarray:
+    """Which texts are held out, by their prompts: a share of them, with all answers to a prompt. Errors: ValueError."""
+    first: dict[bytes, int] = {}
+    ranks = Noise(seed).at("held out", np.array([first.setdefault(one, number) for number, one in enumerate(prompts)]))
+    chosen = ranks <= np.sort(ranks)[max(1, math.ceil(share * len(prompts))) - 1]
+    if chosen.all():
+        raise ValueError("all texts answer the same prompt, and none can be held out; collect answers to others")
+    return chosen
+
+
 @dataclass(eq=False)
 class Curriculum:
     """The windows of every step: functions of the seed and of its number.
@@ -93,21 +103,12 @@ class Curriculum:
             raise ValueError(
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
-        ranks = Noise(self.lessons.seed).at("held out", self._questions(texts))
-        border = max(1, math.ceil(self.lessons.held_out * len(texts)))
-        held_out = ranks <= np.sort(ranks)[border - 1]  # with all answers to their prompts
-        if held_out.all():
-            raise ValueError("all texts answer the same prompt, and none can be held out; collect answers to others")
-        self.held_out, own = texts[held_out], texts[~held_out]
+        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts]
+        chosen = held_out(prompts, self.lessons.held_out, self.lessons.seed)
+        self.held_out, own = texts[chosen], texts[~chosen]
         self.texts = own[np.argsort(own[:, 2], kind="stable")]  # a batch holds texts of like length
         if self.faithful:
             self._written(texts[texts[:, 3] > 0, 3])
-
-    def _questions(self, texts: np.ndarray) -> np.ndarray:
-        """The number of the first text with the same prompt, for each."""
-        first: dict[bytes, int] = {}
-        prompts = (self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts)
-        return np.array([first.setdefault(prompt, number) for number, prompt in enumerate(prompts)])
 
     def lesson(self, number: int) -> Cut:
         """The windows of a training step."""

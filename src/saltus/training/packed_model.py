@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from saltus.core.forward import AUXILIARY
 from saltus.networks import attention
 from saltus.networks.causal import STAND_IN
 from saltus.networks.drafter import HIDDEN
@@ -70,7 +71,8 @@ def gate_of(packed: Packed, temperatures: Float[Tensor, "batch windows"]) -> Gat
     batch, length = packed.tokens.shape
     rows = torch.arange(batch * length, device=packed.tokens.device).view(batch, length)[:, packed.context :]
     told = temperatures.repeat(1, packed.window)  # rows stand depth by depth
-    return Gate(rows.flatten(), packed.uniforms[:, packed.context :].flatten(), told.flatten())
+    tokens, uniforms = (part[:, packed.context :].flatten() for part in (packed.tokens, packed.uniforms))
+    return Gate(rows.flatten(), uniforms, told.flatten(), tokens != AUXILIARY)
 
 
 @dataclass(eq=False)

@@ -15,14 +15,18 @@ from saltus.networks.auxiliary import KINDS
 from saltus.networks.drafter import Shape
 from saltus.networks.gated import Gating
 from saltus.networks.heads import HeadShape
+from saltus.training.blocks import BlockMask, BlockNoise, NoiseSchedule
 from saltus.training.distillation import Loss, Objective
 from saltus.training.lessons import Lessons
 from saltus.training.loop import Schedule
 from saltus.training.windows import Form
 
+UNUSED = {"windows", "placement", "laws", "greedy"}  # lessons' settings that blocks have not
 SHIPPED = Path(__file__).parent / "recipes"
 TOLD = ("kind", "about", "time")  # what a recipe says of itself
-METHODS = {"drafter": "ptp", "adapter": "ptp", "heads": "mtpc"}  # that draft with what a kind of recipe trains
+METHODS = {  # that draft with what a kind of recipe trains
+    "drafter": "ptp", "adapter": "ptp", "heads": "mtpc", "forcing": "jacobi",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,44 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Forcing:
+    """Jacobi Forcing: of a gated LoRA, beside which the untouched model verifies, or of the model itself."""
+
+    trains: Literal["adapter", "model"] = "adapter"
+    rank: int = 16
+    alpha: float | None = None  # of rank, where none is given
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
+    mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), clean
+    window: int = 8  # blocks in which the noise rises
+    loss: Literal["kl", "ce"] = "kl"
+    text_weight: float = 1.0  # of the cross-entropy of the text, where the model is trained
+    recompute: bool = False  # in the backward pass: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.noise and Gating(self.rank, self._alpha)  # made now, so that what they refuse is refused now
+        if self.text_weight < 0:
+            raise ValueError(f"text_weight is {self.text_weight}, but must be 0 or more")
+
+    @property
+    def _alpha(self) -> float:
+        return float(self.rank) if self.alpha is None else self.alpha
+
+    @property
+    def gating(self) -> Gating | None:
+        return Gating(self.rank, self._alpha, targets=self.targets) if self.trains == "adapter" else None
+
+    @property
+    def noise(self) -> BlockNoise:
+        return BlockNoise(self.schedule, self.mask, self.window)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What is trained, for which model, on what, and how long."""
 
-    kind: Literal["drafter", "adapter", "heads"]
+    kind: Literal["drafter", "adapter", "heads", "forcing"]
     schedule: Schedule
     about: str = ""
     time: str = ""  # that it takes, and where
@@ -141,10 +179,11 @@ class Recipe:
     drafter: Drafter = field(default_factory=Drafter)
     adapter: Adapter = field(default_factory=Adapter)
     heads: Heads = field(default_factory=Heads)
+    forcing: Forcing = field(default_factory=Forcing)
 
     def __post_init__(self) -> None:
-        if self.kind == "adapter" and self.schedule.optimiser == "muon":
-            raise ValueError("an adapter's low-rank parts are no matrices for muon; take the optimiser adamw")
+        if self.kind in ("adapter", "forcing") and self.schedule.optimiser == "muon":
+            raise ValueError(f"a recipe of kind {self.kind} has no matrices for muon; take the optimiser adamw")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -186,6 +225,8 @@ def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         _change(table, change)
     recipe = _filled(Recipe, table, where)
+    if recipe.kind == "forcing" and (unused := sorted(set(table.get("lessons", {})) & UNUSED)):
+        raise ValueError(f"{where}: training for Jacobi decoding has no {unused[0]}; leave it out")
     if recipe.kind == "adapter" and "laws" in table.get("lessons", {}):
         raise ValueError(f"{where}: an adapter learns laws by its loss; leave laws out and set loss=kl")
     for other in METHODS:

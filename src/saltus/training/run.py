@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,10 +16,12 @@ from saltus.training.checkpoint import load
 from saltus.training.course import Course
 from saltus.training.drafter import DrafterCourse
 from saltus.training.heads import HeadsCourse
+from saltus.training.jacobi import JacobiCourse
 from saltus.training.recipe import Recipe
 from saltus.training.states import Sample, collect, load_states
 from saltus.training.teacher import read_papers, read_teacher
 from saltus.training.texts import collect_edges, load_edges
+from saltus.training.trajectories import Trajectory, read_trajectories
 
 SHORTEST = 9  # tokens of a completion that something can be learned from
 
@@ -34,6 +36,7 @@ class Run:
     work: Path
     begin: Path | None = None  # a folder of what was trained before, to go on with
     student: Any = None  # the model that `recipe.adapter.student` names
+    tokenizer: Any = None  # that a trained model is saved with
 
     @property
     def kept(self) -> Path:
@@ -44,19 +47,21 @@ class Run:
     def checkpoint(self) -> Path:
         return self.work / "checkpoint.pt"
 
-    def read(self, samples: list[Sample]) -> Iterator[int]:
+    def read(self, samples: Sequence[Sample]) -> Iterator[int]:
         """Keep what is learned from; yields how many texts are read. Errors: ValueError."""
         recipe, model = self.recipe, self.network.model
         size = model.get_input_embeddings().weight.shape[0]
         if max(max(*sample.prompt, *sample.completion) for sample in samples) >= size:
             raise ValueError(f"the teacher's texts have tokens that {self.name} has not; let {self.name} write them")
+        if recipe.kind == "forcing":  # the texts are all
+            return iter((len(samples),))
         if recipe.kind == "adapter":
             return collect_edges(model, samples, self.kept, recipe.temperatures, recipe.lessons.slots)
         shaped = recipe.drafter if recipe.kind == "drafter" else recipe.heads
         self.network.tap(shaped.shape(model).taps)
         return collect(self.network, samples, self.kept, recipe.temperatures)
 
-    def course(self) -> Course:
+    def course(self, samples: Sequence[Sample]) -> Course:
         """What is trained, at its beginning. Errors: ValueError where `begin` does not fit."""
         recipe, model = self.recipe, self.network.model
         course: Course
@@ -66,6 +71,12 @@ class Run:
         elif recipe.kind == "heads":
             shape, size = recipe.heads.shape(model), recipe.heads.vocabulary
             course = HeadsCourse(model, load_states(self.kept), shape, size, recipe.lessons, self.name)
+        elif recipe.kind == "forcing":
+            forcing, texts = recipe.forcing, [one for one in samples if isinstance(one, Trajectory)]
+            course = JacobiCourse(
+                model, texts, forcing.gating, forcing.noise, forcing.loss, forcing.text_weight, recipe.lessons,
+                self.name, forcing.recompute, forcing.autocast, self.tokenizer,
+            )  # fmt: skip
         else:
             own, lessons = recipe.adapter, recipe.lessons
             mine, name, teacher = model, self.name, None
@@ -78,6 +89,13 @@ class Run:
         if self.begin is not None:
             course.begin(self.begin)
         return course
+
+    def queries(self, course: Course) -> int:
+        """Rows of a step that learn, about."""
+        lessons, kind = self.recipe.lessons, self.recipe.kind
+        if isinstance(course, JacobiCourse):
+            return lessons.texts * sum(len(one.completion) for one in course.own) // len(course.own)
+        return lessons.texts * lessons.windows * getattr(self.recipe, kind).window
 
     def train(
         self, course: Course, report: Callable[[loop.Progress], None], watch: Callable[[int, float], None]
@@ -106,9 +124,10 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def teacher_texts(recipe: Recipe, teacher: Path) -> list[Sample]:
+def teacher_texts(recipe: Recipe, teacher: Path) -> Sequence[Sample]:
     """Those that are long enough, as many as the recipe takes, evenly spread. Errors: ValueError."""
-    found = [sample for sample in read_teacher(teacher) if len(sample.completion) >= SHORTEST]
+    texts = read_trajectories(teacher) if recipe.kind == "forcing" else read_teacher(teacher)
+    found = [sample for sample in texts if len(sample.completion) >= SHORTEST]
     if len(found) < 2:
         raise ValueError(f"{teacher} holds fewer than two texts of {SHORTEST} tokens or more; collect more")
     count = min(recipe.teacher_texts or len(found), len(found))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import signal
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -16,13 +17,14 @@ from typing import Any
 
 import torch
 
+from saltus.core.forward import Step
 from saltus.core.sampling import Sampling
 from saltus.engine import Engine, load
-from saltus.methods import make
+from saltus.networks.loading import first_line
 from saltus.networks.trained_files import fingerprint
 from saltus.training.checkpoint import put
 from saltus.training.states import Sample
-from saltus.writing import Ensemble, Text, write
+from saltus.writing import Text, write
 
 PAPERS = "collect.json"
 
@@ -37,13 +39,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written: every question answered at every temperature, `shard` texts a file."""
+    """What is to be written: every question answered at every temperature, `shard` texts a file.
+
+    With a `block` the texts are written by Jacobi decoding, and its iterates are kept.
+    """
 
     questions: Sequence[Question]
     temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 256
     seed: int = 0
     shard: int = 128
+    block: int = 0
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
@@ -80,7 +86,30 @@ class Plan:
             "prompts": blake2b(asked.encode(), digest_size=16).hexdigest(),
             "questions": len(self.questions),
             "shard": self.shard,
+            **({"block": self.block, "guessed_by": _adapter_of(engine)} if self.block else {}),
         }
+
+
+@dataclass
+class Iterated(Text):
+    """A text that keeps what every call was asked: how many tokens were decided, and the guesses for those behind."""
+
+    iterates: list[list[int]] = field(default_factory=list, init=False)
+
+    def record(self, step: Step) -> None:
+        super().record(step)
+        self.iterates.append([step.canvas.done, *step.asked.guesses])
+
+
+def _adapter_of(engine: Engine) -> str:
+    """What tells the adapter that guesses for a target; empty where there is none."""
+    adapter = engine.network.adapter
+    if adapter is None:
+        return ""
+    digest = blake2b(digest_size=16)
+    for name, weight in sorted(adapter.state_dict().items()):
+        digest.update(name.encode() + weight.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def text_seed(seed: int, question: int) -> int:
@@ -97,9 +126,15 @@ def begun(folder: Path, plan: Plan, engine: Engine) -> list[int]:
     if not (folder / PAPERS).exists():
         put(folder / PAPERS, lambda out: out.write((json.dumps(papers, indent=1) + "\n").encode()))
     found = read_papers(folder)
-    differs = next((name for name in papers if name != "model" and found.get(name) != papers[name]), None)
+    names = [name for name in {**papers, **found} if name != "model"]
+    differs = next((name for name in names if found.get(name) != papers.get(name)), None)
     if differs in ("prompts", "fingerprint"):
         what = "answers to other prompts" if differs == "prompts" else f"answers of another model ({found['model']})"
+        raise ValueError(f"{folder} holds {what}; collect into another folder")
+    if differs == "guessed_by":
+        raise ValueError(f"{folder} holds guesses of another adapter; collect into another folder")
+    if differs == "block" and not (plan.block and found.get("block")):
+        what = "texts without iterates" if plan.block else "texts with the iterates of Jacobi decoding"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs:
         name = differs.replace("_", "-")
@@ -126,7 +161,7 @@ def missing(folder: Path, plan: Plan) -> list[int]:
     for number, name in enumerate(plan.files):
         if not (folder / name).exists():
             left.append(number)
-        elif len(read_texts(folder / name)) != len(plan.part(number)):
+        elif len(read_rows(folder / name)) != len(plan.part(number)):
             raise ValueError(f"{folder / name} is damaged (texts are missing); delete it and collect again")
     return left
 
@@ -138,15 +173,16 @@ def write_shard(engine: Engine, plan: Plan, number: int, folder: Path, batch_siz
         prompt = plan.questions[question].prompt
         length = plan.max_new_tokens if context is None else min(plan.max_new_tokens, context - len(prompt))
         law, seed = Sampling(temperature=temperature), text_seed(plan.seed, question)
-        texts.append(Text(prompt, length, seed, law, engine.target.ends.__contains__))
-    ensemble, ended, tokens = Ensemble(make("plain"), {"target": engine.network}), 0, 0
-    for _ in write(ensemble, texts, batch_size):
+        texts.append((Iterated if plan.block else Text)(prompt, length, seed, law, engine.target.ends.__contains__))
+    ended, tokens = 0, 0
+    for _ in write(engine.ensembles[engine.method], texts, batch_size):
         now = sum(text.finished for text in texts), sum(len(text.calls) for text in texts)
         yield now[0] - ended, now[1] - tokens
         ended, tokens = now
     rows = [
         {"source": plan.questions[question].source, "temperature": temperature,
-         "prompt": list(plan.questions[question].prompt), "completion": text.tokens}
+         "prompt": list(plan.questions[question].prompt), "completion": text.tokens,
+         **({"seed": text.seed, "iterates": text.iterates} if isinstance(text, Iterated) else {})}
         for (question, temperature), text in zip(plan.part(number), texts, strict=True)
     ]  # fmt: skip
     data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
@@ -200,6 +236,71 @@ def collect_apart(
             process.kill()
 
 
+def collect_on_cluster(
+    plan: Plan,
+    numbers: Sequence[int],
+    folder: Path,
+    loading: Mapping[str, Any],
+    batch_size: int,
+    processes: int,
+    address: str,
+) -> Generator[tuple[int, int]]:
+    """`write_shard` for many, by Ray Data: each process of a cluster loads the model once. The folder is a shared one.
+
+    Errors: ValueError where Ray is missing or cannot be reached, and of a process that failed.
+    """
+    try:
+        import ray
+        import ray.data
+        from ray.exceptions import RayTaskError
+    except ImportError:
+        raise ValueError("Ray is missing; pip install 'saltus[ray]', or leave --ray out") from None
+    for talks in ("ray", "ray.data"):
+        logging.getLogger(talks).setLevel(logging.ERROR)
+    started = not ray.is_initialized()
+    if started:
+        try:
+            ray.init(None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ValueError(
+                f"there is no Ray cluster at {address} ({first_line(error)}); start one with ray start --head"
+            ) from None
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    threads = max(1, torch.get_num_threads() // processes)
+    told = plan, folder.resolve(), dict(loading), batch_size, threads
+    gpus = 1 if str(loading["device"]).startswith("cuda") else None
+    shards = ray.data.from_items([{"shard": number} for number in numbers], override_num_blocks=len(numbers))
+    try:
+        done = shards.map_batches(
+            _ShardWriter, fn_constructor_args=told, batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=min(processes, len(numbers))), num_gpus=gpus,
+        )  # fmt: skip
+        for row in done.iter_rows():
+            yield row["texts"], row["tokens"]
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, ValueError) else error
+        raise ValueError(first_line(cause)) from None
+    finally:
+        if started:
+            ray.shutdown()
+
+
+class _ShardWriter:
+    """A process of a cluster: it loads the model, and writes the shards whose numbers it is given."""
+
+    def __init__(self, plan: Plan, folder: Path, loading: Mapping[str, Any], batch_size: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.engine, self.plan, self.folder, self.batch_size = load(**loading), plan, folder, batch_size
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[int]]:
+        written = [
+            done
+            for number in batch["shard"]
+            for done in write_shard(self.engine, self.plan, int(number), self.folder, self.batch_size)
+        ]
+        return {"texts": [sum(texts for texts, _ in written)], "tokens": [sum(tokens for _, tokens in written)]}
+
+
 def _serve(
     parent: Connection, plan: Plan, folder: Path, loading: Mapping[str, Any], batch_size: int, threads: int
 ) -> None:
@@ -220,11 +321,18 @@ def _serve(
 
 def read_texts(file: Path) -> list[Sample]:
     """The texts of one file, JSON lines as they are or in gzip. Errors: ValueError for a damaged one."""
+    return [Sample(row["prompt"], row["completion"], float(row["temperature"])) for row in read_rows(file)]
+
+
+def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temperature")) -> list[dict[str, Any]]:
+    """The lines of such a file; each has the keys. Errors: ValueError for a damaged one."""
     try:
         data = file.read_bytes()
         text = gzip.decompress(data) if file.suffix == ".gz" else data
         rows = [json.loads(line) for line in text.decode().splitlines()]
-        return [Sample(row["prompt"], row["completion"], float(row["temperature"])) for row in rows]
+        if lacking := next((key for row in rows for key in keys if key not in row), None):
+            raise KeyError(lacking)
+        return rows
     except FileNotFoundError:
         raise ValueError(f"there is no teacher text {file}; write it with saltus collect text") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -235,10 +343,14 @@ def read_teacher(where: Path) -> list[Sample]:
     """All texts of a file, or of a folder that is complete. Errors: ValueError."""
     if not where.is_dir():
         return read_texts(where)
-    papers = read_papers(where)
+    return [sample for file in shards(where, read_papers(where)) for sample in read_texts(file)]
+
+
+def shards(folder: Path, papers: Mapping[str, Any]) -> list[Path]:
+    """The files of a folder that says this of itself. Errors: ValueError where one is missing or damaged."""
     wanted = Plan([Question("", ())] * papers["questions"], tuple(papers["temperatures"]), shard=papers["shard"])
-    if left := missing(where, wanted):
+    if left := missing(folder, wanted):
         raise ValueError(
-            f"{where} lacks {len(left)} of {len(wanted.files)} shards; give the saltus collect text that began it again"
+            f"{folder} lacks {len(left)} of {len(wanted.files)} shards; give the saltus collect that began it again"
         )
-    return [sample for name in wanted.files for sample in read_texts(where / name)]
+    return [folder / name for name in wanted.files]

@@ -40,6 +40,10 @@ class Packed:
         tokens, uniforms, positions = (rows[:, part] for rows in (self.tokens, self.uniforms, self.positions))
         return replace(self, tokens=tokens, uniforms=uniforms, positions=positions, mask=self.mask[:, part, :stop])
 
+    def to(self, device: torch.device) -> Packed:
+        moved = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **moved)
+
     def by_window(self, rows: Tensor) -> Tensor:
         """[batch, length, …] to [batch, windows, window, …]: the queries alone."""
         queries = rows[:, self.context :].unflatten(1, (self.window, self.windows))

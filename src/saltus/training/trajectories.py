@@ -1,0 +1,61 @@
+"""Read how Jacobi decoding came to its texts: every iterate of every block (Jacobi Forcing, §2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from saltus.training.states import Sample
+from saltus.training.teacher import read_papers, read_rows, shards
+
+
+@dataclass(frozen=True)
+class Trajectory(Sample):
+    """A text, and for each call the number of tokens decided before it and its guesses for those behind."""
+
+    block: int
+    seed: int  # of the uniforms that picked it
+    calls: Sequence[Sequence[int]]
+
+    def blocks(self) -> list[list[list[int]]]:
+        """The iterates of each block, first to last; the last is what was decided. The text's end cuts them off."""
+        text, found = list(self.completion), []
+        for start in range(0, len(text), self.block):
+            stop = min(start + self.block, len(text))
+            iterates = []
+            for done, *guesses in self.calls:
+                if start <= done < stop:
+                    iterate = text[start:done] + guesses[: stop - done]
+                    iterates.append(iterate + text[start + len(iterate) : stop])  # a text's last hole is not guessed
+            found.append([*iterates, text[start:stop]])
+        return found
+
+
+def read_trajectories(folder: Path) -> list[Trajectory]:
+    """All of a folder of `saltus collect jacobi`.
+
+    Errors: ValueError where it holds none, where files are missing or cut short, and where iterates contradict texts.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there are no trajectories in {folder}; write them with saltus collect jacobi")
+    papers = read_papers(folder)
+    if not papers.get("block"):
+        raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
+    found = []
+    for file in shards(folder, papers):
+        for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
+            prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
+            one = Trajectory(prompt, text, temperature, papers["block"], row["seed"], row["iterates"])
+            if not _fits(one):
+                raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")
+            found.append(one)
+    return found
+
+
+def _fits(one: Trajectory) -> bool:
+    """Every call decided a token or more, and guessed within its block."""
+    decided = [call[0] for call in one.calls]
+    rising = all(before < after for before, after in zip(decided, [*decided[1:], len(one.completion)], strict=True))
+    within = all(len(call) - 1 <= one.block - call[0] % one.block for call in one.calls)
+    return rising and within and decided[:1] == [0] * bool(one.completion)

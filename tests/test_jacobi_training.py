@@ -1,0 +1,357 @@
+"""Jacobi Forcing in training: packed blocks are what each is alone, and noise rises as the schedule says."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import saltus
+from architectures import ARCHITECTURES, VOCAB, text, tiny
+from saltus.networks.gated import Gate, Gating, applied
+from saltus.training import losses
+from saltus.training.blocks import BlockNoise, pack_blocks
+from saltus.training.course import Course
+from saltus.training.draws import draws
+from saltus.training.jacobi import JacobiCourse
+from saltus.training.lessons import Lessons
+from saltus.training.loop import Schedule, train
+from saltus.training.trajectories import Trajectory, read_trajectories
+from test_adapter_training import EXPERTS, gradients
+from test_cli import complaint, lines, saltus_
+
+BLOCK = 4
+NOISES = [
+    BlockNoise("linear", "noisy", 3), BlockNoise("random", "window", 2), BlockNoise("reverse", "noisy", 2),
+    BlockNoise("any", "clean", 2),
+]  # fmt: skip
+LESSONS = Lessons(texts=2, held_out=0.3, discount=0.7, slots=60)
+
+
+def trajectories(count: int = 6) -> list[Trajectory]:
+    """Random texts of unlike lengths, and calls that each decide one token or two and guess at random."""
+    made = []
+    for number in range(count):
+        tokens = text(24 + 3 * number, number).tolist()
+        prompt, completion = tokens[: 3 + number], tokens[3 + number :]
+        chance, calls, done = np.random.default_rng(number), [], 0
+        while done < len(completion):
+            stop = min((done // BLOCK + 1) * BLOCK, len(completion))
+            right = chance.random(stop - done) < 0.4
+            guess = np.where(right, completion[done:stop], chance.integers(3, VOCAB, stop - done))
+            calls.append([done, *guess.tolist()])
+            done = min(done + int(chance.integers(1, 3)), len(completion))
+        made.append(Trajectory(prompt, completion, 0.0 if number % 2 else 0.7, BLOCK, number, calls))
+    return made
+
+
+def course_on(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **settings) -> JacobiCourse:
+    """A course whose adapter, where there is one, changes much already."""
+    gating = Gating(rank=4, alpha=4.0) if gated else None
+    course = JacobiCourse(model, trajectories(), gating, noise, lessons=LESSONS, text_weight=0.5, **settings)
+    if gated:
+        with torch.no_grad():
+            for name, weight in course.module.named_parameters():
+                drawn = draws(1, name).normal(0, 0.3, tuple(weight.shape))
+                weight.add_(torch.from_numpy(drawn).to(weight) * min(weight.shape[-1], 8) ** -0.5)
+    return course
+
+
+def gate_of(course: JacobiCourse, rows: torch.Tensor, one: Trajectory):
+    if course.adapter is None:
+        return nullcontext()
+    none = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+    gate = Gate(rows, none, torch.full_like(none, one.temperature), torch.ones_like(rows).bool())
+    return applied(course.model, course.adapter, gate)
+
+
+def alone(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+    """What the rows of each block say, in a forward of what they see: iterates before them, or the text."""
+    first, takes = len(one.prompt), course.noise.mask == "noisy"
+    for start in range(0, len(iterate), BLOCK):
+        stop = min(start + BLOCK, len(iterate))
+        seen = iterate[:start] if takes else list(one.completion[:start])
+        whole = torch.tensor([[*one.prompt, *seen, *iterate[start:stop]]])
+        with gate_of(course, torch.arange(first + (0 if takes else start), first + stop), one):
+            yield course.model(whole, use_cache=False).logits[0, first + start :]
+
+
+def behind_memories(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+    """The same where each row sees some blocks as iterates and others as the text: keys and values put together."""
+    first, window = len(one.prompt), course.noise.window
+    text_, known = DynamicCache(), []
+    course.model(torch.tensor([[*one.prompt, *one.completion]]), past_key_values=text_, use_cache=True)
+    for block, start in enumerate(range(0, len(iterate), BLOCK)):
+        stop, past = min(start + BLOCK, len(iterate)), DynamicCache()
+        for layer in range(course.model.config.num_hidden_layers):
+            parts = [(text_.layers[layer].keys[:, :, :first], text_.layers[layer].values[:, :, :first])]
+            for before in range(block):
+                here = slice(first + before * BLOCK, first + (before + 1) * BLOCK)
+                own = text_.layers[layer].keys[:, :, here], text_.layers[layer].values[:, :, here]
+                parts.append(known[before][layer] if before // window != block // window else own)
+            past.update(*(torch.cat(kind, 2) for kind in zip(*parts, strict=True)), layer)
+        with gate_of(course, torch.arange(stop - start), one):
+            out = course.model(
+                torch.tensor([iterate[start:stop]]), past_key_values=past, use_cache=True,
+                position_ids=torch.arange(first + start, first + stop)[None],
+            )  # fmt: skip
+        size = stop - start
+        known.append([(layer.keys[:, :, -size:], layer.values[:, :, -size:]) for layer in past.layers])
+        yield out.logits[0]
+
+
+def one_by_one(course: JacobiCourse, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
+    """The loss by the library's own causal attention: each block behind what it sees, in a forward of its own."""
+    course.model.set_attn_implementation("eager")
+    total, weights, of_text = 0.0, 0.0, []
+    for one, iterate in zip(texts, iterates, strict=True):
+        first, words = len(one.prompt), list(one.completion)
+        wrong = np.array(iterate) != np.array(words)
+        laws = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
+        of_text.append(losses.cross_entropy(laws[:-1], torch.tensor(words[1:])))
+        said = (behind_memories if course.noise.mask == "window" else alone)(course, one, iterate)
+        for block, logits in enumerate(said):
+            start, before = block * BLOCK, 0
+            iterated = {"noisy": start, "window": start - start % (BLOCK * course.noise.window), "clean": 0}
+            misled = bool(wrong[: iterated[course.noise.mask]].any())
+            for row, place in enumerate(range(start, min(start + BLOCK, len(words) - 1))):
+                misled = misled or bool(wrong[place])
+                if misled:
+                    share = course.lessons.discount**before
+                    total = total + share * losses.divergence(laws[place].detach(), logits[row])
+                    weights, before = weights + share, before + 1
+    course.model.set_attn_implementation("saltus")
+    loss = total / weights
+    return loss if course.adapter is not None else loss + course.text_weight * torch.cat(of_text).mean()
+
+
+def assert_same_as_one_by_one(course: JacobiCourse) -> None:
+    course.model.double()
+    course.module.double()
+    for first in (0, 2):
+        texts, generator = course.own[first : first + 2], draws(0, "test", first)
+        iterates = [course.noise.iterates(one.blocks(), generator) for one in texts]
+        loss = course.loss_on(texts, iterates)
+        packed = gradients(course, loss)
+        alone = one_by_one(course, texts, iterates)
+        torch.testing.assert_close(loss, alone)
+        for name, gradient in gradients(course, alone).items():
+            largest = float(gradient.abs().max())
+            torch.testing.assert_close(packed[name], gradient, rtol=0, atol=max(1e-5 * largest, 1e-12))
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in EXPERTS])
+def test_packed_blocks_have_the_loss_and_gradients_of_separate_forwards(name):
+    """Also where windows slide, logits are capped or scaled, and positions are learned."""
+    assert_same_as_one_by_one(course_on(tiny(name)))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.schedule}-{noise.mask}")
+def test_so_they_have_for_every_schedule_and_mask(noise, gated):
+    assert_same_as_one_by_one(course_on(tiny("Llama"), noise, gated=gated))
+
+
+def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
+    final = [1, 2, 3, 4]
+    iterates = [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 4], final]  # 4, 3, 2, 1, 0 wrong
+
+    def wrong(noise: BlockNoise) -> list[int]:
+        chosen = np.array(noise.iterates([iterates] * 5, draws(0, "test"))).reshape(5, 4)
+        return (chosen != final).sum(1).tolist()
+
+    assert wrong(BlockNoise("linear", window=4)) == [0, 1, 2, 3, 0]
+    assert wrong(BlockNoise("reverse", window=4)) == [3, 2, 1, 0, 3]
+    assert wrong(BlockNoise("linear", window=2)) == [0, 2, 0, 2, 0]
+    assert len(set(wrong(BlockNoise("random", window=2)))) > 2
+    assert len(set(wrong(BlockNoise("any", "clean")))) > 2
+
+
+def test_a_row_sees_what_its_mask_says():
+    """Blocks of 2 in windows of 2: the third block's rows, of a text of three blocks behind a prompt of one token."""
+    seen = {}
+    for mask in ("noisy", "window", "clean"):
+        blocks = pack_blocks([[5]], [[1, 2, 3, 4, 6, 7]], [[1, 9, 3, 9, 6, 7]], 2, BlockNoise("linear", mask, 2))
+        row = blocks.packed.mask[0, blocks.noisy[0, 5]]
+        seen[mask] = [blocks.packed.tokens[0, column].item() for column in row.nonzero().flatten()]
+        assert blocks.packed.positions[0, blocks.noisy[0]].tolist() == [1, 2, 3, 4, 5, 6]
+    assert seen == {"noisy": [5, 1, 9, 3, 9, 6, 7], "window": [5, 1, 9, 3, 9, 6, 7], "clean": [5, 1, 2, 3, 4, 6, 7]}
+    blocks = pack_blocks([[5]], [[1, 2, 3, 4]], [[1, 9, 3, 9]], 2, BlockNoise("linear", "window", 2))
+    row = blocks.packed.mask[0, blocks.noisy[0, 3]]
+    assert blocks.packed.tokens[0, row.nonzero().flatten()].tolist() == [5, 1, 2, 3, 9], "within its window the text"
+
+
+def test_iterates_are_read_back_block_by_block():
+    one = Trajectory([1], [5, 6, 7, 8, 9], 0.0, 4, 0, [[0, 3, 3, 3, 3], [2, 3, 8], [4]])
+    assert one.blocks() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
+
+
+def test_a_model_that_stands_still_is_frozen_beside_its_adapter():
+    model = tiny("Llama")
+    course = course_on(model)
+    course.loss(0).backward()
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
+    """A tiny model, and its trajectories."""
+    model, room = str(tiny_folder()), tmp_path_factory.mktemp("jacobi")
+    asked = lines(room / "asked.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
+    saltus_("collect", "jacobi", "-f", asked, "-m", model, "-n", 30, "-b", 6, "--out", room / "found", "--shard", 3)
+    return model, room
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
+def test_training_learns_to_see_through_wrong_guesses(gated, written, tmp_path):
+    """Of texts that it has seen: what the next call will decide grows."""
+    model, room = written
+    own, texts = saltus.load(model, "plain", exact=False).network.model, read_trajectories(room / "found")
+    gating = Gating(rank=8, alpha=8.0) if gated else None
+    course = JacobiCourse(own, texts, gating, BlockNoise("any", "clean", 2), lessons=replace(LESSONS, texts=4))
+    assert isinstance(course, Course)
+    course.held_out = course.own
+    before = course.report()
+    train(course.module, course.loss, Schedule(80, 1e-2, every=80), tmp_path / "checkpoint.pt", {})
+    after = course.report()
+    assert 1 <= before["greedy"] < after["greedy"]
+    assert 1 <= before["sampled"] <= after["sampled"]
+
+
+def settings(*more: str) -> list[str]:
+    given = ["rank=4", "forcing.window=2", "lessons.texts=2", "held_out=0.3", "every=2", *more]
+    return [part for one in given for part in ("--set", one)]
+
+
+def test_what_is_collected_is_how_the_text_came_about(written):
+    model, room = written
+    engine = saltus.load(model)
+    for one in read_trajectories(room / "found"):
+        for iterates in one.blocks():
+            size = len(iterates[-1])
+            assert all(len(iterate) == size for iterate in iterates)
+            assert 1 <= len(iterates) - 1 <= size + 1
+        prompt = engine.tokenizer.decode(list(one.prompt))
+        answer = engine.generate(prompt, max_new_tokens=30, temperature=one.temperature, seed=one.seed, raw=True)
+        assert answer.tokens == one.completion
+
+
+def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, tiny_folder):
+    model, room = written
+    common = ["train", "jacobi", "-m", model, "--teacher", room / "found"]
+    said = saltus_(*common, *settings(), "--steps", 4, "--work", room / "run", "--out", room / "adapter")
+    assert "held-out tokens per call" in said.stderr
+    asked = ["generate", "-m", model, "-n", 20, "-t", 0.8, "--seed", 3, "the cat sat"]
+    plain = saltus_(*asked, "--method", "plain").stdout
+    for method in ("jacobi", "jacobi+lookup"):
+        guided = ["--method", method, "--option", f"jacobi.model={room / 'adapter'}"]
+        assert saltus_(*asked, *guided).stdout == plain
+        assert saltus_(*asked, *guided, "--budget", 30, "--option", "jacobi.block=5").stdout == plain
+    asked = lines(room / "again.jsonl", {"prompt": "the cat"}, {"prompt": "dog"})
+    collect = ["collect", "jacobi", "-f", asked, "-m", model, "-n", 12, "-b", 6, "-t", 0]
+    saltus_(*collect, "--out", room / "second", "--adapter", room / "adapter")
+    assert json.loads((room / "second" / "collect.json").read_text())["guessed_by"]
+    assert "guesses of another adapter" in complaint(*collect, "--out", room / "second")
+    again = [*settings(), "--steps", 2, "--work", room / "run-2", "--from", room / "adapter", "--out", room / "two"]
+    saltus_("train", "jacobi", "-m", model, "--teacher", room / "second", *again)
+    other = ["generate", "-m", str(tiny_folder(seed=5)), "--method", "jacobi", "x"]
+    assert "was trained for" in complaint(*other, "--option", f"jacobi.model={room / 'adapter'}")
+
+
+def test_a_model_is_trained_and_loads_as_any(written):
+    model, room = written
+    common = ["train", "jacobi", "-m", model, "--teacher", room / "found", *settings("trains=model")]
+    saltus_(*common, "--steps", 4, "--set", "schedule.rate=1e-2", "--work", room / "model", "--out", room / "tuned")
+    asked = ["generate", "-m", room / "tuned", "-n", 20, "the cat sat"]
+    text_ = saltus_(*asked, "--method", "plain").stdout
+    assert saltus_(*asked, "--method", "jacobi").stdout == text_
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["random", "NaN"])
+def test_no_adapter_changes_a_text(written, broken, tmp_path):
+    """Whatever it guesses, at any temperature, alone and in batches, with many blocks, with logits that are none."""
+    model, room = written
+    own = saltus.load(model, "plain").network.model
+    course = JacobiCourse(own, read_trajectories(room / "found"), Gating(rank=4, alpha=4.0), BlockNoise(window=2))
+    with torch.no_grad():
+        for name, weight in course.module.named_parameters():
+            drawn = torch.from_numpy(draws(1, name).normal(0, 0.5, tuple(weight.shape))).to(weight)
+            weight.copy_(torch.full_like(weight, torch.nan) if broken else drawn)
+    course.save(tmp_path / "adapter", {})
+    options = {"model": str(tmp_path / "adapter"), "block": 5, "blocks": 3, "spawn": 0.2}
+    prompts = ["the cat", "a dog on the mat", "log"]
+    for adaptive in (True, False):
+        engine = saltus.load(model, "jacobi", options={"jacobi": options}, budget=20, adaptive=adaptive)
+        for temperature in (0.0, 0.9):
+            how = {"max_new_tokens": 24, "temperature": temperature, "seed": 2}
+            plain = [one.tokens for one in engine.generate(prompts, method="plain", **how)]
+            found = engine.generate(prompts, **how)
+            assert [one.tokens for one in found] == plain
+            assert [engine.generate(prompt, **how).tokens for prompt in prompts] == plain
+    reject = saltus.load(model, "jacobi", rule="reject", options={"jacobi": options})
+    assert (
+        reject.generate(prompts[0], max_new_tokens=24).tokens == engine.generate(prompts[0], max_new_tokens=24).tokens
+    )
+
+
+def test_training_that_was_cut_short_ends_as_it_would_have(written):
+    model, room = written
+    texts = read_trajectories(room / "found")
+
+    def fresh() -> JacobiCourse:
+        own = saltus.load(model, "plain", exact=False).network.model
+        return JacobiCourse(own, texts, Gating(rank=2, alpha=2.0), BlockNoise(window=2), lessons=LESSONS)
+
+    whole, halves = fresh(), fresh()
+    schedule = Schedule(4, 1e-2, every=2)
+    train(whole.module, whole.loss, schedule, room / "whole.pt", {})
+
+    def stop(progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(halves.module, halves.loss, schedule, room / "halves.pt", {}, stop)
+    train(halves.module, halves.loss, schedule, room / "halves.pt", {})
+    for name, weight in whole.module.state_dict().items():
+        torch.testing.assert_close(halves.module.state_dict()[name], weight, rtol=0, atol=0)
+
+
+def test_wrong_input_is_one_line(written, tmp_path):
+    model, room = written
+    common = ["train", "jacobi", "-m", model, "--work", tmp_path, *settings()]
+    found = room / "found"
+    assert "saltus collect jacobi" in complaint(*common, "--teacher", tmp_path / "none")
+    assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "forcing.window=9")
+    assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "schedule=upwards")
+    assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows=3")
+    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
+    collect = ["collect", "jacobi", "-f", asked, "-m", model, "-n", 12, "--out"]
+    saltus_("collect", "text", *collect[2:], tmp_path / "text")
+    assert "holds texts without iterates" in complaint(*common, "--teacher", tmp_path / "text")
+    assert "holds texts without iterates" in complaint(*collect, tmp_path / "text")
+    saltus_(*collect, tmp_path / "six", "-b", 6)
+    assert "holds texts with the iterates" in complaint("collect", "text", *collect[2:], tmp_path / "six")
+    assert "block 6, not 7" in complaint(*collect, tmp_path / "six", "-b", 7)
+    shard = tmp_path / "six" / "00000.jsonl.gz"
+    shard.write_bytes(shard.read_bytes()[:60])
+    assert "damaged" in complaint(*common, "--teacher", tmp_path / "six")
+    assert "damaged" in complaint(*collect, tmp_path / "six", "-b", 6)
+    shard.unlink()
+    assert "lacks 1 of 1 shards" in complaint(*common, "--teacher", tmp_path / "six")
+
+
+def test_texts_of_another_model_and_of_one_block_are_refused(written, tiny_folder):
+    _, room = written
+    texts = read_trajectories(room / "found")
+    short = [replace(one, completion=one.completion[:6], calls=one.calls[:1]) for one in texts]
+    with pytest.raises(ValueError, match="fewer than two texts of more than a block"):
+        JacobiCourse(tiny("Llama"), short, None, lessons=LESSONS)
+    with pytest.raises(ValueError, match="gone on with by --model"):
+        JacobiCourse(tiny("Llama"), texts, None, BlockNoise(window=2), lessons=LESSONS).begin(room / "adapter")
+    other = str(tiny_folder(seed=5))
+    assert "were written by" in complaint("train", "jacobi", "-m", other, "--teacher", room / "found", *settings())
