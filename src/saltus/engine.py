@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypedDict, Unpack, overload
 
+import torch
 from jinja2 import TemplateError
 
-from saltus import methods
+from saltus import methods, profiles
 from saltus.core.control import Costs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
@@ -19,6 +20,7 @@ from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, sam
 from saltus.networks.progress import Progress
 from saltus.networks.sources import DEFAULT
 from saltus.networks.trained import bring, is_trained
+from saltus.networks.trained_files import fingerprint
 from saltus.text import Detokenizer, Script, stop_strings
 from saltus.writing import Call, Ensemble, Shelf, Text, checked_rule, write
 
@@ -321,12 +323,14 @@ def load(
     exact: bool = True,
     batch_size: int = 16,
     progress: Progress | None = None,
+    profile: bool = True,
 ) -> Engine:
     """An engine for a model: a short name, a local folder or a hub id (`owner/name`). Errors: ValueError of one line.
 
     `method` can be several, joined by +, and `options` sets their fields: {"lookup": {"longest": 5}}. `budget` is the
     most drafted tokens that a call may check; with `adaptive` a controller chooses how many of them pay. `dtype` "auto"
-    is the checkpoint's own. `exact=False` gives up equal rounding for the library's own attention.
+    is the checkpoint's own. `exact=False` gives up equal rounding for the library's own attention. With `profile` what
+    `saltus tune` found for the model on this machine stands where jacobi is given no options.
     """
     checked_rule(rule)
     if budget is not None and not 0 <= budget <= 128:
@@ -334,12 +338,26 @@ def load(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make(method, options)  # a wrong name costs no loading
-    nodes = 16 if budget is None else budget
+    tuned = _profile(model, device, options or {}) if profile else None
+    nodes = tuned.budget if tuned is not None and "jacobi" in method.split("+") else 16
+    nodes = nodes if budget is None else budget
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
         return load_checkpoint(name, device, dtype, exact, progress, nodes)
 
-    engine = Engine(checkpoint(model), method, rule, options or {}, nodes, adaptive, batch_size, checkpoint)
+    target, chosen = checkpoint(model), dict(options or {})
+    if tuned is not None and tuned.fingerprint == fingerprint(target.network.model):
+        chosen["jacobi"] = {**tuned.options, **chosen.get("jacobi", {})}
+    engine = Engine(target, method, rule, chosen, nodes, adaptive, batch_size, checkpoint)
     engine._ensemble(method)
     return engine
+
+
+def _profile(model: str, device: str, options: Mapping[str, Mapping[str, Any]]) -> profiles.Profile | None:
+    """What `saltus tune` found for jacobi, unless options of it are given besides its adapter."""
+    given = options.get("jacobi", {})
+    if set(given) - {"model"}:
+        return None
+    gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    return profiles.find("jacobi", model, profiles.machine_of("cuda" if gpu else "cpu"), given.get("model", ""))

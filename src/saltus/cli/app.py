@@ -21,6 +21,7 @@ from saltus.cli.lm_eval import PASSED_ON, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
 from saltus.cli.train import train
+from saltus.cli.tune import tune
 
 
 class Commands(TyperGroup):
@@ -73,5 +74,6 @@ app.add_typer(bench, name="bench", rich_help_panel=PROVE)
 app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
 app.add_typer(collect, name="collect", rich_help_panel=TEACH)
 app.add_typer(train, name="train", rich_help_panel=TEACH)
+app.command(rich_help_panel=TEACH)(tune)
 app.command(rich_help_panel=KNOW)(pull)
 app.command(rich_help_panel=KNOW)(methods)

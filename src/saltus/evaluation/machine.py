@@ -15,13 +15,14 @@ import torch
 import transformers
 
 import saltus
+from saltus.profiles import processor
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory in GB (10⁹ bytes), GPU or None, system, and versions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores,
         "memory_gb": _memory(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -69,15 +70,6 @@ def commit() -> str | None:
 def _git(folder: Path, *command: str) -> str:
     done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _memory() -> float | None:

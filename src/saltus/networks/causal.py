@@ -195,9 +195,9 @@ class CausalNetwork:
             temperatures += [read.temperature] * len(read.uniforms)
             guesses += read.guesses
         device = self.model.device
-        told = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
         places, own = torch.tensor(rows, dtype=torch.long, device=device), torch.tensor(guesses, device=device)
-        return Gate(places, *told, own)
+        told, warm = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
+        return Gate(places, told, warm, own)
 
     def tap(self, taps: Sequence[int]) -> None:
         """Add layers whose states are features, while no text is being written. Errors: ValueError: no such layers."""

@@ -1,0 +1,207 @@
+"""Find the settings with which Jacobi decoding is quickest here, and keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+
+SEARCH = "Search"
+NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def tune(
+    model: o.Model = o.DEFAULT_MODEL,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter",
+            metavar="DIR",
+            help="Guess by this adapter of [i]saltus train jacobi[/i].",
+            rich_help_panel=o.MODEL,
+        ),
+    ] = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    prompts: o.Prompts = None,
+    texts: Annotated[
+        int, typer.Option("--texts", metavar="N", min=1, help="Prompts that are answered.", rich_help_panel=SEARCH)
+    ] = 4,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, help="Times that each is.", rich_help_panel=SEARCH)
+    ] = 2,
+    dearest: Annotated[
+        float,
+        typer.Option(
+            "--dearest",
+            metavar="X",
+            min=1.0,
+            rich_help_panel=SEARCH,
+            help="A call may cost so many times one that decides a single token: this bounds its nodes.",
+        ),
+    ] = 2.0,
+    max_new_tokens: o.MaxNewTokens = 48,
+    temperature: o.Temperature = 0.0,
+    seed: o.Seed = 0,
+    save: Annotated[
+        bool,
+        typer.Option("--save/--no-save", help="Keep the best for generate, chat and bench.", rich_help_panel=o.OUTPUT),
+    ] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write tune.json and figures there.", rich_help_panel=o.OUTPUT),
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """Measure this machine, and choose how the method jacobi decodes with a model.
+
+    First what calls cost by their nodes. Then, within the nodes that this machine
+    affords, tokens per second by block and recycled n-grams, and with the best of
+    these by blocks live and the share of a block at which the next one starts.
+    Plain decoding runs beside them. No setting changes a text.
+
+    [bold]Examples[/bold]
+
+        saltus tune
+
+        saltus tune --adapter adapter --prompts asked.jsonl --texts 8 --out tuned
+
+    What is saved is used wherever jacobi is the method and no option of it is given.
+    A quiet machine finds better settings.
+    """
+    from saltus.cli.loading import open_engine, refuse
+
+    refuse("jacobi", (), temperature=temperature, seed=seed)
+    options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
+    engine = open_engine(
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=NODES[-1], profile=False
+    )
+    asked = _asked(prompts, texts)
+    how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    result = _tuned(engine, asked, how, rounds, dearest, options)
+    if out:
+        _write(result, out)
+    if save and result["complete"]:
+        from saltus.cli.answering import note
+
+        note(f"saved: {_keep(result, engine, model, options)}")
+    if json:
+        from saltus.cli.report import print_json
+
+        print_json(result)
+    else:
+        _show(result)
+    if not result["complete"]:
+        raise KeyboardInterrupt
+
+
+def _asked(prompts: Path | None, texts: int) -> list[Any]:
+    """Prompts evenly spread over a file, or over those of the quick benchmark."""
+    from saltus.prompts import read
+
+    if prompts is None:
+        import saltus.evaluation
+
+        prompts = Path(saltus.evaluation.__file__).parent / "quick.jsonl"
+    found = read(prompts)
+    count = min(texts, len(found))
+    chosen = [found[number * len(found) // count] for number in range(count)]
+    return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
+
+
+def _tuned(
+    engine: Any, prompts: list[Any], how: Mapping[str, Any], rounds: int, dearest: float, fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything of tune.json; after Ctrl-C what there is, and `complete` is false."""
+    from saltus.cli.bench_step import settling
+    from saltus.cli.progress import bar
+    from saltus.evaluation import step as steps
+    from saltus.evaluation.machine import circumstances
+    from saltus.evaluation.roofline import measured_knee
+    from saltus.evaluation.tuning import Search, affordable
+
+    model = engine.network.model
+    length = min(256, (engine.target.context or 1024) // 2)
+    grid, timings = steps.Grid(NODES, (length,), (1,), rounds=5), steps.Timings()
+    with bar(grid.calls, "measuring calls") as advance:
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        for _ in steps.measure(engine.network, grid, vocabulary, timings, settle=settling(model.device)):
+            advance()
+    calls = [{"nodes": cell.nodes, **steps.spread(timings.calls[cell])} for cell in grid.cells]
+    nodes, times = [row["nodes"] for row in calls], [row["ms"] for row in calls]
+    budget = affordable(nodes, times, dearest)
+    search, complete = Search(engine, prompts, budget, how, rounds, fixed), False
+    try:
+        with bar(search.texts, "searching") as advance:
+            for _ in search.run():
+                advance()
+        complete = True
+    except KeyboardInterrupt:
+        if not search.seconds:
+            raise
+    named = ("block", "candidates", "speedup")
+    return {
+        **circumstances(engine, {**how, "texts": len(prompts), "rounds": rounds, "dearest": dearest, **fixed}),
+        "complete": complete,
+        "calls": calls,
+        "knee": measured_knee(nodes, times),
+        "budget": budget,
+        "settings": search.table(),
+        "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.points()]},
+        "chosen": search.chosen() if complete else {},
+    }
+
+
+def _keep(result: Mapping[str, Any], engine: Any, model: str, fixed: Mapping[str, Any]) -> Path:
+    from saltus.networks.trained_files import fingerprint
+    from saltus.profiles import Profile, machine_of
+
+    made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
+    made["speedup"] = max(row["speedup"] for row in result["settings"])
+    return Profile(
+        "jacobi", model, machine_of(engine.network.model.device.type), fixed.get("model", ""),
+        fingerprint(engine.network.model), result["chosen"], result["budget"], made,
+    ).save()  # fmt: skip
+
+
+def _write(result: Mapping[str, Any], folder: Path) -> None:
+    """tune.json first: figures may fail for want of matplotlib."""
+    from json import dumps
+
+    from saltus.cli.answering import note
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tune.json").write_text(dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not result["surface"]["points"]:
+        return
+    from saltus.evaluation.tuning_plots import figures
+
+    paths = figures(result, folder)
+    note(f"written: {folder / 'tune.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png"))
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from saltus.cli.painting import terminal
+
+    console = terminal(soft_wrap=False)
+    knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"
+    console.print(f"calls: {knee}; the search may use {result['budget']}")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("block", "candidates", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
+        table.add_column(head, justify="right")
+    for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
+        named = [str(row.get(name, "")) for name in ("block", "candidates", "blocks", "spawn")]
+        if "plain" in row:
+            named[0] = "plain"
+        rates = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f} ×", f"{row['tokens_per_call']:.2f}"
+        table.add_row(*named, *rates)
+    console.print(table)
+    if result["chosen"]:
+        console.print("chosen: " + ", ".join(f"{name} {value}" for name, value in result["chosen"].items()))

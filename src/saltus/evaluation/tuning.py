@@ -1,0 +1,174 @@
+"""Search the settings with which Jacobi decoding is quickest on the machine at hand (Jacobi Forcing, App. D and E)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from saltus.engine import Engine, Prompt
+
+BLOCKS = (4, 8, 16, 32, 64, 128)
+CANDIDATES = (0, 1, 2, 4, 8)
+LIVE = (1, 2, 3, 4)  # blocks
+SPAWNS = (0.5, 0.85, 1.0)
+PLAIN = "plain"
+MOST = 128  # nodes of a call
+DEGREES = (1, 2, 3)  # of the surface
+
+Setting = Mapping[str, Any]
+
+
+def affordable(nodes: Sequence[int], times: Sequence[float], dearest: float) -> int:
+    """The most nodes whose call costs at most `dearest` times one of one node; 4 at least."""
+    points = sorted(zip(nodes, times, strict=True))
+    return max([4, *(n for n, seconds in points if seconds <= dearest * points[0][1])])
+
+
+@dataclass
+class Search:
+    """Tokens per second of settings, on the same texts in turn; plain decoding is one of them.
+
+    First block × candidates with two blocks live, then blocks live × spawn with the best of these. Who is interrupted
+    keeps what is measured.
+    """
+
+    engine: Engine
+    prompts: Sequence[Prompt]
+    budget: int  # nodes of a call
+    how: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
+    rounds: int = 2
+    fixed: Setting = field(default_factory=dict)  # options that are not searched, such as model
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[tuple[tuple[str, Any], ...], dict[int, list[float]]] = field(default_factory=dict)
+    tokens: dict[tuple[tuple[str, Any], ...], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    engines: dict[tuple[tuple[str, Any], ...], Engine] = field(default_factory=dict)
+
+    @property
+    def grid(self) -> list[Setting]:
+        """Block × candidates, those within the budget."""
+        blocks = [block for block in BLOCKS if block <= max(self.budget, BLOCKS[0])]
+        return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATES)]
+
+    @property
+    def texts(self) -> int:
+        """How many texts are written in all."""
+        return self.rounds * len(self.prompts) * (len(self.grid) + 1 + len(self.later) + 1)
+
+    def run(self) -> Iterator[None]:
+        """Yields after each text."""
+        yield from self._measure([{PLAIN: True}, *self.grid])
+        best = self.best(self.grid)
+        yield from self._measure([{PLAIN: True}, *({**best, **more} for more in self.later)])
+
+    @property
+    def later(self) -> list[Setting]:
+        """Blocks live × spawn; one block alone spawns none."""
+        several = [{"blocks": live, "spawn": spawn} for live, spawn in product(LIVE, SPAWNS) if live > 1]
+        return [{"blocks": 1}, *several]
+
+    def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
+        """Each round writes every text by all settings, forwards and backwards in turn; the first text warms up."""
+        for setting in settings:
+            self._write(setting, 0, warm=True)
+        for number in range(self.rounds):
+            for text in range(len(self.prompts)):
+                for setting in settings if (number + text) % 2 == 0 else settings[::-1]:
+                    self._write(setting, text)
+                    yield
+
+    def _write(self, setting: Setting, text: int, warm: bool = False) -> None:
+        key = tuple(setting.items())
+        if key not in self.engines:
+            options = {"jacobi": {**self.fixed, **setting}}
+            self.engines[key] = replace(self.engine, options=options, budget=self.budget, ensembles={})
+        method = PLAIN if PLAIN in setting else "jacobi"
+        began = self.clock()
+        found = self.engines[key].generate(self.prompts[text], method=method, **self.how)
+        if not warm:
+            self.seconds.setdefault(key, {}).setdefault(text, []).append(self.clock() - began)
+            self.tokens.setdefault(key, {})[text] = (found.statistics.tokens, found.statistics.calls)
+
+    def rate(self, setting: Setting) -> float:
+        """Tokens per second over the texts, of each the median time; prefill included."""
+        key = tuple(setting.items())
+        spent = sum(statistics.median(times) for times in self.seconds[key].values())
+        return sum(tokens for tokens, _ in self.tokens[key].values()) / spent
+
+    def tokens_per_call(self, setting: Setting) -> float:
+        key = tuple(setting.items())
+        tokens, calls = (sum(column) for column in zip(*self.tokens[key].values(), strict=True))
+        return tokens / calls
+
+    def best(self, settings: Sequence[Setting]) -> Setting:
+        """By the fitted surface where settings are of block × candidates, else as measured."""
+        if settings == self.grid:
+            heights = Surface.fit(self.points())
+            return max(settings, key=lambda one: heights.at(one["block"], one["candidates"]))
+        return max(settings, key=self.rate)
+
+    def points(self) -> list[tuple[int, int, float]]:
+        """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
+        plain = self.rate({PLAIN: True})
+        known = [one for one in self.grid if tuple(one.items()) in self.seconds]
+        return [(one["block"], one["candidates"], self.rate(one) / plain) for one in known]
+
+    def chosen(self) -> Setting:
+        """The best of all."""
+        first = self.best(self.grid)
+        return self.best([{**first, **more} for more in self.later])
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each setting that was measured."""
+        plain = self.rate({PLAIN: True})
+        rows = []
+        for key in self.seconds:
+            setting = dict(key)
+            rate = self.rate(setting)
+            rows.append({
+                **setting, "tokens_per_second": rate, "speedup": rate / plain,
+                "tokens_per_call": self.tokens_per_call(setting),
+            })  # fmt: skip
+        return rows
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A polynomial in log₂ block and log₂ (1 + candidates), of the degree that foretells left-out points best."""
+
+    degree: int
+    weights: np.ndarray
+
+    @staticmethod
+    def fit(points: Sequence[tuple[int, int, float]]) -> Surface:
+        """(block, candidates, value); least squares. With too few points it is the mean."""
+        values = np.array([value for _, _, value in points])
+        places = np.array([(block, candidates) for block, candidates, _ in points])
+        fitted = {}
+        for degree in (0, *DEGREES):
+            terms = _terms(places[:, 0], places[:, 1], degree)
+            if degree and terms.shape[1] >= len(points):
+                continue
+            errors = []
+            for left_out in range(len(points)):
+                others = np.arange(len(points)) != left_out
+                if others.any():
+                    weights = np.linalg.lstsq(terms[others], values[others], rcond=None)[0]
+                    errors.append(float(terms[left_out] @ weights - values[left_out]) ** 2)
+            fitted[degree] = sum(errors), np.linalg.lstsq(terms, values, rcond=None)[0]
+        degree = min(fitted, key=lambda one: fitted[one][0])
+        return Surface(degree, fitted[degree][1])
+
+    def at(self, block: Any, candidates: Any) -> Any:
+        """The height, of numbers or of arrays."""
+        return _terms(np.asarray(block), np.asarray(candidates), self.degree) @ self.weights
+
+
+def _terms(block: np.ndarray, candidates: np.ndarray, degree: int) -> np.ndarray:
+    x, y = np.log2(block), np.log2(1 + candidates)
+    return np.stack([x**i * y**j for i in range(degree + 1) for j in range(degree + 1 - i)], -1)
