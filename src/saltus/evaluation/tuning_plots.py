@@ -86,7 +86,8 @@ def _surface(result: Mapping[str, Any]) -> Any:
         axes.plot(np.log2(best["block"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8)
     axes.set_xticks(np.log2(blocks), list(map(str, blocks)))
     axes.set_yticks(np.log2(1 + np.array(counts)), list(map(str, counts)))
-    axes.margins(0.06, 0.12)
+    axes.set_xlim(x[0] - 0.2, x[-1] + 0.2)
+    axes.set_ylim(-0.15, y[-1] + 0.35)
     axes.set_xlabel("tokens of a block")
     axes.set_ylabel("recycled n-grams offered")
     return figure

@@ -1,0 +1,135 @@
+"""What Jacobi Forcing brings: tokens a call, tokens a second and quality, of models before and after training.
+
+    python benchmarks/forcing.py BASE TUNED … --prompts exam.jsonl --text enwik8.xz [--adapter DIR …] --out DIR
+
+Each model is decoded greedily and at a temperature: plainly; by Jacobi decoding of one block; with rejection recycling;
+with several blocks; with both. Every text is written by all ways in turn, forwards and backwards, and by all models
+before the next text. `--whole` asks for every guess that there is, so that tokens a call are those of the method;
+without it a controller asks for those that pay. Speed-ups are over plain decoding of the same model, prefill included.
+All ways must write the same text of a model, or the run ends. `--adapter` decodes BASE with guesses that an adapter
+corrects. Quality is bits a token of text that no model was trained on: the second half of windows of 256 bytes.
+"""
+
+import argparse
+import json
+import lzma
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import saltus
+from saltus.core.canvas import continuation
+from saltus.core.forward import Forward
+from saltus.evaluation.machine import commit, machine
+
+WAYS: dict[str, dict[str, Any]] = {
+    "jacobi": {"blocks": 1, "candidates": 0},
+    "recycling": {"blocks": 1, "candidates": 4},
+    "blocks": {"blocks": 2, "candidates": 0},
+    "both": {"blocks": 2, "candidates": 4},
+}
+WINDOWS, LENGTH = 64, 256
+
+
+def bits(engine: saltus.Engine, text: bytes) -> float:
+    """Of a token, on average, with half a window or more before it."""
+    found = []
+    step = max((len(text) - LENGTH) // WINDOWS, 1)
+    for start in range(0, step * WINDOWS, step):
+        tokens = torch.tensor([engine.tokenizer(text[start : start + LENGTH].decode(errors="ignore")).input_ids])
+        with torch.inference_mode():
+            memory = engine.network.memory()
+            half = tokens.shape[1] // 2
+            logits = []
+            for at in range(half, tokens.shape[1], 120):
+                chain = tuple(tokens[0, at : at + 120].tolist())
+                ask = Forward(continuation(tokens[0, :at].numpy(), 1), chain, tuple(range(-1, len(chain) - 1)))
+                logits.append(engine.network.forward([ask], [memory])[0].logits[: len(chain)].float())
+        laws = torch.cat(logits).log_softmax(-1)
+        found.append(float(-laws.gather(-1, tokens[0, half:, None]).mean()))
+    return statistics.fmean(found) / math.log(2)
+
+
+def read_end(file: Path, share: float = 0.01) -> bytes:
+    opener = lzma.open if file.suffix == ".xz" else open
+    with opener(file, "rb") as source:
+        text = source.read()
+    return text[-int(len(text) * share) :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--adapter", action="append", default=[])
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--text", type=Path, help="its last hundredth was held out")
+    parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    asked = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()][: given.texts]
+    held = read_end(given.text) if given.text else None
+    sides: list[tuple[str, saltus.Engine]] = []
+    quality: dict[str, float] = {}
+    for where in given.models:
+        engine = saltus.load(where, "plain", profile=False)
+        if held is not None:
+            quality[where] = round(bits(engine, held), 4)
+        sides.append((where, engine))
+    for folder in given.adapter:
+        sides.append((folder, saltus.load(given.models[0], "plain", profile=False)))
+    engines: dict[tuple[str, str], saltus.Engine] = {}
+    for name, engine in sides:
+        for way, options in WAYS.items():
+            chosen = {"block": given.block, **options, **({"model": name} if name in given.adapter else {})}
+            budget = min(given.block * options["blocks"] + 3 * options["candidates"], 128) if given.whole else 32
+            engines[name, way] = replace(
+                engine, options={"jacobi": chosen}, budget=budget, adaptive=not given.whole, ensembles={}
+            )
+        engines[name, "plain"] = engine
+    rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}
+    order = list(engines)
+    for temperature in (0.0, given.temperature):
+        how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True, "raw": True}
+        for key in order:
+            engines[key].generate(asked[-1], method="plain" if key[1] == "plain" else "jacobi", **how)
+        for number in range(given.rounds):
+            for place, prompt in enumerate(asked):
+                texts: dict[str, list[int]] = {}
+                for key in order if (number + place) % 2 == 0 else order[::-1]:
+                    began = time.perf_counter()
+                    method = "plain" if key[1] == "plain" else "jacobi"
+                    found = engines[key].generate(prompt, method=method, seed=place, **how)
+                    taken = time.perf_counter() - began
+                    if texts.setdefault(key[0], found.tokens) != found.tokens:
+                        sys.exit(f"{key} wrote another text than another way with the same model")
+                    counted = found.statistics
+                    rows.setdefault((*key, temperature), []).append((counted.tokens, counted.calls, taken))
+    table = []
+    for (name, way, temperature), found in rows.items():
+        plain = rows[name, "plain", temperature]
+        tokens, calls, _ = (sum(column) for column in zip(*found, strict=True))
+        ratios = [one[2] / other[2] for one, other in zip(plain, found, strict=True)]
+        table.append({
+            "model": name, "way": way, "temperature": temperature, "tokens_per_call": round(tokens / calls, 3),
+            "tokens_per_second": round(tokens / sum(one[2] for one in found), 1),
+            "speedup": round(statistics.median(ratios), 3),
+        })  # fmt: skip
+        print(json.dumps(table[-1]), flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    told = {"table": table, "bits": quality, "machine": machine(), "commit": commit(), "command": sys.argv}
+    (given.out / "forcing.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Tuning: it measures what it says, chooses the best of it, and what it saves is what engines use."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+import saltus
+from saltus import profiles
+from saltus.evaluation.tuning import PLAIN, Search, Surface, affordable
+from saltus.networks.trained_files import fingerprint
+from saltus.profiles import Profile, machine_of
+from test_cli import complaint, lines, saltus_
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path, monkeypatch) -> str:
+    """A tiny model; profiles are kept in a room of the test's own."""
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path / "cache")
+    return str(tiny_folder())
+
+
+def test_a_call_may_cost_so_many_times_one_of_one_node():
+    nodes, times = (1, 2, 4, 8, 16, 32), (10.0, 11.0, 12.0, 16.0, 21.0, 40.0)
+    assert affordable(nodes, times, 2.0) == 8
+    assert affordable(nodes, times, 2.1) == 16
+    assert affordable(nodes, times, 1.0) == 4, "the least that is worth a search"
+
+
+def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
+    places = [(block, count) for block in (4, 8, 16, 32, 64) for count in (0, 1, 2, 4, 8)]
+
+    def height(block: int, count: int) -> float:
+        return 2 - 0.1 * (np.log2(block) - 4) ** 2 - 0.2 * (np.log2(1 + count) - 2) ** 2
+
+    exact = Surface.fit([(*place, height(*place)) for place in places])
+    assert all(abs(exact.at(*place) - height(*place)) < 1e-6 for place in places)
+    noise = np.random.default_rng(0).normal(0, 0.05, len(places))
+    noisy = Surface.fit([(*place, height(*place) + own) for place, own in zip(places, noise, strict=True)])
+    assert max(places, key=lambda place: noisy.at(*place)) in [(16, 2), (16, 4), (16, 1), (8, 2), (32, 2)]
+    assert Surface.fit([(4, 0, 1.5)]).at(4, 0) == 1.5
+
+
+def ticking(search: Search, seconds) -> Search:
+    """With a clock by which a setting takes what `seconds` says."""
+    now, last = [0.0], [None]
+
+    def clock() -> float:
+        now[0] += seconds(last[0])
+        return now[0]
+
+    write = search._write
+
+    def noted(setting, text, warm=False):
+        last[0] = setting
+        return write(setting, text, warm)
+
+    search._write, search.clock = noted, clock
+    return search
+
+
+def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
+    engine = saltus.load(folder, "jacobi", budget=32)
+    search = Search(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
+
+    def seconds(setting) -> float:
+        if PLAIN in setting:
+            return 1.0
+        away = (np.log2(setting["block"]) - 3) ** 2 + 0.1 * (np.log2(1 + setting["candidates"]) - 1) ** 2
+        return (
+            0.5 + 0.1 * away + 0.02 * abs(setting.get("blocks", 2) - 3) + 0.02 * abs(setting.get("spawn", 0.85) - 0.5)
+        )
+
+    ticking(search, seconds)
+    assert sum(1 for _ in search.run()) == search.texts
+    assert search.chosen() == {"block": 8, "candidates": 1, "blocks": 3, "spawn": 0.5}
+    assert [row["speedup"] for row in search.table() if PLAIN in row] == [1]
+    assert all(row["tokens_per_call"] >= 1 for row in search.table())
+    assert {row.get("block") for row in search.table()} == {None, 4, 8, 16}, "blocks beyond the budget are not tried"
+
+
+def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
+    engine = saltus.load(folder, "jacobi")
+    assert engine.options == {}
+    own = fingerprint(engine.network.model)
+    Profile("jacobi", folder, machine_of("cpu"), "", own, {"block": 5, "candidates": 1}, 7).save()
+    tuned = saltus.load(folder, "jacobi")
+    assert tuned.options == {"jacobi": {"block": 5, "candidates": 1}}
+    assert tuned.budget == 7
+    assert saltus.load(folder, "jacobi", budget=9).budget == 9
+    assert saltus.load(folder, "lookup").budget == 16
+    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).options == {"jacobi": {"block": 3}}
+    assert saltus.load(folder, "jacobi", profile=False).options == {}
+    how = {"max_new_tokens": 20, "temperature": 0.7}
+    assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
+
+
+def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
+    path = Profile("jacobi", folder, machine_of("cpu"), "", "another", {"block": 5}, 7).save()
+    assert saltus.load(folder, "jacobi").options == {}
+    path.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert saltus.load(folder, "jacobi").options == {}
+    assert "run saltus tune again" in caplog.text
+
+
+def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
+    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
+    common = ["tune", "-m", folder, "-f", asked, "-n", 6, "--rounds", 1, "--texts", 1]
+    said = saltus_(*common, "--out", tmp_path / "out")
+    assert "chosen: block" in said.stdout
+    assert "saved: " in said.stderr
+    result = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert result["budget"] >= 4
+    assert result["complete"]
+    assert {"command", "commit", "machine", "settings", "calls"} <= set(result)
+    for name in ("tune_calls", "tune_surface"):
+        assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
+    assert saltus.load(folder, "jacobi").options["jacobi"] == result["chosen"]
+    assert json.loads(saltus_(*common, "--no-save", "--json").stdout)["chosen"]
+    assert "--dearest" in complaint(*common, "--dearest", 0.5)
+    assert "temperature is -1" in complaint(*common, "-t", -1)
