@@ -71,11 +71,34 @@ def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_
     assert [row["prompt"] for row in rows(tmp_path / "text")] == [row["prompt"] for row in rows(tmp_path / "json")]
 
 
+def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, tmp_path):
+    """Ray with two workers on this machine."""
+    common = ["collect", "jacobi", "-f", asked, "-m", folder, "-n", 20, "-b", 6, "--shard", 4]
+    saltus_(*common, "--out", tmp_path / "one", "--batch-size", 1)
+    saltus_(*common, "--out", tmp_path / "two", "--processes", 2)
+    assert len(shards(tmp_path / "one")) == 4
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+    pytest.importorskip("ray")
+    (tmp_path / "ray").mkdir()
+    for name in ("00000.jsonl.gz", "collect.json"):  # it goes on with what is there
+        (tmp_path / "ray" / name).write_bytes((tmp_path / "one" / name).read_bytes())
+    saltus_(*common, "--out", tmp_path / "ray", "--processes", 2, "--ray", "local")
+    assert shards(tmp_path / "one") == shards(tmp_path / "ray")
+
+
+def test_a_worker_of_ray_that_fails_is_one_line(folder, asked, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    common = ["collect", "jacobi", "-f", asked, "-m", folder, "-n", 20, "--out", tmp_path / "out"]
+    monkeypatch.setattr("saltus.training.teacher.begun", lambda *_: [99])  # a shard that is none
+    assert "IndexError" in complaint(*common, "--ray", "local")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "jacobi"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(processes, folder, tmp_path):
+def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path):
     asked = lines(tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(6) for prompt in PROMPTS))
-    wanted = ["collect", "text", "-f", asked, "-m", folder, "-n", 40, "--shard", 3]
+    wanted = ["collect", kind, "-f", asked, "-m", folder, "-n", 40, "--shard", 3]
     saltus_(*wanted, "--out", tmp_path / "whole")
     killed = tmp_path / "killed"
     kills = 0

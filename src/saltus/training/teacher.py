@@ -252,11 +252,10 @@ def collect_on_cluster(
     try:
         import ray
         import ray.data
-        from ray.exceptions import RayTaskError
     except ImportError:
         raise ValueError("Ray is missing; pip install 'saltus[ray]', or leave --ray out") from None
     for talks in ("ray", "ray.data"):
-        logging.getLogger(talks).setLevel(logging.ERROR)
+        logging.getLogger(talks).setLevel(logging.CRITICAL)
     started = not ray.is_initialized()
     if started:
         try:
@@ -276,29 +275,34 @@ def collect_on_cluster(
             compute=ray.data.ActorPoolStrategy(size=min(processes, len(numbers))), num_gpus=gpus,
         )  # fmt: skip
         for row in done.iter_rows():
+            if row["error"]:
+                raise ValueError(row["error"])
             yield row["texts"], row["tokens"]
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, ValueError) else error
-        raise ValueError(first_line(cause)) from None
     finally:
         if started:
             ray.shutdown()
 
 
 class _ShardWriter:
-    """A process of a cluster: it loads the model, and writes the shards whose numbers it is given."""
+    """A process of a cluster: it loads the model once, and writes the shards whose numbers it is given."""
 
-    def __init__(self, plan: Plan, folder: Path, loading: Mapping[str, Any], batch_size: int, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self.engine, self.plan, self.folder, self.batch_size = load(**loading), plan, folder, batch_size
+    def __init__(self, *told: Any) -> None:
+        self.plan, self.folder, self.loading, self.batch_size, self.threads = told
+        self.engine: Engine | None = None
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[int]]:
-        written = [
-            done
-            for number in batch["shard"]
-            for done in write_shard(self.engine, self.plan, int(number), self.folder, self.batch_size)
-        ]
-        return {"texts": [sum(texts for texts, _ in written)], "tokens": [sum(tokens for _, tokens in written)]}
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Faults are told, since Ray sends on what an error says, but not which it is."""
+        texts = tokens = 0
+        try:
+            if self.engine is None:
+                torch.set_num_threads(self.threads)
+                self.engine = load(**self.loading)
+            for number in batch["shard"]:
+                for ended, new in write_shard(self.engine, self.plan, int(number), self.folder, self.batch_size):
+                    texts, tokens = texts + ended, tokens + new
+        except Exception as error:
+            return {"texts": [texts], "tokens": [tokens], "error": [_told(error)]}
+        return {"texts": [texts], "tokens": [tokens], "error": [""]}
 
 
 def _serve(
@@ -316,7 +320,12 @@ def _serve(
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
-        parent.send(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        parent.send(_told(error))
+
+
+def _told(error: BaseException) -> str:
+    """In one line."""
+    return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def read_texts(file: Path) -> list[Sample]:
