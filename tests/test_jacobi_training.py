@@ -259,6 +259,13 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
     assert "guesses of another adapter" in complaint(*collect, "--out", room / "second")
     again = [*settings(), "--steps", 2, "--work", room / "run-2", "--from", room / "adapter", "--out", room / "two"]
     saltus_("train", "jacobi", "-m", model, "--teacher", room / "second", *again)
+    assert "an adapter for the method jacobi" in complaint(
+        "generate", "-m", model, "--method", "ptp", "--option", f"ptp.model={room / 'adapter'}", "x"
+    )
+    both = saltus.load(model, "jacobi", options={"jacobi": {"model": str(room / "adapter")}})
+    both.options = {"jacobi": {"model": str(room / "two")}}
+    with pytest.raises(ValueError, match="has room for one"):
+        both.generate("x", method="jacobi+lookup")
     other = ["generate", "-m", str(tiny_folder(seed=5)), "--method", "jacobi", "x"]
     assert "was trained for" in complaint(*other, "--option", f"jacobi.model={room / 'adapter'}")
 

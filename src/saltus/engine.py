@@ -289,7 +289,7 @@ class Engine:
                     own = self.load(where)
                     same_vocabulary(self.target, own)
                     networks[name], contexts[name] = own.network, own.context
-                elif (brought := bring(where, self.network, self.target.name)) is not None:
+                elif (brought := bring(where, self.network, self.target.name, name)) is not None:
                     networks[name] = brought
             self.ensembles[method] = Ensemble(
                 made, networks, self.rule, self.budget, self.adaptive, contexts, self.costs

@@ -114,7 +114,7 @@ def custom_generate(
                 if not is_trained(where):
                     own = drafter(where, str(model.device))
                     networks[name], contexts[name] = own.network, own.context
-                elif (brought := bring(where, network, "this model")) is not None:
+                elif (brought := bring(where, network, "this model", name)) is not None:
                     networks[name] = brought
             ensemble = Ensemble(made, networks, rule, budget, adaptive, contexts, **vars(known))
             _write(ensemble, texts, input_ids, streamer)

@@ -79,6 +79,7 @@ class Adapter(nn.Module):
     def __init__(self, sizes: dict[str, tuple[int, int]], hidden: int, settings: Gating) -> None:
         super().__init__()
         self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
+        self.place = ""  # the folder that it was brought from
         self.parts = nn.ModuleList(LowRank(*size, settings) for size in sizes.values())
         self.auxiliary = Auxiliary(hidden, settings.embedding, settings.told)
         self._by_path = dict(zip(sizes, self.parts, strict=True))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.adapters import load_adapter
+from saltus.networks.adapters import load_adapter, read_papers
 from saltus.networks.drafter import DraftNetwork
 from saltus.networks.heads import HeadModel, HeadNetwork
 from saltus.networks.trained_files import TRAINED_BY, fingerprint, load_drafter, load_heads, shipped
 
 KINDS = ("drafter", "heads", "adapter")
 AUTO = "auto"  # the one that is shipped
+ITERATES = "iterate"  # the form of adapters whose rows read guesses, and not uniforms
 
 
 def is_trained(where: str) -> bool:
@@ -19,14 +20,26 @@ def is_trained(where: str) -> bool:
     return where.partition(":")[0] in KINDS
 
 
-def bring(where: str, network: Any, name: str) -> DraftNetwork | HeadNetwork | None:
+def bring(where: str, network: Any, name: str, drafts: str = "") -> DraftNetwork | HeadNetwork | None:
     """What was trained for the target of this name; None where it is an adapter, which was attached to the target.
 
-    Errors: ValueError for a folder without one, a damaged one, or one for another target.
+    `drafts`: the method that it is for, where that is known. Errors: ValueError for a folder without one, a damaged
+    one, or one for another target or method.
     """
     kind, _, place = where.partition(":")
     if kind == "adapter":
-        network.attach(load_adapter(Path(place), network.model, fingerprint(network.model), name))
+        form = read_papers(Path(place))["training"].get("form")
+        maker = "jacobi" if form == ITERATES else "ptp"
+        if form and drafts and maker != drafts:
+            raise ValueError(f"{place} holds an adapter for the method {maker}, not {drafts}; give it to {maker}")
+        if network.adapter is not None and network.adapter.place not in ("", place):
+            raise ValueError(
+                f"{name} carries the adapter of {network.adapter.place}, and a model has room for one; load it once"
+                f" more for {place}"
+            )
+        adapter = load_adapter(Path(place), network.model, fingerprint(network.model), name)
+        adapter.place = place
+        network.attach(adapter)
         return None
     folder = shipped(kind, network.model) if place == AUTO else Path(place)
     if folder is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from saltus.core.noise import Noise
 from saltus.networks.adapters import load_adapter, save_adapter
 from saltus.networks.gated import Adapter, Gating, new_adapter
+from saltus.networks.trained import ITERATES
 from saltus.networks.trained_files import fingerprint
 from saltus.training import losses
 from saltus.training.blocks import BlockNoise, Blocks, pack_blocks
@@ -28,7 +29,6 @@ from saltus.training.lessons import Lessons, held_out
 from saltus.training.packed_model import prepared, said
 from saltus.training.trajectories import Trajectory
 
-FORM = "iterate"  # of an adapter: its rows read guesses
 ROWS = 64  # laws of a vocabulary in float64 at a time
 DECODING = BlockNoise("any", "clean")  # what a call finds: some iterate, behind decided text
 
@@ -128,7 +128,7 @@ class JacobiCourse:
         """A folder for `saltus.networks.adapters.load_adapter`, or a model for `saltus.load`."""
         block = self.own[0].block
         if self.adapter is not None:
-            made = {**card, "form": FORM, "window": block}
+            made = {**card, "form": ITERATES, "window": block}
             save_adapter(self.adapter, folder, fingerprint(self.model), self.name, made)
             return
         self.model.save_pretrained(folder)
