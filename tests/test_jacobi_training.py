@@ -1,9 +1,12 @@
 """Jacobi Forcing in training: packed blocks are what each is alone, and noise rises as the schedule says."""
 
 import json
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from architectures import ARCHITECTURES, VOCAB, text, tiny
 from saltus.networks.gated import Gate, Gating, applied
 from saltus.training import losses
 from saltus.training.blocks import BlockNoise, pack_blocks
+from saltus.training.checkpoint import load
 from saltus.training.course import Course
 from saltus.training.draws import draws
 from saltus.training.jacobi import JacobiCourse
@@ -306,29 +310,31 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
     )
 
 
-def test_training_that_was_cut_short_ends_as_it_would_have(written):
+@pytest.mark.slow
+@pytest.mark.parametrize(("trains", "weights"), [("adapter", "adapter_model"), ("model", "model")])
+def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(trains, weights, written, tmp_path):
     model, room = written
-    texts = read_trajectories(room / "found")
 
-    def fresh() -> JacobiCourse:
-        own = saltus.load(model, "plain", exact=False).network.model
-        return JacobiCourse(own, texts, Gating(rank=2, alpha=2.0), BlockNoise(window=2), lessons=LESSONS)
+    def training(name: str) -> list[object]:
+        work = "--work", tmp_path / name, "--out", tmp_path / name / "out"
+        common = "train", "jacobi", "-m", model, "--teacher", room / "found", "--steps", 12, *work
+        return [*common, *settings(f"trains={trains}", "every=1")]
 
-    whole, halves = fresh(), fresh()
-    schedule = Schedule(4, 1e-2, every=2)
-    train(whole.module, whole.loss, schedule, room / "whole.pt", {})
+    saltus_(*training("whole"))
+    run = get_context("fork").Process(target=saltus_, args=training("killed"))
+    run.start()
+    while not (tmp_path / "killed" / "checkpoint.pt").exists() and run.is_alive():
+        time.sleep(0.002)
+    run.kill()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
+    assert 1 <= load(tmp_path / "killed" / "checkpoint.pt")["step"] < 12
+    saltus_(*training("killed"))
+    one, other = (tmp_path / name / "out" / f"{weights}.safetensors" for name in ("whole", "killed"))
+    assert one.read_bytes() == other.read_bytes()
 
-    def stop(progress) -> None:
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        train(halves.module, halves.loss, schedule, room / "halves.pt", {}, stop)
-    train(halves.module, halves.loss, schedule, room / "halves.pt", {})
-    for name, weight in whole.module.state_dict().items():
-        torch.testing.assert_close(halves.module.state_dict()[name], weight, rtol=0, atol=0)
-
-
-def test_wrong_input_is_one_line(written, tmp_path):
+def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--work", tmp_path, *settings()]
     found = room / "found"
@@ -338,6 +344,8 @@ def test_wrong_input_is_one_line(written, tmp_path):
     assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows=3")
     asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
     collect = ["collect", "jacobi", "-f", asked, "-m", model, "-n", 12, "--out"]
+    narrow = str(tiny_folder(max_position_embeddings=32))
+    assert "reads 32 in all" in complaint(*collect, tmp_path / "narrow", "-m", narrow, "-b", 64)
     saltus_("collect", "text", *collect[2:], tmp_path / "text")
     assert "holds texts without iterates" in complaint(*common, "--teacher", tmp_path / "text")
     assert "holds texts without iterates" in complaint(*collect, tmp_path / "text")

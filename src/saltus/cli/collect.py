@@ -216,6 +216,11 @@ def _carry_out(
     from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster
 
     engine = open_engine(**loading, batch_size=batch_size)
+    context, block = engine.target.context, settings.get("block", 0)
+    if context is not None and block >= context:
+        raise ValueError(
+            f"a block has {block} tokens, but {engine.target.name} reads {context} in all; take a smaller --block"
+        )
     plan = Plan(questions(engine, asked, prompts), **settings)
     with alone(out):
         left = begun(out, plan, engine)

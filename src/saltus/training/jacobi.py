@@ -63,7 +63,8 @@ class JacobiCourse:
         texts = [short for one in self.trajectories if (short := _cut(one, self.lessons.slots)) is not None]
         if len(texts) < 2:
             raise ValueError(
-                "there are fewer than two texts of more than a block to learn from and to hold out; collect more"
+                f"there are fewer than two texts of more than a block within {self.lessons.slots} tokens to learn from"
+                " and to hold out; collect more or longer ones, or raise lessons.slots"
             )
         blocks = -(-max(len(one.completion) for one in texts) // texts[0].block)
         if self.noise.window > blocks:
