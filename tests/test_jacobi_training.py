@@ -32,7 +32,7 @@ from test_cli import complaint, lines, saltus_
 BLOCK = 4
 NOISES = [
     BlockNoise("linear", "noisy", 3), BlockNoise("random", "window", 2), BlockNoise("reverse", "noisy", 2),
-    BlockNoise("any", "clean", 2),
+    BlockNoise("linear", "large", 2), BlockNoise("any", "clean", 2),
 ]  # fmt: skip
 LESSONS = Lessons(texts=2, held_out=0.3, discount=0.7, slots=60)
 
@@ -97,7 +97,8 @@ def behind_memories(course: JacobiCourse, one: Trajectory, iterate: list[int]) -
             for before in range(block):
                 here = slice(first + before * BLOCK, first + (before + 1) * BLOCK)
                 own = text_.layers[layer].keys[:, :, here], text_.layers[layer].values[:, :, here]
-                parts.append(known[before][layer] if before // window != block // window else own)
+                apart = before // window != block // window
+                parts.append(known[before][layer] if apart == (course.noise.mask == "window") else own)
             past.update(*(torch.cat(kind, 2) for kind in zip(*parts, strict=True)), layer)
         with gate_of(course, torch.arange(stop - start), one):
             out = course.model(
@@ -118,11 +119,13 @@ def one_by_one(course: JacobiCourse, texts: list[Trajectory], iterates: list[lis
         wrong = np.array(iterate) != np.array(words)
         laws = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
         of_text.append(losses.cross_entropy(laws[:-1], torch.tensor(words[1:])))
-        said = (behind_memories if course.noise.mask == "window" else alone)(course, one, iterate)
+        mixed = course.noise.mask in ("window", "large")
+        said = (behind_memories if mixed else alone)(course, one, iterate)
         for block, logits in enumerate(said):
             start, before = block * BLOCK, 0
-            iterated = {"noisy": start, "window": start - start % (BLOCK * course.noise.window), "clean": 0}
-            misled = bool(wrong[: iterated[course.noise.mask]].any())
+            border = start - start % (BLOCK * course.noise.window)
+            iterated = {"noisy": (0, start), "window": (0, border), "large": (border, start), "clean": (0, 0)}
+            misled = bool(wrong[slice(*iterated[course.noise.mask])].any())
             for row, place in enumerate(range(start, min(start + BLOCK, len(words) - 1))):
                 misled = misled or bool(wrong[place])
                 if misled:
@@ -179,20 +182,44 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
 def test_a_row_sees_what_its_mask_says():
     """Blocks of 2 in windows of 2: the third block's rows, of a text of three blocks behind a prompt of one token."""
     seen = {}
-    for mask in ("noisy", "window", "clean"):
+    for mask in ("noisy", "window", "large", "clean"):
         blocks = pack_blocks([[5]], [[1, 2, 3, 4, 6, 7]], [[1, 9, 3, 9, 6, 7]], 2, BlockNoise("linear", mask, 2))
         row = blocks.packed.mask[0, blocks.noisy[0, 5]]
         seen[mask] = [blocks.packed.tokens[0, column].item() for column in row.nonzero().flatten()]
         assert blocks.packed.positions[0, blocks.noisy[0]].tolist() == [1, 2, 3, 4, 5, 6]
-    assert seen == {"noisy": [5, 1, 9, 3, 9, 6, 7], "window": [5, 1, 9, 3, 9, 6, 7], "clean": [5, 1, 2, 3, 4, 6, 7]}
-    blocks = pack_blocks([[5]], [[1, 2, 3, 4]], [[1, 9, 3, 9]], 2, BlockNoise("linear", "window", 2))
-    row = blocks.packed.mask[0, blocks.noisy[0, 3]]
-    assert blocks.packed.tokens[0, row.nonzero().flatten()].tolist() == [5, 1, 2, 3, 9], "within its window the text"
+    wrong, right = [5, 1, 9, 3, 9, 6, 7], [5, 1, 2, 3, 4, 6, 7]
+    assert seen == {"noisy": wrong, "window": wrong, "large": right, "clean": right}
+    for mask, within in (("window", [5, 1, 2, 3, 9]), ("large", [5, 1, 9, 3, 9])):
+        blocks = pack_blocks([[5]], [[1, 2, 3, 4]], [[1, 9, 3, 9]], 2, BlockNoise("linear", mask, 2))
+        row = blocks.packed.mask[0, blocks.noisy[0, 3]]
+        assert blocks.packed.tokens[0, row.nonzero().flatten()].tolist() == within
 
 
 def test_iterates_are_read_back_block_by_block():
     one = Trajectory([1], [5, 6, 7, 8, 9], 0.0, 4, 0, [[0, 3, 3, 3, 3], [2, 3, 8], [4]])
     assert one.blocks() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
+
+
+def test_the_anchor_holds_the_laws_that_the_model_had():
+    """It costs nothing before the model has moved, and the distance of the laws of its text behind that."""
+    course = course_on(tiny("Llama"), gated=False, anchor="laws")
+    texts, generator = course.own[:2], draws(0, "test")
+    iterates = [course.noise.iterates(one.blocks(), generator) for one in texts]
+    free = replace(course, text_weight=0.0)
+    torch.testing.assert_close(course.loss_on(texts, iterates), free.loss_on(texts, iterates))
+    with torch.no_grad():
+        for weight in course.model.parameters():
+            weight.mul_(1.05)
+    expected = []
+    for one in texts:
+        ids = torch.tensor([[*one.prompt, *one.completion]])
+        now, then = (
+            model(ids, use_cache=False).logits[0, len(one.prompt) : -1] for model in (course.model, course.before)
+        )
+        expected.append(losses.divergence(then, now))
+    drift = course.loss_on(texts, iterates) - free.loss_on(texts, iterates)
+    torch.testing.assert_close(drift, course.text_weight * torch.cat(expected).mean())
+    assert drift > 1e-3
 
 
 def test_a_model_that_stands_still_is_frozen_beside_its_adapter():

@@ -18,7 +18,7 @@ from torch import Tensor
 from saltus.training.windows import Packed
 
 NoiseSchedule = Literal["linear", "random", "reverse", "any"]
-BlockMask = Literal["noisy", "window", "clean"]
+BlockMask = Literal["noisy", "window", "large", "clean"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class BlockNoise:
     with the clean mask is CLLM's (Eq. 5).
 
     noisy: the iterates of all blocks before (NC). window: the text of those in the block's own window of w, and the
-    iterates of those before (NC-IC). clean: the text.
+    iterates of those before (NC-IC). large: the iterates of those in its own window, and the text of those before, as
+    if a window were one large block; so decoding finds them. clean: the text.
     """
 
     schedule: NoiseSchedule = "linear"
@@ -101,7 +102,8 @@ def pack_blocks(
     number = places // block
     before, here = number[:, None] > number, number[:, None] == number
     apart = number[:, None] // noise.window != number // noise.window
-    iterate = {"noisy": before, "window": before & apart, "clean": before & False}[noise.mask]
+    shown = {"noisy": before, "window": before & apart, "large": before & ~apart, "clean": before & False}
+    iterate = shown[noise.mask]
     column = torch.arange(context) - heads[:, None]  # of the completion, below zero in the prompt
     inside = column.clamp(0, slots - 1)
     sees_text = (column < 0)[:, None] | ((before & ~iterate)[:, inside].transpose(0, 1) & (column >= 0)[:, None])

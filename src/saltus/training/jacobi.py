@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from saltus.training.distillation import compare
 from saltus.training.draws import draws
 from saltus.training.edges import picks
 from saltus.training.lessons import Lessons, held_out
-from saltus.training.packed_model import prepared, said
+from saltus.training.packed_model import causal, prepared, said
 from saltus.training.trajectories import Trajectory
 
 ROWS = 64  # laws of a vocabulary in float64 at a time
@@ -39,9 +40,10 @@ class JacobiCourse:
 
     The loss is the divergence of what rows behind a wrong guess say from what the text's own rows say, which give no
     gradient there. With a `gating` an adapter is trained, which acts on the guesses' rows alone; the model is frozen,
-    and verifies. Without one the model itself is trained, and `text_weight` times the cross-entropy of its text keeps
-    it from drifting. `lessons.discount` is the weight of a row relative to the one before it behind the same wrong
-    guess, and `lessons.slots` the longest text in tokens.
+    and verifies. Without one the model itself is trained, and `text_weight` times a loss of its text keeps it from
+    drifting: cross-entropy (`anchor` "text", Eq. 9), or how far its laws are from those of the model as it was ("laws",
+    ours, which keeps a second copy). `lessons.discount` is the weight of a row relative to the one before it behind the
+    same wrong guess, and `lessons.slots` the longest text in tokens.
     """
 
     model: Any  # of Hugging Face
@@ -50,12 +52,14 @@ class JacobiCourse:
     noise: BlockNoise = field(default_factory=BlockNoise)
     loss_of: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0
+    anchor: Literal["text", "laws"] = "text"
     lessons: Lessons = field(default_factory=lambda: Lessons(texts=2, discount=1.0))
     name: str = "its model"
     recompute: bool = False
     autocast: bool = False
     tokenizer: Any = None
     module: nn.Module = field(init=False)
+    before: Any = field(init=False, default=None)  # the model as it was
     own: list[Trajectory] = field(init=False)
     held_out: list[Trajectory] = field(init=False)
 
@@ -78,6 +82,7 @@ class JacobiCourse:
         self.own = sorted(own, key=lambda one: len(one.prompt) + len(one.completion))  # like lengths share a batch
         prepared(self.model)
         if self.gating is None:
+            self.before = copy.deepcopy(self.model) if self.anchor == "laws" else None
             self.module = self.model.requires_grad_(True)
         else:
             self.gating = replace(self.gating, window=texts[0].block)
@@ -117,9 +122,21 @@ class JacobiCourse:
         own = compare(guessed, follows[counted], known, self.loss_of) * weights
         total = own.sum() / weights.sum().clamp_min(1e-9)
         if says:
-            said_of_text = logits[len(noisy) + len(clean) :]
-            total = total + self.text_weight * losses.cross_entropy(said_of_text, follows[blocks.followed]).mean()
+            says_now, tokens = logits[len(noisy) + len(clean) :], follows[blocks.followed]
+            kept = losses.cross_entropy(says_now, tokens) if self.before is None else self._drift(blocks, says_now)
+            total = total + self.text_weight * kept.mean()
         return total
+
+    def _drift(self, blocks: Blocks, says_now: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
+        """How far the laws along the text are from those of the model as it was."""
+        packed = blocks.packed
+        length = packed.tokens.shape[1]
+        rows = blocks.clean[blocks.followed]
+        with torch.no_grad(), self._precision():
+            laws = said(
+                self.before, causal(packed.tokens[:, : packed.context]), rows // length * packed.context + rows % length
+            )
+        return losses.divergence(laws, says_now)
 
     def report(self) -> dict[str, float]:
         """What the call after this one will decide, the verifier's own token included, on held-out texts."""
@@ -147,8 +164,11 @@ class JacobiCourse:
     ) -> Float[Tensor, "kept vocab"]:
         temperatures = torch.tensor([[one.temperature] for one in texts], dtype=torch.float64, device=keep.device)
         told = None if self.adapter is None else temperatures
-        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._precision():
             return said(self.model, blocks.packed, keep, self.adapter, told, self.recompute)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _weights(self, blocks: Blocks) -> Float[Tensor, "batch slots"]:
         """Discounted by how many rows of the same block were misled before."""

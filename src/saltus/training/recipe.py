@@ -138,10 +138,11 @@ class Forcing:
     alpha: float | None = None  # of rank, where none is given
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
     schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
-    mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), clean
+    mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
     window: int = 8  # blocks in which the noise rises
     loss: Literal["kl", "ce"] = "kl"
-    text_weight: float = 1.0  # of the cross-entropy of the text, where the model is trained
+    text_weight: float = 1.0  # of what keeps the model from drifting, where it is trained
+    anchor: Literal["text", "laws"] = "text"  # that is the cross-entropy of its text, or the distance of its laws
     recompute: bool = False  # in the backward pass: less memory, more time
     autocast: bool = False  # compute in bfloat16
 

@@ -74,8 +74,8 @@ class Run:
         elif recipe.kind == "forcing":
             forcing, texts = recipe.forcing, [one for one in samples if isinstance(one, Trajectory)]
             course = JacobiCourse(
-                model, texts, forcing.gating, forcing.noise, forcing.loss, forcing.text_weight, recipe.lessons,
-                self.name, forcing.recompute, forcing.autocast, self.tokenizer,
+                model, texts, forcing.gating, forcing.noise, forcing.loss, forcing.text_weight, forcing.anchor,
+                recipe.lessons, self.name, forcing.recompute, forcing.autocast, self.tokenizer,
             )  # fmt: skip
         else:
             own, lessons = recipe.adapter, recipe.lessons
