@@ -210,14 +210,13 @@ def test_the_anchor_holds_the_laws_that_the_model_had():
     with torch.no_grad():
         for weight in course.model.parameters():
             weight.mul_(1.05)
-    expected = []
+    drift, expected = course.loss_on(texts, iterates) - free.loss_on(texts, iterates), []
+    for model in (course.model, course.before):
+        model.set_attn_implementation("eager")
     for one in texts:
-        ids = torch.tensor([[*one.prompt, *one.completion]])
-        now, then = (
-            model(ids, use_cache=False).logits[0, len(one.prompt) : -1] for model in (course.model, course.before)
-        )
+        ids, first = torch.tensor([[*one.prompt, *one.completion]]), len(one.prompt)
+        then, now = (model(ids, use_cache=False).logits[0, first:-1] for model in (course.before, course.model))
         expected.append(losses.divergence(then, now))
-    drift = course.loss_on(texts, iterates) - free.loss_on(texts, iterates)
     torch.testing.assert_close(drift, course.text_weight * torch.cat(expected).mean())
     assert drift > 1e-3
 
