@@ -112,22 +112,20 @@ class JacobiCourse:
     def loss_on(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]]) -> Float[Tensor, ""]:
         """Of these iterates of these texts."""
         blocks = self._packed(texts, iterates, self.noise)
-        counted = blocks.misled & blocks.followed
-        noisy, clean, text = blocks.noisy[counted], blocks.clean[counted], blocks.clean[blocks.followed]
-        says = self.adapter is None and self.text_weight > 0
-        logits = self._said(blocks, texts, torch.cat([noisy, clean, text] if says else [noisy, clean]))
-        guessed, known = logits[: len(noisy)], logits[len(noisy) : len(noisy) + len(clean)].detach()
-        follows = blocks.tokens.roll(-1, 1)
-        weights = self._weights(blocks)[counted]
-        own = compare(guessed, follows[counted], known, self.loss_of) * weights
+        counted, anchored = blocks.misled & blocks.followed, self.adapter is None and self.text_weight > 0
+        read = blocks.followed if anchored else counted  # rows of the text that are asked
+        noisy, text = blocks.noisy[counted], blocks.clean[read]
+        logits = self._said(blocks, texts, torch.cat([noisy, text]))
+        guessed, now = logits[: len(noisy)], logits[len(noisy) :]
+        follows, weights = blocks.tokens.roll(-1, 1), self._weights(blocks)[counted]
+        own = compare(guessed, follows[counted], now[counted[read]].detach(), self.loss_of) * weights
         total = own.sum() / weights.sum().clamp_min(1e-9)
-        if says:
-            says_now, tokens = logits[len(noisy) + len(clean) :], follows[blocks.followed]
-            kept = losses.cross_entropy(says_now, tokens) if self.before is None else self._drift(blocks, says_now)
+        if anchored:
+            kept = losses.cross_entropy(now, follows[read]) if self.before is None else self._drift(blocks, now)
             total = total + self.text_weight * kept.mean()
         return total
 
-    def _drift(self, blocks: Blocks, says_now: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
+    def _drift(self, blocks: Blocks, now: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
         """How far the laws along the text are from those of the model as it was."""
         packed = blocks.packed
         length = packed.tokens.shape[1]
@@ -136,7 +134,7 @@ class JacobiCourse:
             laws = said(
                 self.before, causal(packed.tokens[:, : packed.context]), rows // length * packed.context + rows % length
             )
-        return losses.divergence(laws, says_now)
+        return losses.divergence(laws, now)
 
     def report(self) -> dict[str, float]:
         """What the call after this one will decide, the verifier's own token included, on held-out texts."""
