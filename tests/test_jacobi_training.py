@@ -287,6 +287,8 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
     saltus_(*collect, "--out", room / "second", "--adapter", room / "adapter")
     assert json.loads((room / "second" / "collect.json").read_text())["guessed_by"]
     assert "guesses of another adapter" in complaint(*collect, "--out", room / "second")
+    assert "other settings" in complaint(*common[:3], model, "--teacher", room / "second", *settings(), "--steps", 4,
+                                         "--work", room / "run")  # fmt: skip
     again = [*settings(), "--steps", 2, "--work", room / "run-2", "--from", room / "adapter", "--out", room / "two"]
     saltus_("train", "jacobi", "-m", model, "--teacher", room / "second", *again)
     assert "an adapter for the method jacobi" in complaint(
@@ -320,7 +322,8 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
             drawn = torch.from_numpy(draws(1, name).normal(0, 0.5, tuple(weight.shape))).to(weight)
             weight.copy_(torch.full_like(weight, torch.nan) if broken else drawn)
     course.save(tmp_path / "adapter", {})
-    options = {"model": str(tmp_path / "adapter"), "block": 5, "blocks": 3, "spawn": 0.2}
+    adapter = {"model": str(tmp_path / "adapter")}
+    options = {**adapter, "block": 5, "blocks": 3, "spawn": 0.2}
     prompts = ["the cat", "a dog on the mat", "log"]
     for adaptive in (True, False):
         engine = saltus.load(model, "jacobi", options={"jacobi": options}, budget=20, adaptive=adaptive)
@@ -331,6 +334,9 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
             found = engine.generate(prompts, **how)
             assert [one.tokens for one in found] == plain
             assert [engine.generate(prompt, **how).tokens for prompt in prompts] == plain
+    most = saltus.load(model, "jacobi", options={"jacobi": {**adapter, "block": 200}}, budget=128, adaptive=False)
+    long = {"max_new_tokens": 160}
+    assert most.generate("the cat", **long).tokens == most.generate("the cat", method="plain", **long).tokens
     reject = saltus.load(model, "jacobi", rule="reject", options={"jacobi": options})
     assert (
         reject.generate(prompts[0], max_new_tokens=24).tokens == engine.generate(prompts[0], max_new_tokens=24).tokens
@@ -366,6 +372,10 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     common = ["train", "jacobi", "-m", model, "--work", tmp_path, *settings()]
     found = room / "found"
     assert "saltus collect jacobi" in complaint(*common, "--teacher", tmp_path / "none")
+    assert "no folder of trajectories" in complaint(*common, "--teacher", found / "00000.jsonl.gz")
+    assert "holds a model" in complaint(
+        "generate", "-m", model, "--method", "jacobi", "--option", f"jacobi.model={model}", "x"
+    )
     assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "forcing.window=9")
     assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "schedule=upwards")
     assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows=3")

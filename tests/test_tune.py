@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 
 import saltus
 from saltus import profiles
@@ -12,6 +13,8 @@ from saltus.evaluation.tuning import PLAIN, Search, Surface, affordable
 from saltus.networks.trained_files import fingerprint
 from saltus.profiles import Profile, machine_of
 from test_cli import complaint, lines, saltus_
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -23,9 +26,9 @@ def folder(tiny_folder, tmp_path, monkeypatch) -> str:
 
 def test_a_call_may_cost_so_many_times_one_of_one_node():
     nodes, times = (1, 2, 4, 8, 16, 32), (10.0, 11.0, 12.0, 16.0, 21.0, 40.0)
-    assert affordable(nodes, times, 2.0) == 8
-    assert affordable(nodes, times, 2.1) == 16
-    assert affordable(nodes, times, 1.0) == 4, "the least that is worth a search"
+    assert affordable(nodes, times, 2.0) == 7, "beside the last decided token"
+    assert affordable(nodes, times, 2.1) == 15
+    assert affordable(nodes, times, 1.0) == 3, "the least that is worth a search"
 
 
 def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
@@ -80,28 +83,47 @@ def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
     assert {row.get("block") for row in search.table()} == {None, 4, 8, 16}, "blocks beyond the budget are not tried"
 
 
+def test_an_adapter_s_rows_count_and_what_is_flat_is_chosen_as_measured(folder):
+    engine = saltus.load(folder, "jacobi")
+    guided = Search(engine, ["the cat"], 16, {}, fixed={"model": "adapter"})
+    assert {one["block"] for one in guided.grid} == {4, 8}
+    search = Search(engine, ["the cat"], 4, {})
+    for number, one in enumerate([{PLAIN: True}, *search.grid]):
+        key = tuple(one.items())
+        search.seconds[key], search.tokens[key] = {0: [0.9 if number == 3 else 1.0]}, {0: (10, 9)}
+    assert Surface.fit(search.points()).degree == 0
+    assert search.best(search.grid) == search.grid[2]
+
+
 def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     engine = saltus.load(folder, "jacobi")
-    assert engine.options == {}
+    assert engine.profile is None
     own = fingerprint(engine.network.model)
-    Profile("jacobi", folder, machine_of("cpu"), "", own, {"block": 5, "candidates": 1}, 7).save()
-    tuned = saltus.load(folder, "jacobi")
-    assert tuned.options == {"jacobi": {"block": 5, "candidates": 1}}
-    assert tuned.budget == 7
-    assert saltus.load(folder, "jacobi", budget=9).budget == 9
-    assert saltus.load(folder, "lookup").budget == 16
-    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).options == {"jacobi": {"block": 3}}
-    assert saltus.load(folder, "jacobi", profile=False).options == {}
-    how = {"max_new_tokens": 20, "temperature": 0.7}
+    Profile("jacobi", folder, machine_of(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
+    tuned = saltus.load(folder, "lookup")
+    for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
+        ensemble = tuned._ensemble(spec)
+        assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
+    assert tuned._ensemble("lookup").budget == 16, "others keep theirs"
+    assert saltus.load(folder, "jacobi", budget=9)._ensemble("jacobi").budget == 9
+    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}})._ensemble("jacobi").methods[0].block == 3
+    assert saltus.load(folder, "jacobi", profile=False).profile is None
+    how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_missing_device_is_named_before_a_profile_is_looked_for(folder):
+    with pytest.raises(ValueError, match="no CUDA device"):
+        saltus.load(folder, "jacobi", device="cuda")
+
+
 def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
-    path = Profile("jacobi", folder, machine_of("cpu"), "", "another", {"block": 5}, 7).save()
-    assert saltus.load(folder, "jacobi").options == {}
+    path = Profile("jacobi", folder, machine_of(CPU), "", "another", {"block": 5}, 7).save()
+    assert saltus.load(folder, "jacobi").profile is None
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert saltus.load(folder, "jacobi").options == {}
+        assert saltus.load(folder, "jacobi").profile is None
     assert "run saltus tune again" in caplog.text
 
 
@@ -112,12 +134,15 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
     assert "chosen: block" in said.stdout
     assert "saved: " in said.stderr
     result = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert result["budget"] >= 4
+    assert result["budget"] >= 3
     assert result["complete"]
     assert {"command", "commit", "machine", "settings", "calls"} <= set(result)
     for name in ("tune_calls", "tune_surface"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
-    assert saltus.load(folder, "jacobi").options["jacobi"] == result["chosen"]
+    tuned = saltus.load(folder, "jacobi").profile
+    assert tuned is not None
+    assert (tuned.options, tuned.budget) == (result["chosen"], result["budget"])
+    assert tuned.made["speedup"] in [row["speedup"] for row in result["settings"] if "blocks" in row]
     assert json.loads(saltus_(*common, "--no-save", "--json").stdout)["chosen"]
     assert "--dearest" in complaint(*common, "--dearest", 0.5)
     assert "temperature is -1" in complaint(*common, "-t", -1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypedDict, Unpack, overload
 
-import torch
 from jinja2 import TemplateError
 
 from saltus import methods, profiles
@@ -23,6 +22,8 @@ from saltus.networks.trained import bring, is_trained
 from saltus.networks.trained_files import fingerprint
 from saltus.text import Detokenizer, Script, stop_strings
 from saltus.writing import Call, Ensemble, Shelf, Text, checked_rule, write
+
+MOST_NODES = 128  # drafted tokens of a call
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
@@ -158,6 +159,7 @@ class Engine:
     costs: Costs = field(default_factory=Costs, repr=False)
     ensembles: dict[str, Ensemble] = field(default_factory=dict, repr=False)
     shelf: Shelf = field(default_factory=Shelf, repr=False)
+    profile: profiles.Profile | None = None  # of jacobi
 
     @property
     def network(self):
@@ -281,7 +283,11 @@ class Engine:
 
     def _ensemble(self, method: str) -> Ensemble:
         if method not in self.ensembles:
-            made = methods.make(method, self.options)
+            options, budget = self.options, self.budget
+            if self.profile is not None and "jacobi" in method.split("+"):
+                tuned = {**self.profile.options, **options.get("jacobi", {})}
+                options, budget = {**options, "jacobi": tuned}, self.profile.budget
+            made = methods.make(method, options)
             networks, contexts = {"target": self.target.network}, {}
             for name, where in (pair for one in made for pair in one.models.items()):
                 assert name not in networks, f"two methods of {method} call a network {name}"
@@ -291,9 +297,7 @@ class Engine:
                     networks[name], contexts[name] = own.network, own.context
                 elif (brought := bring(where, self.network, self.target.name, name)) is not None:
                     networks[name] = brought
-            self.ensembles[method] = Ensemble(
-                made, networks, self.rule, self.budget, self.adaptive, contexts, self.costs
-            )
+            self.ensembles[method] = Ensemble(made, networks, self.rule, budget, self.adaptive, contexts, self.costs)
         return self.ensembles[method]
 
 
@@ -333,31 +337,34 @@ def load(
     `saltus tune` found for the model on this machine stands where jacobi is given no options.
     """
     checked_rule(rule)
-    if budget is not None and not 0 <= budget <= 128:
-        raise ValueError(f"budget is {budget}, but must lie in 0…128 drafted tokens a call")
+    if budget is not None and not 0 <= budget <= MOST_NODES:
+        raise ValueError(f"budget is {budget}, but must lie in 0…{MOST_NODES} drafted tokens a call")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make(method, options)  # a wrong name costs no loading
-    tuned = _profile(model, device, options or {}) if profile else None
-    nodes = tuned.budget if tuned is not None and "jacobi" in method.split("+") else 16
-    nodes = nodes if budget is None else budget
+    nodes = 16 if budget is None else budget
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
         return load_checkpoint(name, device, dtype, exact, progress, nodes)
 
-    target, chosen = checkpoint(model), dict(options or {})
-    if tuned is not None and tuned.fingerprint == fingerprint(target.network.model):
-        chosen["jacobi"] = {**tuned.options, **chosen.get("jacobi", {})}
-    engine = Engine(target, method, rule, chosen, nodes, adaptive, batch_size, checkpoint)
+    engine = Engine(checkpoint(model), method, rule, options or {}, nodes, adaptive, batch_size, checkpoint)
+    engine.profile = _profile(model, engine, budget) if profile else None
     engine._ensemble(method)
     return engine
 
 
-def _profile(model: str, device: str, options: Mapping[str, Mapping[str, Any]]) -> profiles.Profile | None:
-    """What `saltus tune` found for jacobi, unless options of it are given besides its adapter."""
-    given = options.get("jacobi", {})
+def _profile(model: str, engine: Engine, budget: int | None) -> profiles.Profile | None:
+    """What `saltus tune` found for jacobi, unless options of it are given besides its adapter.
+
+    Where shapes are fixed the budget never widens them, since the text depends on that.
+    """
+    given = engine.options.get("jacobi", {})
     if set(given) - {"model"}:
         return None
-    gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    return profiles.find("jacobi", model, profiles.machine_of("cuda" if gpu else "cpu"), given.get("model", ""))
+    machine = profiles.machine_of(engine.network.model.device)
+    found = profiles.find("jacobi", model, machine, given.get("model", ""))
+    if found is None or found.fingerprint != fingerprint(engine.network.model):
+        return None
+    room = MOST_NODES if engine.network.fixed is None else engine.network.width - 1
+    return replace(found, budget=min(found.budget, room) if budget is None else budget)

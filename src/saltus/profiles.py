@@ -61,10 +61,10 @@ def _place(where: str) -> str:
     return str(Path(where).resolve()) if where and Path(where).is_dir() else where
 
 
-def machine_of(device: str) -> str:
+def machine_of(device: torch.device) -> str:
     """The processor with its cores, or the GPU, whichever computes."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{processor()}, {os.cpu_count()} cores"
 
 

@@ -143,8 +143,9 @@ def run(
 
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
-        model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees
-    )
+        model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees,
+        profile=False,
+    )  # fmt: skip
     sides = _sides(engine, names, peers, assistant, endpoint or ())
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}

@@ -26,6 +26,8 @@ def collect_(context: typer.Context) -> None:
     [bold]Examples[/bold]
 
         saltus collect text
+
+        saltus collect jacobi
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -213,9 +215,10 @@ def _carry_out(
     Plan((), **settings)  # a wrong number costs no loading
     from saltus.cli.loading import open_engine
     from saltus.training.checkpoint import alone
-    from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster
+    from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster, missing
 
-    engine = open_engine(**loading, batch_size=batch_size)
+    engine = open_engine(**loading, batch_size=batch_size, profile=False)
+    loading["device"] = engine.network.model.device.type  # the same for every process
     context, block = engine.target.context, settings.get("block", 0)
     if context is not None and block >= context:
         raise ValueError(
@@ -233,6 +236,8 @@ def _carry_out(
         else:
             done = collect_here(engine, plan, left, out, batch_size)
         _watched(done, plan, left, out)
+        if lost := len(missing(out, plan)):
+            raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
 
 
 def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:

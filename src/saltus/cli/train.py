@@ -65,7 +65,8 @@ Teacher = Annotated[
     typer.Option(
         "--teacher",
         metavar="PATH",
-        help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind. "
+        help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind;"
+        " for jacobi a folder of [i]saltus collect jacobi[/i]. "
         "[dim]\\[default: WORK/teacher][/dim]",
         rich_help_panel=WORK,
     ),
@@ -211,7 +212,7 @@ def jacobi(
 
         saltus train jacobi --teacher trajectories --set schedule=any --set mask=clean --work runs/cllm
 
-        saltus train jacobi --teacher trajectories --set trains=model --out tuned
+        saltus train jacobi --teacher trajectories --set trains=model --set rate=1e-5 --work runs/model --out tuned
 
     Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
     or saltus generate --model tuned --method jacobi "Who?"

@@ -12,6 +12,7 @@ from saltus.cli import options as o
 
 SEARCH = "Search"
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+DEEPEST = 31  # drafted tokens of a call whose shape is fixed, as generate has them
 
 
 def tune(
@@ -49,7 +50,7 @@ def tune(
     seed: o.Seed = 0,
     save: Annotated[
         bool,
-        typer.Option("--save/--no-save", help="Keep the best for generate, chat and bench.", rich_help_panel=o.OUTPUT),
+        typer.Option("--save/--no-save", help="Keep the best for generate and chat.", rich_help_panel=o.OUTPUT),
     ] = True,
     out: Annotated[
         Path | None,
@@ -70,7 +71,8 @@ def tune(
 
         saltus tune --adapter adapter --prompts asked.jsonl --texts 8 --out tuned
 
-    What is saved is used wherever jacobi is the method and no option of it is given.
+    What is saved is used by generate, chat and saltus.load where jacobi is the method
+    and no option of it is given. Benchmarks leave it aside.
     A quiet machine finds better settings.
     """
     from saltus.cli.loading import open_engine, refuse
@@ -78,8 +80,10 @@ def tune(
     refuse("jacobi", (), temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=NODES[-1], profile=False
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=DEEPEST, profile=False
     )
+    if options and engine.network.fixed is not None:
+        raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
     asked = _asked(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     result = _tuned(engine, asked, how, rounds, dearest, options)
@@ -126,13 +130,14 @@ def _tuned(
 
     model = engine.network.model
     length = min(256, (engine.target.context or 1024) // 2)
-    grid, timings = steps.Grid(NODES, (length,), (1,), rounds=5), steps.Timings()
+    nodes = NODES if engine.network.fixed is None else tuple(n for n in NODES if n <= DEEPEST + 1)
+    grid, timings = steps.Grid(nodes, (length,), (1,), rounds=5), steps.Timings()
     with bar(grid.calls, "measuring calls") as advance:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         for _ in steps.measure(engine.network, grid, vocabulary, timings, settle=settling(model.device)):
             advance()
     calls = [{"nodes": cell.nodes, **steps.spread(timings.calls[cell])} for cell in grid.cells]
-    nodes, times = [row["nodes"] for row in calls], [row["ms"] for row in calls]
+    times = [row["ms"] for row in calls]
     budget = affordable(nodes, times, dearest)
     search, complete = Search(engine, prompts, budget, how, rounds, fixed), False
     try:
@@ -161,9 +166,10 @@ def _keep(result: Mapping[str, Any], engine: Any, model: str, fixed: Mapping[str
     from saltus.profiles import Profile, machine_of
 
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
-    made["speedup"] = max(row["speedup"] for row in result["settings"])
+    chosen = result["chosen"].items()
+    made["speedup"] = next(row["speedup"] for row in result["settings"] if chosen <= row.items())
     return Profile(
-        "jacobi", model, machine_of(engine.network.model.device.type), fixed.get("model", ""),
+        "jacobi", model, machine_of(engine.network.model.device), fixed.get("model", ""),
         fingerprint(engine.network.model), result["chosen"], result["budget"], made,
     ).save()  # fmt: skip
 

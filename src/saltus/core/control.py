@@ -208,7 +208,7 @@ class Controller:
             self.acceptance.harvest(investor, sum(node in depths for node in mine), worths)
         if self.costs.seconds:
             spent = drafting + self.costs.of(len(step.asked.tokens) + 1)
-            pace = self.shifts.awake if drafting or step.asked.queries else self.shifts.asleep
+            pace = self.shifts.awake if drafting or step.asked.guided else self.shifts.asleep
             pace.observe(len(decided), spent / self.costs.of(1))
 
 

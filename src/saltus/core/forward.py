@@ -97,6 +97,11 @@ class Forward:
         return chain
 
     @property
+    def guided(self) -> bool:
+        """Do guesses hang in it for an adapter to correct?"""
+        return any(self.tokens[query] != AUXILIARY for query in self.queries)
+
+    @property
     def guesses(self) -> list[int]:
         """The tokens of the first chain that hangs from the decided text: of Jacobi decoding, its iterate."""
         chain, node = [], -1

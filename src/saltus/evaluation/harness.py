@@ -79,7 +79,7 @@ class Harness:
         source = pretrained if pretrained is not None else model
         settings = {"dtype": dtype, "rule": rule, "budget": budget, "options": chosen, "device": device or "auto"}
         named = {} if source is None else {"model": str(source)}
-        self.engine = source if isinstance(source, Engine) else load(method=method, **named, **settings)
+        self.engine = source if isinstance(source, Engine) else load(method=method, **named, **settings, profile=False)
         self.seed, self.max_gen_toks, self.add_bos_token = seed, max_gen_toks, add_bos_token
         self.tokenizer = _tokenizer(self.engine.tokenizer, add_bos_token)
         self.max_length = max_length or self.engine.target.context or _own_length(self.tokenizer)

@@ -25,9 +25,12 @@ Setting = Mapping[str, Any]
 
 
 def affordable(nodes: Sequence[int], times: Sequence[float], dearest: float) -> int:
-    """The most nodes whose call costs at most `dearest` times one of one node; 4 at least."""
+    """The most drafted tokens whose call costs at most `dearest` times one of none; 3 at least.
+
+    `nodes` count the last decided token too.
+    """
     points = sorted(zip(nodes, times, strict=True))
-    return max([4, *(n for n, seconds in points if seconds <= dearest * points[0][1])])
+    return max([4, *(n for n, seconds in points if seconds <= dearest * points[0][1])]) - 1
 
 
 @dataclass
@@ -48,11 +51,13 @@ class Search:
     seconds: dict[tuple[tuple[str, Any], ...], dict[int, list[float]]] = field(default_factory=dict)
     tokens: dict[tuple[tuple[str, Any], ...], dict[int, tuple[int, int]]] = field(default_factory=dict)
     engines: dict[tuple[tuple[str, Any], ...], Engine] = field(default_factory=dict)
+    first: Setting = field(default_factory=dict)  # the best of the grid
 
     @property
     def grid(self) -> list[Setting]:
         """Block × candidates, those within the budget."""
-        blocks = [block for block in BLOCKS if block <= max(self.budget, BLOCKS[0])]
+        rows = self.budget // 2 if "model" in self.fixed else self.budget  # an adapter reads guesses in rows of its own
+        blocks = [block for block in BLOCKS if block <= max(rows + 1, BLOCKS[0])]
         return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATES)]
 
     @property
@@ -63,8 +68,8 @@ class Search:
     def run(self) -> Iterator[None]:
         """Yields after each text."""
         yield from self._measure([{PLAIN: True}, *self.grid])
-        best = self.best(self.grid)
-        yield from self._measure([{PLAIN: True}, *({**best, **more} for more in self.later)])
+        self.first = self.best(self.grid)
+        yield from self._measure([{PLAIN: True}, *({**self.first, **more} for more in self.later)])
 
     @property
     def later(self) -> list[Setting]:
@@ -109,7 +114,7 @@ class Search:
         """By the fitted surface where settings are of block × candidates, else as measured."""
         if settings == self.grid:
             heights = Surface.fit(self.points())
-            return max(settings, key=lambda one: heights.at(one["block"], one["candidates"]))
+            return max(settings, key=lambda one: (float(heights.at(one["block"], one["candidates"])), self.rate(one)))
         return max(settings, key=self.rate)
 
     def points(self) -> list[tuple[int, int, float]]:
@@ -120,8 +125,7 @@ class Search:
 
     def chosen(self) -> Setting:
         """The best of all."""
-        first = self.best(self.grid)
-        return self.best([{**first, **more} for more in self.later])
+        return self.best([{**self.first, **more} for more in self.later])
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each setting that was measured."""

@@ -16,6 +16,7 @@ from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, likeliest, probability
 from saltus.core.tree import Branch
 
+GUESSES = 127  # that an adapter reads in a call, at most: beside 128 nodes they fit into one
 EACH = 12  # n-grams kept that start with the same token
 
 
@@ -142,7 +143,7 @@ class Guided(Iterating):
 
     def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
         """Hang the guesses behind the decided text once more, for the adapter's rows."""
-        guesses = self.iterate.tokens[: len(asked.canvas.open) - 1]
+        guesses = self.iterate.tokens[: min(len(asked.canvas.open) - 1, GUESSES)]
         if not guesses or (controller.adaptive and not controller.shifts.working):
             return asked
         return with_guesses(asked, guesses, self.temperature)

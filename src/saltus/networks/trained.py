@@ -28,17 +28,20 @@ def bring(where: str, network: Any, name: str, drafts: str = "") -> DraftNetwork
     """
     kind, _, place = where.partition(":")
     if kind == "adapter":
+        if Path(place, "config.json").is_file() and not Path(place, "adapter_config.json").exists():
+            raise ValueError(f"{place} holds a model, not an adapter; load it by --model")
         form = read_papers(Path(place))["training"].get("form")
         maker = "jacobi" if form == ITERATES else "ptp"
         if form and drafts and maker != drafts:
             raise ValueError(f"{place} holds an adapter for the method {maker}, not {drafts}; give it to {maker}")
-        if network.adapter is not None and network.adapter.place not in ("", place):
+        own = str(Path(place).resolve())
+        if network.adapter is not None and network.adapter.place not in ("", own):
             raise ValueError(
                 f"{name} carries the adapter of {network.adapter.place}, and a model has room for one; load it once"
                 f" more for {place}"
             )
         adapter = load_adapter(Path(place), network.model, fingerprint(network.model), name)
-        adapter.place = place
+        adapter.place = own
         network.attach(adapter)
         return None
     folder = shipped(kind, network.model) if place == AUTO else Path(place)

@@ -150,7 +150,7 @@ class JacobiCourse:
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        papers = {"tuned_from": self.name, "block": block, "training": dict(card)}
+        papers = {"trained_from": self.name, "training": {**card, "block": block}}
         Path(folder, "saltus.json").write_text(json.dumps(papers, indent=2) + "\n")
 
     def _packed(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]], noise: BlockNoise) -> Blocks:

@@ -21,7 +21,7 @@ from saltus.training.recipe import Recipe
 from saltus.training.states import Sample, collect, load_states
 from saltus.training.teacher import read_papers, read_teacher
 from saltus.training.texts import collect_edges, load_edges
-from saltus.training.trajectories import Trajectory, read_trajectories
+from saltus.training.trajectories import Trajectory, read_trajectories, texts_digest
 
 SHORTEST = 9  # tokens of a completion that something can be learned from
 
@@ -104,6 +104,8 @@ class Run:
         told = json.loads(json.dumps(self.recipe.settings))
         del told["schedule"]  # the loop's own setting, of which it leaves out how often it is saved
         settings = {"recipe": told, "target": fingerprint(self.network.model)}
+        if isinstance(course, JacobiCourse):
+            settings["texts"] = texts_digest(course.trajectories)
         if self.begin is not None:
             settings["begin"] = _digest(self.begin)
         schedule, path = self.recipe.schedule, self.checkpoint

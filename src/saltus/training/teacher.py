@@ -252,6 +252,7 @@ def collect_on_cluster(
     try:
         import ray
         import ray.data
+        from ray.exceptions import RayError
     except ImportError:
         raise ValueError("Ray is missing; pip install 'saltus[ray]', or leave --ray out") from None
     for talks in ("ray", "ray.data"):
@@ -259,13 +260,13 @@ def collect_on_cluster(
     started = not ray.is_initialized()
     if started:
         try:
-            ray.init(None if address == "local" else address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ValueError(
                 f"there is no Ray cluster at {address} ({first_line(error)}); start one with ray start --head"
             ) from None
     ray.data.DataContext.get_current().enable_progress_bars = False
-    threads = max(1, torch.get_num_threads() // processes)
+    threads = max(1, torch.get_num_threads() // processes) if address == "local" else None
     told = plan, folder.resolve(), dict(loading), batch_size, threads
     gpus = 1 if str(loading["device"]).startswith("cuda") else None
     shards = ray.data.from_items([{"shard": number} for number in numbers], override_num_blocks=len(numbers))
@@ -278,6 +279,8 @@ def collect_on_cluster(
             if row["error"]:
                 raise ValueError(row["error"])
             yield row["texts"], row["tokens"]
+    except RayError as error:
+        raise ValueError(f"Ray: {first_line(error)}; take fewer --processes, or look at its dashboard") from None
     finally:
         if started:
             ray.shutdown()
@@ -295,7 +298,8 @@ class _ShardWriter:
         texts = tokens = 0
         try:
             if self.engine is None:
-                torch.set_num_threads(self.threads)
+                if self.threads is not None:
+                    torch.set_num_threads(self.threads)
                 self.engine = load(**self.loading)
             for number in batch["shard"]:
                 for ended, new in write_shard(self.engine, self.plan, int(number), self.folder, self.batch_size):

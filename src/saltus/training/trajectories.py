@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from saltus.training.states import Sample
@@ -38,7 +40,7 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     Errors: ValueError where it holds none, where files are missing or cut short, and where iterates contradict texts.
     """
     if not folder.is_dir():
-        raise ValueError(f"there are no trajectories in {folder}; write them with saltus collect jacobi")
+        raise ValueError(f"{folder} is no folder of trajectories; write one with saltus collect jacobi")
     papers = read_papers(folder)
     if not papers.get("block"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
@@ -55,7 +57,19 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
 
 def _fits(one: Trajectory) -> bool:
     """Every call decided a token or more, and guessed within its block."""
+    if not all(one.calls) or bool(one.calls) != bool(one.completion):
+        return False
+    if not one.calls:
+        return True
     decided = [call[0] for call in one.calls]
     rising = all(before < after for before, after in zip(decided, [*decided[1:], len(one.completion)], strict=True))
     within = all(len(call) - 1 <= one.block - call[0] % one.block for call in one.calls)
-    return rising and within and decided[:1] == [0] * bool(one.completion)
+    return rising and within and decided[0] == 0
+
+
+def texts_digest(trajectories: Sequence[Trajectory]) -> str:
+    """What tells these texts and the ways to them from others."""
+    digest = blake2b(digest_size=16)
+    for one in trajectories:
+        digest.update(json.dumps([one.block, one.seed, [*one.prompt], [*one.completion], [*one.calls]]).encode())
+    return digest.hexdigest()
