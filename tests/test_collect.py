@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import saltus
-from saltus.training.teacher import Plan, Question, read_teacher, text_seed, write_shard
+from saltus.training.teacher import Plan, Question, _ShardWriter, read_teacher, text_seed, write_shard
 from test_cli import complaint, lines, saltus_
 
 PROMPTS = ["the cat sat on the mat", "the dog", "a log and a mat", "sat", "the mat and the log", "on", "dog cat dog"]
@@ -86,11 +86,14 @@ def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, 
     assert shards(tmp_path / "one") == shards(tmp_path / "ray")
 
 
-def test_a_worker_of_ray_that_fails_is_one_line(folder, asked, tmp_path, monkeypatch):
-    pytest.importorskip("ray")
-    common = ["collect", "jacobi", "-f", asked, "-m", folder, "-n", 20, "--out", tmp_path / "out"]
-    monkeypatch.setattr("saltus.training.teacher.begun", lambda *_: [99])  # a shard that is none
-    assert "IndexError" in complaint(*common, "--ray", "local")
+def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
+    """Ray sends on what an error says, but not which it is: so a worker answers with it."""
+    loading = {"model": folder, "method": "plain"}
+    worker = _ShardWriter(Plan([Question("a", (3,))]), tmp_path, loading, 1, None)
+    assert worker({"shard": [0]})["error"] == [""]
+    assert worker({"shard": [7]})["error"] == ["IndexError: list index out of range"]
+    lost = _ShardWriter(Plan([]), tmp_path, {**loading, "model": str(tmp_path / "none")}, 1, None)
+    assert "none" in lost({"shard": [0]})["error"][0]
 
 
 @pytest.mark.slow
