@@ -115,19 +115,21 @@ class Iterating:
 class Guided(Iterating):
     """Guesses that an adapter corrects, in rows that hang beside the tree; the untouched target verifies.
 
-    These rows read all guesses, verified or not, so that nodes are asked for only to be accepted.
+    These rows read all guesses, verified or not, so that nodes are asked for only to be accepted. Where the adapter
+    rests, the target corrects the guesses that it verifies, as without one.
     """
 
     temperature: float
+    guided: bool = False  # did the adapter correct the guesses?
 
     def corrected(self, last: Step) -> list[int]:
-        nodes = last.asked.group(-1)
-        if not nodes:  # the adapter rested
-            self.iterate.guesses.clear()
-        return nodes
+        self.guided = last.asked.guided
+        return last.asked.group(-1) if self.guided else super().corrected(last)
 
     def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
         """Ends before a row whose logits are no numbers: a broken adapter guesses nothing, and breaks no text."""
+        if not self.guided:
+            return super().answers(last, nodes)
         tokens, chances = [self.answer(last, -1)], [1.0]
         for node in nodes:
             best, chance = likeliest(last.reply.logits[node + 1])
@@ -139,6 +141,8 @@ class Guided(Iterating):
         return tokens, chances
 
     def branch(self, chain: Sequence[Guess]) -> Branch:
+        if not self.guided:
+            return super().branch(chain)
         return Branch([guess.trail[-1] for guess in chain], [guess.chance for guess in chain], "jacobi/guided")
 
     def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
