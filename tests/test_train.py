@@ -356,7 +356,7 @@ def test_changes_reach_the_section_that_has_them(recipe):
 
 
 def test_recipes_that_come_with_it_are_sound_and_listed():
-    said = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc")}
+    said = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(recipes.shipped())
     for name in recipes.shipped():
         found = recipes.read(recipes.find(name))
