@@ -80,7 +80,7 @@ def _surface(result: Mapping[str, Any]) -> Any:
     for block, count, value in points:
         at = np.log2(block), np.log2(1 + count)
         axes.plot(*at, "o", color=INK, ms=3)
-        axes.annotate(f"{value:.2f}", at, xytext=(0, 5), textcoords="offset points", ha="center", size=8, color=INK)
+        axes.annotate(f"{value:.2f}", at, xytext=(0, 9), textcoords="offset points", ha="center", size=8, color=INK)
     best = result["chosen"]
     if "block" in best:
         axes.plot(np.log2(best["block"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8)
