@@ -135,7 +135,7 @@ class Guided(Iterating):
             best, chance = likeliest(last.reply.logits[node + 1])
             if math.isnan(chance):
                 break
-            token = best if self.temperature == 0 else self.answer(last, node)
+            token = best if last.laws.sampling.bare else self.answer(last, node)
             tokens.append(token)
             chances.append(chance if token == best else probability(token, last.laws[node]))
         return tokens, chances
