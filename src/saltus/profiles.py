@@ -45,7 +45,7 @@ class Profile:
 
 
 def find(method: str, model: str, machine: str, adapter: str = "") -> Profile | None:
-    """What was saved for them, if anything was; a damaged file is none, and is named once."""
+    """What was saved for them, if anything was; a damaged file is none, and is named in a warning."""
     path = Profile(method, model, machine, adapter).path
     if not path.is_file():
         return None

@@ -218,7 +218,7 @@ def _carry_out(
     from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster, missing
 
     engine = open_engine(**loading, batch_size=batch_size, profile=False)
-    loading["device"] = engine.network.model.device.type  # the same for every process
+    loading["device"] = str(engine.network.model.device)  # the same for every process
     context, block = engine.target.context, settings.get("block", 0)
     if context is not None and block >= context:
         raise ValueError(

@@ -18,7 +18,6 @@ CANDIDATES = (0, 1, 2, 4, 8)
 LIVE = (1, 2, 3, 4)  # blocks
 SPAWNS = (0.5, 0.85, 1.0)
 PLAIN = "plain"
-MOST = 128  # nodes of a call
 DEGREES = (1, 2, 3)  # of the surface
 
 Setting = Mapping[str, Any]

@@ -72,7 +72,6 @@ class Blocks:
     clean: Int[Tensor, "batch slots"]  # the row of each token of a completion, through the whole batch
     noisy: Int[Tensor, "batch slots"]  # the row of its iterate's token
     tokens: Int[Tensor, "batch slots"]  # of the completions
-    guesses: Int[Tensor, "batch slots"]  # of the iterates
     followed: Bool[Tensor, "batch slots"]  # has the text a token behind this one?
     misled: Bool[Tensor, "batch slots"]  # does the iterate's row see a token that is not the text's?
 
@@ -128,7 +127,6 @@ def pack_blocks(
         clean=rows + own.clamp_max(context - 1),
         noisy=rows + context + places,
         tokens=tokens,
-        guesses=guesses,
         followed=places + 1 < sizes[:, None],
         misled=(sees_iterate & wrong[:, None]).any(-1),
     )
