@@ -1,16 +1,21 @@
 """What Jacobi Forcing brings: tokens a call, tokens a second and quality, of models before and after training.
 
-    python benchmarks/forcing.py BASE TUNED … --prompts exam.jsonl --text enwik8.xz [--adapter DIR …] --out DIR
+    python benchmarks/forcing.py BASE TUNED … --prompts exam.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
 
-Each model is decoded greedily and at a temperature: plainly; by Jacobi decoding of one block; with rejection recycling;
-with several blocks; with both. Every text is written by all ways in turn, forwards and backwards, and by all models
-before the next text. `--whole` asks for every guess that there is, so that tokens a call are those of the method;
-without it a controller asks for those that pay. Speed-ups are over plain decoding of the same model, prefill included.
-All ways must write the same text of a model, or the run ends. `--adapter` decodes BASE with guesses that an adapter
-corrects. Quality is bits a token of text that no model was trained on: the second half of windows of 256 bytes.
+Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--blocks`)
+without and with rejection recycling. Every text is written by all ways in turn, forwards and backwards, and by all
+models before the next text. `--whole` asks for every guess that there is, so that tokens a call are those of the
+method; without it a controller asks for those that pay. Speed-ups are over plain decoding of the same model, prefill
+included. All ways must write the same text of a model, or the run ends. `--adapter` decodes BASE with guesses that an
+adapter corrects.
+
+Quality is the share of prompts that are answered as `answer` says, up to `stop`, where the file of prompts has both
+(recipes/programs.py); with `--text` also bits a token of text that no model was trained on: the second half of windows
+of 256 bytes.
 """
 
 import argparse
+import itertools
 import json
 import lzma
 import math
@@ -19,7 +24,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,12 +32,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.evaluation.machine import commit, machine
 
-WAYS: dict[str, dict[str, Any]] = {
-    "jacobi": {"blocks": 1, "candidates": 0},
-    "recycling": {"blocks": 1, "candidates": 4},
-    "blocks": {"blocks": 2, "candidates": 0},
-    "both": {"blocks": 2, "candidates": 4},
-}
+PLAIN, RECYCLED = "plain", 4  # candidates
 WINDOWS, LENGTH = 64, 256
 
 
@@ -72,12 +71,13 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2], help="how many decode at once")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    asked = [json.loads(line)["prompt"] for line in given.prompts.read_text().splitlines()][: given.texts]
+    asked = [json.loads(line) for line in given.prompts.read_text().splitlines()][: given.texts]
     held = read_end(given.text) if given.text else None
     sides: list[tuple[str, saltus.Engine]] = []
     quality: dict[str, float] = {}
@@ -90,34 +90,40 @@ def main() -> None:
         sides.append((folder, saltus.load(given.models[0], "plain", profile=False)))
     engines: dict[tuple[str, str], saltus.Engine] = {}
     for name, engine in sides:
-        for way, options in WAYS.items():
-            chosen = {"block": given.block, **options, **({"model": name} if name in given.adapter else {})}
-            budget = min(given.block * options["blocks"] + 3 * options["candidates"], 128) if given.whole else 32
-            engines[name, way] = replace(
+        for blocks, candidates in itertools.product(given.blocks, (0, RECYCLED)):
+            chosen = {"block": given.block, "blocks": blocks, "candidates": candidates}
+            chosen |= {"model": name} if name in given.adapter else {}
+            budget = min(given.block * blocks + 3 * candidates, 128) if given.whole else 32
+            engines[name, f"{blocks} blocks" + ", recycling" * bool(candidates)] = replace(
                 engine, options={"jacobi": chosen}, budget=budget, adaptive=not given.whole, ensembles={}
             )
-        engines[name, "plain"] = engine
+        engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}
+    right: dict[tuple[str, float], list[bool]] = {}
     order = list(engines)
     for temperature in (0.0, given.temperature):
         how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True, "raw": True}
         for key in order:
-            engines[key].generate(asked[-1], method="plain" if key[1] == "plain" else "jacobi", **how)
+            engines[key].generate(asked[-1]["prompt"], method=PLAIN if key[1] == PLAIN else "jacobi", **how)
         for number in range(given.rounds):
-            for place, prompt in enumerate(asked):
+            for place, question in enumerate(asked):
                 texts: dict[str, list[int]] = {}
                 for key in order if (number + place) % 2 == 0 else order[::-1]:
                     began = time.perf_counter()
-                    method = "plain" if key[1] == "plain" else "jacobi"
-                    found = engines[key].generate(prompt, method=method, seed=place, **how)
+                    method = PLAIN if key[1] == PLAIN else "jacobi"
+                    found = engines[key].generate(
+                        question["prompt"], method=method, seed=place, stop=question.get("stop"), **how
+                    )
                     taken = time.perf_counter() - began
+                    if key[0] not in texts and "answer" in question:
+                        right.setdefault((key[0], temperature), []).append(found.text == question["answer"])
                     if texts.setdefault(key[0], found.tokens) != found.tokens:
                         sys.exit(f"{key} wrote another text than another way with the same model")
                     counted = found.statistics
                     rows.setdefault((*key, temperature), []).append((counted.tokens, counted.calls, taken))
     table = []
     for (name, way, temperature), found in rows.items():
-        plain = rows[name, "plain", temperature]
+        plain = rows[name, PLAIN, temperature]
         tokens, calls, _ = (sum(column) for column in zip(*found, strict=True))
         ratios = [one[2] / other[2] for one, other in zip(plain, found, strict=True)]
         table.append({
@@ -127,7 +133,20 @@ def main() -> None:
         })  # fmt: skip
         print(json.dumps(table[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
-    told = {"table": table, "bits": quality, "machine": machine(), "commit": commit(), "command": sys.argv}
+    grades = [
+        {"model": name, "temperature": temperature, "right": sum(each), "of": len(each)}
+        for (name, temperature), each in right.items()
+    ]
+    for grade in grades:
+        print(json.dumps(grade))
+    told = {
+        "table": table,
+        "grades": grades,
+        "bits": quality,
+        "machine": machine(),
+        "commit": commit(),
+        "command": sys.argv,
+    }
     (given.out / "forcing.json").write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""Train a small byte-level transformer on enwik8: a target whose tokens are bytes, without any hub.
+"""Train a small byte-level transformer on a text such as enwik8: a target whose tokens are bytes, without any hub.
 
-    python recipes/bytes_enwik8.py --text enwik8.xz --work runs/bytes --out bytes
+    python recipes/bytes_target.py --text enwik8.xz --work runs/bytes --out bytes
     saltus generate -m bytes --raw "The history of "
 
 It has EvaByte's vocabulary, 64 special tokens and then the 256 bytes, and Llama's layers. The last hundredth of the
@@ -70,9 +70,11 @@ def read(file: Path, count: int | None = None) -> np.ndarray:
 class Course(nn.Module):
     """The model, and what it is to learn: each byte from those before it."""
 
-    def __init__(self, model: LlamaForCausalLM, tokens: np.ndarray, batch: int, length: int, seed: int) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, tokens: np.ndarray, batch: int, length: int, seed: int, half: bool = False
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.half = model, half
         border = int(len(tokens) * (1 - HELD_OUT))
         self.tokens, self.held = torch.from_numpy(tokens[:border]), torch.from_numpy(tokens[border:])
         self.batch, self.length, self.seed = batch, length, seed
@@ -96,7 +98,8 @@ class Course(nn.Module):
         return {"bits": float(torch.stack(found).mean()) / math.log(2)}
 
     def _nats(self, texts: Tensor, first: int = 0) -> Tensor:
-        logits = self.model(input_ids=texts[:, :-1], use_cache=False).logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            logits = self.model(input_ids=texts[:, :-1], use_cache=False).logits.float()
         return F.cross_entropy(logits[:, first:].flatten(0, 1), texts[:, 1 + first :].flatten())
 
 
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--bytes", type=int, help="of the text to read; all where none is given")
     parser.add_argument("--prompts", type=int, default=1000)
@@ -147,9 +151,9 @@ def main() -> None:
         sys.exit(f"{chosen.text} has {len(tokens):,} bytes, too few to hold some out; take a longer text")
     chosen.work.mkdir(parents=True, exist_ok=True)
     model = new(chosen.hidden, chosen.layers, chosen.length, chosen.seed)
-    course = Course(model, tokens, chosen.batch, chosen.length, chosen.seed)
+    course = Course(model, tokens, chosen.batch, chosen.length, chosen.seed, chosen.half)
     schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon")
-    told = {name: getattr(chosen, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed")}
+    told = {name: getattr(chosen, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed", "half")}
 
     def report(now: Progress) -> None:
         print(
