@@ -144,4 +144,5 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
         "small_model": {"model": str(tiny_folder(seed=1))},
         "ptp": {"model": str(tiny_drafter())},
         "mtpc": {"model": str(tiny_heads()), "least": 0.0},
+        "assd": {"draft": "bigram"},
     }

@@ -48,7 +48,7 @@ class Toy:
     adapted: Adapted | None = None  # answers auxiliary queries
     calls: int = 0
     read: int = 0  # decided tokens, over all texts
-    widest: int = 0  # nodes of one Forward, at most
+    widest: int = 0  # drafted tokens of one Forward, at most
     queries: int = 0  # auxiliary, over all texts
 
     def memory(self) -> ToyMemory:
@@ -63,7 +63,7 @@ class Toy:
 
     def _answer(self, ask: Forward, memory: ToyMemory) -> Reply:
         self.check(ask, memory)
-        self.widest = max(self.widest, len(ask.tokens))
+        self.widest = max(self.widest, ask.drafts)
         decided = ask.canvas.decided
         shared = min(len(memory.decided), len(decided))
         differs = np.flatnonzero(memory.decided[:shared] != decided[:shared])
@@ -219,6 +219,8 @@ def writing(
     own = [name for one in methods for name in one.models]
     students = {name: student(target, error, name=name, sampling=sampling) for name in own}
     networks = {"target": target} | students | dict(others or {})
+    if target.adapted is None and any(getattr(one, "any_subset", False) for one in methods):
+        target.adapted = lambda before, uniforms: target.logits[before]  # quick, and right one time in some
     drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
     canvas = continuation(prompt, length)
     writer = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)

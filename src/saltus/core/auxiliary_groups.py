@@ -88,6 +88,7 @@ def in_two_calls(
     length: int = 8,
     drafts: int = 1,
     to: str = TARGET,
+    source: str = SOURCE,
 ) -> Drafter:
     """Ask a group behind the decided text, then let its tokens be verified (Alg. 1); at most `length` drafts.
 
@@ -103,7 +104,7 @@ def in_two_calls(
 
     def offer(canvas: Canvas, last: Step | None, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
         places = canvas.open[: min(length, room)]
-        streams = [f"{SOURCE}/{canvas.done}/{i}" for i in range(drafts)] if rule is reject else ["text"]
+        streams = [f"{source}/{canvas.done}/{i}" for i in range(drafts)] if rule is reject else ["text"]
         groups = [uniforms_of(noise, sampling, places, stream) for stream in streams]
         told = [(-1, given(group, form)) for group in groups]
         asked = with_groups(Forward(canvas, to=to), told, sampling.temperature)
@@ -111,7 +112,7 @@ def in_two_calls(
         branches = []
         for number, uniforms in enumerate(groups):
             chain = range(number * len(places), (number + 1) * len(places))
-            branches.append(_branch(laws, chain, uniforms, form, rule is reject, to == TARGET))
+            branches.append(_branch(laws, chain, uniforms, form, rule is reject, to == TARGET, source))
         if drafts == 1:
             return branches
         return [branches[most_central([_offsets(*one) for one in zip(groups, branches, strict=True)])]]
@@ -120,19 +121,25 @@ def in_two_calls(
 
 
 def _branch(
-    laws: Laws, chain: Sequence[int], uniforms: Sequence[float], form: Form, drawn: bool, known: bool
+    laws: Laws,
+    chain: Sequence[int],
+    uniforms: Sequence[float],
+    form: Form,
+    drawn: bool,
+    known: bool,
+    source: str,
 ) -> Branch:
     """What a group behind the decided text drafts; is the first token known, as the target's own?"""
     own = [laws[query] for query in ([-1, *chain[1:]] if known else chain)] if drawn else None
     if own is not None:
         tokens = [pick(u, law) for u, law in zip(uniforms, own, strict=True)]
         chances = [float(law.weights.max()) / law.total for law in own]  # not to depend on the tokens
-        return Branch(tokens, [1.0, *chances[1:]] if known else chances, SOURCE, own)
+        return Branch(tokens, [1.0, *chances[1:]] if known else chances, source, own)
     tokens, chances = ([laws.pick(-1)], [1.0]) if known else ([], [])
     for token, chance in said(laws, chain[known:], form, uniforms[known:]):
         tokens.append(token)
         chances.append(chance)
-    return Branch(tokens, chances, SOURCE)
+    return Branch(tokens, chances, source)
 
 
 def offset(u: float, token: int, law: Law) -> float:

@@ -29,6 +29,18 @@ class Canvas:
         return self.tokens[: self.order[self.done]] if self.done < len(self.order) else self.tokens
 
     @property
+    def given(self) -> np.ndarray:
+        """Positions that were decided from the start, ascending."""
+        given = np.ones(len(self.tokens), dtype=bool)
+        given[self.order] = False
+        return np.flatnonzero(given)
+
+    @property
+    def known(self) -> np.ndarray:
+        """Positions of all decided tokens in deciding order, those given first: what an any-subset network reads."""
+        return np.concatenate([self.given, self.order[: self.done]])
+
+    @property
     def written(self) -> np.ndarray:
         """The tokens that fill the decided holes, in deciding order."""
         return self.tokens[self.order[: self.done]]
@@ -38,6 +50,12 @@ class Canvas:
         tokens = self.tokens.copy()
         tokens[self.open[: len(new)]] = new
         return replace(self, tokens=tokens, done=self.done + len(new))
+
+
+def infilling(tokens: Sequence[int] | np.ndarray) -> Canvas:
+    """A text with holes (HOLE), to be filled from left to right (ASSD, Eq. 4)."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    return Canvas(tokens, np.flatnonzero(tokens == HOLE))
 
 
 def continuation(prompt: Sequence[int] | np.ndarray, length: int) -> Canvas:

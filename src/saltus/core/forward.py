@@ -31,7 +31,8 @@ class Forward:
     embedding of the uniform (NaN: of none), it stands at the position right behind its parent, and its logits are
     for the token *of that position*, where a token's are for the next. A query that has a token is a *guess* (Jacobi
     Forcing): it reads this token's embedding too, and its logits are for the next position. Queries stand behind all
-    tokens, and only queries hang from them; no rule, drafter or memory ever takes one for text.
+    tokens, and only queries hang from them; no rule, drafter or memory ever takes one for text. To a network that fills
+    holes anywhere, positions are those of the open holes in turn, and a query, told no uniform, is a blank (ASSD).
     """
 
     canvas: Canvas
@@ -157,7 +158,7 @@ class Laws:
             canvas = self.asked.canvas
             context = None
             if self.sampling.repetition_penalty != 1.0:
-                context = np.concatenate([canvas.decided, np.array(self.asked.path(node), dtype=np.int64)])
+                context = np.concatenate([canvas.tokens[canvas.known], np.array(self.asked.path(node), dtype=np.int64)])
             index = canvas.done + self.depth(node)
             self._laws[node] = self._law(self.reply.logits[node + 1], context, index)
         return self._laws[node]

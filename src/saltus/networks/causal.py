@@ -6,13 +6,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from saltus.core.canvas import Canvas
 from saltus.core.forward import AUXILIARY, Forward, Reply
 from saltus.networks import attention, native
 from saltus.networks.attention import Call, Part
@@ -78,7 +79,17 @@ class CausalNetwork:
             graphs = device.type == "cuda"
             self.fixed = Fixed(self._evaluate, self.layers, device, self.width, graphs=graphs)
         elif not self.free and supports(self.model):
-            self.lean = Lean(self.model, ROWS)
+            self.lean = Lean(self.model, self.rows)
+
+    @property
+    def rows(self) -> int:
+        """Of one call, at most."""
+        return ROWS
+
+    @staticmethod
+    def read(canvas: Canvas) -> np.ndarray:
+        """The decided tokens that it reads, in the order in which it reads them."""
+        return canvas.decided
 
     def memory(self) -> Any:
         """What is kept of one text between calls."""
@@ -117,15 +128,15 @@ class CausalNetwork:
         started = time.perf_counter()
         logits: list[Any] = [None] * len(asks)
         features: list[list[Any]] = [[] for _ in asks]
-        read = [len(ask.canvas.decided) for ask in asks]
+        read = [len(self.read(ask.canvas)) for ask in asks]
         queue: list[list[_Read]] = []
         for text, (ask, memory) in enumerate(zip(asks, memories, strict=True)):
-            past = memory.recall(ask.canvas.decided)
+            past = self._recall(memory, ask)
             read[text] -= past
-            queue.append(list(_reads(text, ask, memory, past)))
+            queue.append(list(self._reads(text, ask, memory, past)))
         with contextlib.nullcontext() if self.free else native.in_charge():
             while any(queue):
-                reads, room = [], ROWS
+                reads, room = [], self.rows
                 for waiting in queue:
                     if waiting and waiting[0].part.rows <= room:
                         reads.append(waiting.pop(0))
@@ -138,7 +149,7 @@ class CausalNetwork:
                         features[one.text].append(hidden[: one.part.rows])
                     hidden = hidden[one.part.rows :]
         for ask, memory in zip(asks, memories, strict=True):
-            memory.tokens = ask.canvas.decided.copy()
+            memory.tokens = self.read(ask.canvas).copy()
             memory.tree = ask if ask.tokens else None
         if self.model.device.type == "cuda":  # so that seconds are those of the call
             torch.cuda.current_stream(self.model.device).synchronize()
@@ -148,6 +159,14 @@ class CausalNetwork:
             Reply(logits[i], torch.cat(features[i]) if ask.features else None, seconds, read[i], rows)
             for i, ask in enumerate(asks)
         ]
+
+    def _recall(self, memory: Memory, ask: Forward) -> int:
+        """How many of the tokens that it would read stand in the memory."""
+        return memory.recall(ask.canvas.decided)
+
+    def _reads(self, text: int, ask: Forward, memory: Memory, past: int) -> Iterator[_Read]:
+        """What a text must read, in calls."""
+        return _reads(text, ask, memory, past)
 
     def _evaluate(self, tokens: torch.Tensor, positions: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and features of the last rows (0: of all); tokens and positions are [1, rows]."""
@@ -240,7 +259,7 @@ def _layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
     return max(lists, key=len)
 
 
-def _reads(text: int, ask: Forward, memory: Memory, past: int):
+def _reads(text: int, ask: Forward, memory: Memory, past: int) -> Iterator[_Read]:
     """Cut what a text must read into calls: decided tokens ROWS at a time, the tree with the last of them."""
     decided, nodes = ask.canvas.decided, len(ask.tokens)
     assert nodes < ROWS

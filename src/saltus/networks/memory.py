@@ -24,10 +24,10 @@ class Memory:
     values: torch.Tensor | None = None
     tree: Forward | None = None  # evaluated behind `tokens`, not yet known to be text
 
-    def recall(self, decided: np.ndarray) -> int:
+    def recall(self, decided: np.ndarray, again: int = 1) -> int:
         """How many of the decided tokens need not be read again. Keeps the branch that became text, in place.
 
-        The last decided token is always read: its logits are wanted.
+        The last `again` decided tokens are always read: of a causal network the last one's logits are wanted.
         """
         if self.tree is not None:
             nodes = self.tree.follow(decided[len(self.tokens) :])
@@ -35,7 +35,7 @@ class Memory:
             kept = np.array([self.tree.tokens[node] for node in nodes], dtype=np.int64)
             self.tokens = np.concatenate([self.tokens, kept])
             self.tree = None
-        shared = min(len(self.tokens), len(decided) - 1)
+        shared = min(len(self.tokens), len(decided) - again)
         differs = np.flatnonzero(self.tokens[:shared] != decided[:shared])
         self.tokens = self.tokens[: differs[0] if len(differs) else shared]
         return len(self.tokens)

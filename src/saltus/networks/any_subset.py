@@ -1,0 +1,131 @@
+"""Evaluate trees on a model that fills holes anywhere: two streams of rows through the layers of one decoder.
+
+Content rows are tokens; each sees the text that was given, which sees all of itself, and what was decided before it.
+Query rows are the mask token at the position of a hole; they see the same and themselves, and say the law of that
+hole (ASSD, §3). Keys and values are kept for content rows alone, in deciding order: what is decided later never
+changes them, so that a call reads its new tokens and its queries, and nothing twice.
+
+The decoder is a causal model's (rotary positions, told for each row), so its kernels and their equal rounding serve
+here too; that it was trained for any subset, its configuration says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from saltus.core.canvas import Canvas
+from saltus.core.forward import AUXILIARY, Forward, Reply
+from saltus.networks.attention import Part
+from saltus.networks.causal import ROWS, CausalNetwork, _Read
+from saltus.networks.memory import Memory
+
+ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, …}
+
+
+@dataclass
+class Placed(Memory):
+    """Keys and values of one text in deciding order, and where its tokens stand."""
+
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def recall_placed(self, canvas: Canvas) -> int:
+        """How many of the known tokens need not be read again; none, if the given ones are others."""
+        known = canvas.known
+        count = self.recall(canvas.tokens[known], again=0)
+        places = np.concatenate([self.places, known[len(self.places) :]])[:count]
+        differs = np.flatnonzero(places != known[:count])
+        count = int(differs[0]) if len(differs) else count
+        count = count if count >= len(canvas.given) else 0
+        self.tokens, self.places = self.tokens[:count], known
+        return count
+
+
+@dataclass
+class AnySubsetNetwork(CausalNetwork):
+    """An any-subset model behind Forward and Reply.
+
+    Row 0 is for the first open hole, row i + 1 for the hole behind that of node i, given the text, the node's
+    ancestors and itself. An auxiliary query is told no uniform; it is for the hole of its own depth, given the token
+    that its group hangs from and what stands before that. On CUDA, calls round as their shapes have it.
+    """
+
+    def __post_init__(self) -> None:
+        self.free = self.free or self.model.device.type == "cuda"
+        self.shaped = False
+        self.mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        super().__post_init__()
+
+    @property
+    def rows(self) -> int:
+        """A given text is read in one call, since all of it sees all of it."""
+        return self.model.config.max_position_embeddings + ROWS
+
+    @staticmethod
+    def read(canvas: Canvas) -> np.ndarray:
+        return canvas.tokens[canvas.known]
+
+    def memory(self) -> Placed:
+        return Placed()
+
+    def _can_answer_queries(self) -> None:
+        """It always can."""
+
+    def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
+        replies = super().forward(asks, memories)
+        places = [torch.tensor(_queries(ask)[1]) for ask in asks]
+        return [
+            reply if len(place) == len(reply.logits) else replace(reply, logits=reply.logits[place])
+            for reply, place in zip(replies, places, strict=True)
+        ]
+
+    def _recall(self, memory: Any, ask: Forward) -> int:
+        return memory.recall_placed(ask.canvas)
+
+    def _reads(self, text: int, ask: Forward, memory: Memory, past: int) -> Iterator[_Read]:
+        """New tokens, then the tokens of the tree, then the queries, all in one call."""
+        canvas = ask.canvas
+        places = canvas.known[past:]
+        unread, drafts = len(places), ask.drafts
+        queries, _ = _queries(ask)
+        contents = unread + drafts
+        visible = np.zeros((contents + len(queries),) * 2, dtype=np.uint8)
+        given = max(len(canvas.given) - past, 0)
+        visible[:unread, :unread] = np.tri(unread, dtype=np.uint8)
+        visible[:given, :given] = 1
+        for node in range(drafts):
+            row, parent = unread + node, ask.parents[node]
+            visible[row] = visible[unread + parent] if parent >= 0 else 0
+            visible[row, :unread] = 1
+            visible[row, row] = 1
+        for number, (node, _) in enumerate(queries):
+            row = contents + number
+            visible[row, :contents] = visible[unread + node, :contents] if node >= 0 else 0
+            visible[row, :unread] = 1
+            visible[row, row] = 1
+        open_ = canvas.open
+        nodes = open_[np.array(ask.depths[:drafts], dtype=np.int64)]
+        asked = open_[[place for _, place in queries]]
+        tokens = [*canvas.tokens[places].tolist(), *ask.tokens[:drafts], *[self.mask] * len(queries)]
+        part = Part(memory, past, np.concatenate([places, nodes, asked]), visible)
+        yield _Read(text, tokens, part, len(queries), ask.features)
+
+
+def _queries(ask: Forward) -> tuple[list[tuple[int, int]], list[int]]:
+    """Which laws are wanted, (token node that is seen last, number of the open hole), and which of them each row is.
+
+    A group's first query is for the hole that its node's own row is for, so there it is the same.
+    """
+    found: dict[tuple[int, int], int] = {}
+    rows = [found.setdefault((-1, 0), 0)]
+    seen: list[int] = []
+    for node, (token, parent) in enumerate(zip(ask.tokens, ask.parents, strict=True)):
+        auxiliary = token == AUXILIARY
+        seen.append((seen[parent] if parent >= 0 else -1) if auxiliary else node)
+        key = seen[node], ask.depths[node] + (not auxiliary)
+        rows.append(found.setdefault(key, len(found)))
+    return list(found), rows

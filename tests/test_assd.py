@@ -1,0 +1,216 @@
+"""Any-subset networks and the method assd: holes anywhere, the cache, equal texts, and the law of `reject`."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import set_seed
+
+from conftest import tiny_llama
+from saltus.core.canvas import HOLE, Canvas, infilling
+from saltus.core.control import Controller
+from saltus.core.decode import run, speculate
+from saltus.core.forward import AUXILIARY, Forward, Reply
+from saltus.core.noise import Noise
+from saltus.core.rules import Rule, match, reject
+from saltus.core.sampling import Sampling, law, probabilities
+from saltus.methods import make
+from saltus.networks.any_subset import AnySubsetNetwork
+
+MASK = 2
+SAMPLED = Sampling(temperature=1.0)
+
+
+def tiny_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> AnySubsetNetwork:
+    return AnySubsetNetwork(tiny_llama(seed, any_subset={"mask": MASK}, **changes).to(dtype))
+
+
+def text_with_holes(length: int = 40, holes: int = 25, seed: int = 0) -> Canvas:
+    dice = np.random.default_rng(seed)
+    tokens = dice.integers(3, 300, size=length)
+    tokens[dice.permutation(length)[:holes]] = HOLE
+    return infilling(tokens)
+
+
+def fill(
+    canvas: Canvas, network, options: dict | None, seed: int = 0, sampling: Sampling = SAMPLED, rule: Rule = match
+) -> tuple[list[int], int]:
+    """The whole text, and the calls that it took."""
+    method = "plain" if options is None else "assd"
+    noise, calls = Noise(seed), []
+    drafters = [one.drafter(noise, sampling, rule) for one in make(method, {method: options or {}})]
+    steps = []
+    counted = Counted(network, calls)
+    controller = Controller(32, adaptive=False)
+    drafters = [one for one in drafters if one is not None]
+    run(speculate(canvas, noise, sampling, drafters, steps.append, rule, controller), {"target": counted})
+    last = steps[-1]
+    return last.canvas.fill(last.tokens).tokens.tolist(), len(calls)
+
+
+class Counted:
+    def __init__(self, network, calls: list) -> None:
+        self.network, self.calls = network, calls
+
+    def memory(self):
+        return self.network.memory()
+
+    def forward(self, asks, memories):
+        self.calls.append(len(asks))
+        return self.network.forward(asks, memories)
+
+
+def by_hand(network: AnySubsetNetwork, canvas: Canvas, drafts: list[int], hole: int) -> torch.Tensor:
+    """Logits of a hole given the text and drafts of the first holes, by Transformers' own forward and a dense mask."""
+    filled = canvas.fill(np.array(drafts, dtype=np.int64))
+    places = [*filled.known.tolist(), hole]
+    tokens = [*filled.tokens[filled.known].tolist(), MASK]
+    count, given = len(tokens), len(canvas.given)
+    seen = torch.ones(count, count, dtype=torch.bool).tril()
+    seen[:given, :given] = True
+    model = tiny_llama(0, any_subset={"mask": MASK})
+    model.set_attn_implementation("eager")
+    mask = torch.where(seen, 0.0, -30000.0)[None, None]
+    with torch.inference_mode():
+        return model(
+            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([places]), attention_mask=mask, use_cache=False
+        ).logits[0, -1]
+
+
+def test_a_row_is_the_law_of_its_hole_given_what_its_path_says():
+    network, canvas = tiny_network(), text_with_holes()
+    holes = canvas.open
+    asked = Forward(canvas, (7, 9, 8, AUXILIARY, AUXILIARY), (-1, 0, -1, 0, 3), uniforms=(None,) * 3 + (np.nan,) * 2)
+    reply = network.forward([asked], [network.memory()])[0]
+    wanted = [([], 0), ([7], 1), ([7, 9], 2), ([8], 1), ([7], 1), ([7], 2)]
+    assert len(reply.logits) == len(wanted)
+    for row, (drafts, hole) in zip(reply.logits, wanted, strict=True):
+        torch.testing.assert_close(row, by_hand(network, canvas, drafts, int(holes[hole])), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_remembered_changes_no_bit(dtype: torch.dtype):
+    network, canvas = tiny_network(dtype=dtype), text_with_holes()
+    memory = network.memory()
+    for tokens in ((5, 6, 7), (11,), (12, 13)):
+        nodes = (*tokens, 99)
+        chain = tuple(range(-1, len(nodes) - 1))
+        kept = network.forward([Forward(canvas, nodes, chain)], [memory])[0]
+        afresh = network.forward([Forward(canvas, nodes, chain)], [network.memory()])[0]
+        assert torch.equal(kept.logits, afresh.logits)
+        assert canvas.done == 0 or kept.read <= 1, "accepted nodes are not read again"
+        canvas = canvas.fill(np.array([*tokens, 44]))
+
+
+WAYS = [{}, {"length": 3}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "bigram", "length": 2}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(0.7, top_p=0.9, repetition_penalty=1.2)])
+def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dict, sampling: Sampling, dtype):
+    network = tiny_network(dtype=dtype)
+    for seed in range(3):
+        canvas = text_with_holes(seed=seed, holes=25 - 10 * seed)
+        plain, calls = fill(canvas, network, None, seed, sampling)
+        assert calls == len(canvas.order)
+        found, calls = fill(canvas, network, options, seed, sampling)
+        assert found == plain
+        if not options.get("two_calls"):
+            assert calls <= len(canvas.order)
+
+
+def test_texts_in_a_batch_are_those_alone():
+    network = tiny_network()
+    canvases = [text_with_holes(seed=seed, length=30 + 7 * seed) for seed in range(3)]
+    memories = [network.memory() for _ in canvases]
+    asks = [Forward(canvas, (5, 6), (-1, 0)) for canvas in canvases]
+    together = network.forward(asks, memories)
+    for ask, reply in zip(asks, together, strict=True):
+        assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+
+
+class HoleToy:
+    """A law of a hole's nearest decided neighbours on both sides: small enough to enumerate all texts."""
+
+    def __init__(self, vocab: int = 3, seed: int = 0) -> None:
+        self.logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab + 1, vocab + 1, vocab)) * 1.5)
+
+    def memory(self) -> object:
+        return object()
+
+    def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
+        left = next((int(token) for token in tokens[:hole][::-1] if token != HOLE), -1)
+        right = next((int(token) for token in tokens[hole + 1 :] if token != HOLE), -1)
+        return self.logits[left, right]
+
+    def forward(self, asks, memories) -> list[Reply]:
+        return [Reply(torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))])) for ask in asks]
+
+    def _answer(self, ask: Forward, node: int) -> torch.Tensor:
+        path, at = [], node
+        while at >= 0:
+            if ask.tokens[at] != AUXILIARY:
+                path.insert(0, ask.tokens[at])
+            at = ask.parents[at]
+        hole = 0 if node < 0 else ask.depths[node] + (ask.tokens[node] != AUXILIARY)
+        return self.row(ask.canvas.fill(np.array(path, dtype=np.int64)).tokens, int(ask.canvas.open[hole]))
+
+
+def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
+    """The probability of every way to fill the holes."""
+    vocab, found = toy.logits.shape[-1], []
+    for filling in itertools.product(range(vocab), repeat=len(canvas.order)):
+        chance, now = 1.0, canvas
+        for token in filling:
+            chance *= probabilities(law(toy.row(now.tokens, int(now.open[0])), sampling), vocab)[token]
+            now = now.fill(np.array([token]))
+        found.append(chance)
+    return np.array(found)
+
+
+def p_value(options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, texts: int = 3000) -> float:
+    """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
+    toy, canvas = HoleToy(), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
+    expected = joint(toy, canvas, sampling)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(texts):
+        filled, calls = fill(canvas, toy, options, seed, sampling, rule)
+        counts[tuple(np.array(filled)[canvas.order].tolist())] += 1
+    found = np.array([counts[one] for one in itertools.product(range(3), repeat=4)], dtype=np.float64)
+    assert not found[expected == 0].any()
+    cells = texts * expected
+    large = cells >= 5
+    pooled = [*cells[large], *([cells[~large].sum()] if cells[~large].sum() >= 5 else [])]
+    seen = [*found[large], *([found[~large].sum()] if cells[~large].sum() >= 5 else [])]
+    pooled = np.array(pooled) * sum(seen) / sum(pooled)
+    return float(stats.chisquare(seen, pooled).pvalue)
+
+
+@pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.8, top_k=2)], ids=["T=1", "top_k"])
+def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Sampling):
+    assert p_value(options, reject, sampling) > 1e-4
+
+
+def one_step(asked: Forward, laws) -> tuple[np.ndarray, int]:
+    """Independent sampling of all holes at once: no verification (the baseline that ASSD replaces)."""
+    tokens = [laws.pick(-1), *asked.tokens[: asked.drafts]]
+    return np.array(tokens[: len(asked.canvas.open)], dtype=np.int64), -1
+
+
+def without_resampling(asked: Forward, laws) -> tuple[np.ndarray, int]:
+    """As σ-GPT: after a rejection the next token is drawn from the target's law and not from the residual."""
+    tokens, node = reject(asked, laws)
+    tokens[-1] = laws.pick(node)
+    return tokens, node
+
+
+@pytest.mark.parametrize("wrong", [without_resampling], ids=lambda rule: rule.__name__)
+def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("saltus.methods.assd.reject", wrong)
+    monkeypatch.setattr("saltus.core.auxiliary_groups.reject", wrong)
+    assert p_value({}, wrong) < 1e-6
