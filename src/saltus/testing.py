@@ -111,7 +111,7 @@ class Toy:
         assert len(ask.canvas.open), "a finished text asks nothing"
         deepest = max((depth - (node >= ask.drafts) for node, depth in enumerate(ask.depths)), default=-1)
         assert deepest < len(ask.canvas.open) - 1, "the law after the last node, and a query's, is for a hole"
-        assert ask.drafted is None or len(ask.drafted) == len(ask.tokens)
+        assert ask.drafted is None or len(ask.drafted) == ask.drafts
         if ask.drafted is None or not any(ask.drafted):
             edges = list(zip(ask.parents, nodes, strict=False))
             assert len(edges) == len(set(edges)), "no node is asked twice"
