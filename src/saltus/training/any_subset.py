@@ -1,0 +1,162 @@
+"""Teach a decoder to fill holes anywhere: the law of any holes given the rest, in one packed call (ASSD, Eq. 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from saltus.networks.any_subset import ANY_SUBSET
+from saltus.training.draws import draws
+from saltus.training.packed_model import prepared, said
+from saltus.training.windows import Packed
+
+Order = Literal["lattice", "any"]
+"""Holes are decided from left to right (Eq. 4), or in any permutation, which the paper's ablation compares."""
+
+SPREADS = {"narrow": (0.9, 0.99), "wide": (0.05, 0.99)}  # shares of a text that are holes, at the end of the warm-up
+FIRST = 0.15  # share of a text that is holes, at first
+
+
+@dataclass(frozen=True)
+class Holes:
+    """Which tokens of a text are holes: how many, and whether they stand together."""
+
+    spread: Literal["narrow", "wide"] = "wide"
+    warm_up: float = 0.2  # share of the steps in which holes grow from 15 % of a text
+    spans: float = 0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
+    order: Order = "lattice"
+
+    def shares(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
+        """Of so many texts: evenly spread over the range, in random order, so that no batch misses a part of it."""
+        low, high = SPREADS[self.spread]
+        grown = min(progress / self.warm_up, 1.0) if self.warm_up else 1.0
+        low, high = (FIRST + (end - FIRST) * grown for end in (low, high))
+        places = (generator.random() + np.arange(count)) / count % 1
+        return generator.permutation(low + (high - low) * places)
+
+    def draw(self, length: int, share: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
+        """Holes of one text; one at least."""
+        count = min(max(round(share * length), 1), length)
+        holes = np.zeros(length, dtype=bool)
+        if generator.random() >= self.spans:
+            holes[generator.permutation(length)[:count]] = True
+            return holes
+        pieces = int(generator.integers(1, min(4, count) + 1))
+        sizes = np.diff([0, *np.sort(generator.permutation(count - 1)[: pieces - 1] + 1), count])
+        gaps = np.diff([0, *np.sort(generator.integers(0, length - count + 1, size=pieces)), length - count])
+        at = 0
+        for size, gap in zip(sizes, gaps, strict=False):
+            at += int(gap)
+            holes[at : at + size] = True
+            at += int(size)
+        return holes
+
+    def ranks(self, holes: Bool[np.ndarray, "length"], generator: np.random.Generator) -> Int[np.ndarray, "length"]:
+        """When each token is decided: 0 for those given, then from 1 on."""
+        places = np.flatnonzero(holes)
+        order = places if self.order == "lattice" else generator.permutation(places)
+        ranks = np.zeros(len(holes), dtype=np.int64)
+        ranks[order] = 1 + np.arange(len(order))
+        return ranks
+
+
+def pack_holes(
+    tokens: Int[Tensor, "batch length"], ranks: Int[Tensor, "batch length"], mask: int
+) -> tuple[Packed, Int[Tensor, "asked"], Int[Tensor, "asked"]]:
+    """Content rows, then a query row for each hole; the rows that are asked, through the batch, and their tokens.
+
+    Content sees what was decided before it, and itself; what was given (rank 0) sees all that was. A query sees what
+    was decided before its hole, and itself. Tokens of rank −1 are no part of the text: nothing sees them, and they and
+    queries to spare see themselves alone.
+    """
+    batch, length = tokens.shape
+    holes = ranks > 0
+    most = int(holes.sum(1).max())
+    places = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, :most]  # of the holes, then of others
+    real = holes.gather(1, places)
+    asked = ranks.gather(1, places)
+    content = ranks[:, None, :] <= ranks[:, :, None]
+    visible = torch.zeros(batch, length + most, length + most, dtype=torch.bool, device=tokens.device)
+    visible[:, :length, :length] = content
+    visible[:, length:, :length] = (ranks[:, None, :] < asked[:, :, None]) & real[:, :, None]
+    visible[:, :, :length] &= (ranks >= 0)[:, None]
+    visible |= torch.eye(length + most, dtype=torch.bool, device=tokens.device)
+    rows = torch.cat([tokens, torch.full_like(places, mask)], 1)
+    positions = torch.cat([torch.arange(length, device=tokens.device).expand(batch, -1), places], 1)
+    none = torch.full(rows.shape, torch.nan, dtype=torch.float64, device=tokens.device)
+    wanted = torch.zeros_like(rows, dtype=torch.bool)
+    wanted[:, length:] = real
+    keep = wanted.flatten().nonzero()[:, 0]
+    return Packed(rows, none, positions, visible, length + most, 0, 0), keep, tokens.gather(1, places)[real]
+
+
+@dataclass(eq=False)
+class AnySubsetCourse:
+    """A `Course`: fill the holes of texts, each given the text and the holes before it.
+
+    Texts are rows of one length, padded behind their end; `held_out` ones are examined. Of the `steps` the holes'
+    warm-up is a share.
+    """
+
+    model: Any  # a Llama of Hugging Face, whose configuration names its mask
+    texts: Int[Tensor, "texts length"]
+    held_out: Int[Tensor, "others length"]
+    steps: int
+    batch: int = 12
+    holes: Holes = field(default_factory=Holes)
+    autocast: bool = False
+    seed: int = 0
+    tokenizer: Any = None
+    module: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        self.pad = int(self.model.config.pad_token_id)
+        self.module = prepared(self.model).requires_grad_(True)
+        self.module.matrices = [one for one in self.model.model.layers.parameters() if one.ndim == 2]
+
+    def begin(self, folder: Path) -> None:
+        raise ValueError("an any-subset model is gone on with by its own checkpoint; leave out --from")
+
+    def loss(self, step: int) -> Float[Tensor, ""]:
+        """Nats of a hole, on average."""
+        generator = draws(self.seed, "holes", step)
+        texts = self.texts[torch.from_numpy(generator.integers(len(self.texts), size=self.batch))]
+        return self._nats(texts, self.holes.shares(self.batch, step / self.steps, generator), generator)
+
+    @torch.no_grad()
+    def report(self) -> dict[str, float]:
+        """Bits of a hole, of held-out texts, where so large a part of them is holes."""
+        self.module.eval()
+        found = {}
+        for share in (0.2, 0.95):
+            generator = draws(1, "exam")
+            parts = self.held_out[: 4 * self.batch].split(self.batch)
+            nats = [float(self._nats(part, np.full(len(part), share), generator)) for part in parts]
+            found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
+        self.module.train()
+        return found
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    def _nats(self, texts: Tensor, shares: Sequence[float] | np.ndarray, generator: np.random.Generator) -> Tensor:
+        ranks = torch.full(texts.shape, -1)
+        for row, (size, share) in enumerate(zip((texts != self.pad).sum(1).tolist(), shares, strict=True)):
+            holes = self.holes.draw(size, float(share), generator)
+            ranks[row, :size] = torch.from_numpy(self.holes.ranks(holes, generator))
+        packed, keep, tokens = pack_holes(texts, ranks.to(texts.device), self.mask)
+        with torch.autocast(texts.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = said(self.model, packed, keep)
+        return F.cross_entropy(logits.float(), tokens)
