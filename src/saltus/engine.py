@@ -15,6 +15,7 @@ from saltus import methods, profiles
 from saltus.core.control import Costs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
+from saltus.holes import OPEN, Layout, Template, fillings, laid_out, parsed
 from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, same_vocabulary
 from saltus.networks.progress import Progress
 from saltus.networks.sources import DEFAULT
@@ -69,6 +70,20 @@ class Generation:
     text: str
     tokens: list[int]
     finish_reason: str | None  # "stop": an end token or a stop string; "length"; None: it was interrupted
+    steps: list[Call]
+    logprobs: list[float] | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """A text whose holes were filled, and how that came about."""
+
+    layout: Layout = field(repr=False)
+    text: str  # all of it
+    fillings: list[str]  # the text in each hole
+    tokens: list[int]  # that were decided, in deciding order
+    places: list[tuple[int, int]]  # of these tokens: the hole, and the place in it
     steps: list[Call]
     logprobs: list[float] | None
     statistics: Statistics
@@ -205,6 +220,54 @@ class Engine:
         job = self._job(prompt, **settings)
         return Stream(self._chunks(job, self._write([job], method)), job.generation)
 
+    def infill(
+        self,
+        text: str | Template,
+        *,
+        suffix: str | None = None,
+        method: str | None = None,
+        open_tokens: int = OPEN,
+        seed: int = 0,
+        logprobs: bool = False,
+        **sampling: Any,
+    ) -> Infilling:
+        """Fill the holes of a text, `The [[8]] sat on the [[…]].`: of so many tokens, or of `open_tokens` at most.
+
+        With a `suffix` the text is a prefix, as it is, and what is missing stands between the two. Sampling settings
+        are those of `Settings`. Errors: ValueError of one line, for a model that writes from left to right, too.
+        """
+        network = self.network
+        if not network.any_subset:
+            raise ValueError(
+                f"{self.target.name} writes from left to right and sees nothing behind a hole; give infill an"
+                " any-subset model (saltus train assd), or let generate continue the text"
+            )
+        if open_tokens < 1:
+            raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
+        if suffix is not None:
+            template = Template((str(text), suffix), (None,))
+        else:
+            template = text if isinstance(text, Template) else parsed(text)
+        layout = laid_out(template, self.tokenizer, open_tokens, self.target.context)
+        ends_itself = None in template.holes and network.blank is not None
+        special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
+        special -= {network.blank} if ends_itself else set()
+        banned = tuple(sorted({*special, *sampling.pop("banned", ())}))
+        canvas = layout.canvas
+        job = Text(
+            canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, Sampling(**sampling, banned=banned),
+            logprobs=logprobs, holes=canvas,
+        )  # fmt: skip
+        for _ in write(self._ensemble(method or self.method), [job], 1):
+            pass
+        tokens = job.tokens
+        filled = dict(zip(canvas.order.tolist(), tokens, strict=True))
+        found = fillings(layout, filled, self.tokenizer)
+        places = [(hole, at - span.start) for hole, span in enumerate(layout.spans) for at in span]
+        log_probabilities = job.log_probabilities if logprobs else None
+        whole = layout.text(found)
+        return Infilling(layout, whole, found, tokens, places, list(job.calls), log_probabilities, _statistics(job))
+
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
         if not prompt:
@@ -267,7 +330,8 @@ class Engine:
 
     def _write(self, jobs: Sequence[_Job], method: str | None) -> Generator[None]:
         ensemble = self._ensemble(method or self.method)
-        exact = self.network.model.device.type == "cpu" and not self.network.free
+        network = self.network  # on a shelf a text is known by how it begins
+        exact = network.model.device.type == "cpu" and not network.free and not network.any_subset
         return write(ensemble, [job.text for job in jobs], self.batch_size, self.shelf if exact else None)
 
     def _chunks(self, job: _Job, rounds: Generator[None]) -> Generator[Chunk]:
@@ -289,6 +353,11 @@ class Engine:
                 options, budget = {**options, "jacobi": tuned}, self.profile.budget
             made = methods.make(method, options)
             networks, contexts = {"target": self.target.network}, {}
+            if any(getattr(one, "any_subset", False) for one in made) and not self.network.any_subset:
+                raise ValueError(
+                    f"method {method}: {self.target.name} writes from left to right, but assd drafts by a model that"
+                    " fills holes anywhere; take one, such as stories, or the option assd.draft=bigram"
+                )
             for name, where in (pair for one in made for pair in one.models.items()):
                 assert name not in networks, f"two methods of {method} call a network {name}"
                 if not is_trained(where):

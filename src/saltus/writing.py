@@ -43,6 +43,7 @@ class Text:
     sampling: Sampling
     ends: Callable[[int], bool] = lambda token: False  # told each token in turn: does the text end with it?
     logprobs: bool = False
+    holes: Canvas | None = None  # what is to be filled, where that is not a continuation of the prompt
     calls: list[Call] = field(default_factory=list, init=False)
     log_probabilities: list[float] = field(default_factory=list, init=False)
     asked: Counter[str] = field(default_factory=Counter, init=False)  # calls by network
@@ -193,7 +194,7 @@ def write(
 
 def _writer(ensemble: Ensemble, text: Text, controller: Controller) -> Writer:
     """`speculate`, and a count of what is asked of each network."""
-    canvas = continuation(text.prompt, text.length)
+    canvas = continuation(text.prompt, text.length) if text.holes is None else text.holes
     drafters, rule = ensemble.drafters(text), RULES[ensemble.rule]
     noise = Noise(text.seed)
     writer = speculate(canvas, noise, text.sampling, drafters, text.record, rule, controller, text.stop)

@@ -17,6 +17,7 @@ from saltus.cli.collect import collect
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.generate import generate
+from saltus.cli.infill import infill
 from saltus.cli.lm_eval import PASSED_ON, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
@@ -68,6 +69,7 @@ def saltus_(
 WRITE, PROVE, TEACH, KNOW = "Write", "Compare", "Train", "Models and methods"
 app.command(rich_help_panel=WRITE)(generate)
 app.command(rich_help_panel=WRITE)(chat)
+app.command(rich_help_panel=WRITE)(infill)
 app.command(rich_help_panel=WRITE)(demo)
 app.command(rich_help_panel=PROVE)(check)
 app.add_typer(bench, name="bench", rich_help_panel=PROVE)

@@ -85,6 +85,11 @@ def method_options(assignments: Sequence[str], method: str) -> dict[str, dict[st
 
 
 def _converted(value: str, hint: Any, assignment: str) -> Any:
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise ValueError(f"--option {assignment}: {value!r} is none of {', '.join(choices)}")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(None) in kinds and value.lower() == "none":
         return None

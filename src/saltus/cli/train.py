@@ -30,6 +30,8 @@ def train_(context: typer.Context) -> None:
         saltus train mtpc
 
         saltus train jacobi
+
+        saltus train assd -- --text stories.txt
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -221,6 +223,35 @@ def jacobi(
         _list("jacobi")
         return
     _carry_out("jacobi", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+
+
+@train.command()
+def assd(
+    arguments: Arguments = None,
+    recipe: Annotated[
+        str,
+        typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE),
+    ] = "recipes/assd_stories.py",
+) -> None:
+    """Train a model that fills holes anywhere, from scratch.
+
+    [dim]Give the same command again after an interruption: it goes on from the last
+    checkpoint, with the outcome that it would have had.[/dim]
+
+    [bold]Examples[/bold]
+
+        saltus train assd -- --text stories.txt --steps 2000 --out stories
+
+        saltus train assd --recipe recipes/assd_stories.py -- --help
+
+    Afterwards: saltus infill --model stories "The cat [[6]] the mouse."
+    """
+    from saltus.training.recipe import find
+
+    file = find(recipe)
+    if file.suffix != ".py":
+        raise ValueError(f"recipe {recipe} is settings, but assd is trained by a program; give a .py file")
+    _run_program(file, arguments or ())
 
 
 def _carry_out(

@@ -24,7 +24,7 @@ from saltus.networks.attention import Part
 from saltus.networks.causal import ROWS, CausalNetwork, _Read
 from saltus.networks.memory import Memory
 
-ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, …}
+ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that fills what is left over}
 
 
 @dataclass
@@ -54,10 +54,13 @@ class AnySubsetNetwork(CausalNetwork):
     that its group hangs from and what stands before that. On CUDA, calls round as their shapes have it.
     """
 
+    any_subset = True
+
     def __post_init__(self) -> None:
         self.free = self.free or self.model.device.type == "cuda"
         self.shaped = False
-        self.mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        told = getattr(self.model.config, ANY_SUBSET)
+        self.mask, self.blank = int(told["mask"]), told.get("blank")
         super().__post_init__()
 
     @property

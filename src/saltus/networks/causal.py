@@ -81,6 +81,8 @@ class CausalNetwork:
         elif not self.free and supports(self.model):
             self.lean = Lean(self.model, self.rows)
 
+    any_subset = False  # does it fill holes that have text behind them?
+
     @property
     def rows(self) -> int:
         """Of one call, at most."""

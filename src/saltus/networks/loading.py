@@ -15,6 +15,7 @@ from transformers.utils import logging
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.networks.adapters import CONFIG, PAPERS, load_adapter, read_papers
+from saltus.networks.any_subset import ANY_SUBSET, AnySubsetNetwork
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
@@ -95,6 +96,8 @@ def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> Causal
 
     A sibling stands between text and branch, so that attention which does not see our mask is found out.
     """
+    if getattr(model.config, ANY_SUBSET, None):
+        return AnySubsetNetwork(model, not exact)
     vocab = model.get_output_embeddings().weight.shape[0]
     text = [(7 * i + 3) % vocab for i in range(6)]
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))

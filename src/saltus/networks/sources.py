@@ -26,6 +26,7 @@ SHORT_NAMES = {
     "qwen3-4b": "Qwen/Qwen3-4B",
     "gpt2": "openai-community/gpt2",
 }
+SHIPPED = {"stories": Path(__file__).parent / "stories"}  # models that come with the package
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
@@ -53,6 +54,8 @@ def _find(name: str, offline: bool, progress: Progress) -> Path:
     short = name.lower()
     if short == DEFAULT:
         return _default(offline, progress)
+    if short in SHIPPED:
+        return SHIPPED[short]
     if short in SHORT_NAMES:
         return from_hub(SHORT_NAMES[short], offline, progress)
     folder = Path(name).expanduser()
@@ -65,12 +68,12 @@ def _find(name: str, offline: bool, progress: Progress) -> Path:
         raise SourceError(f"there is no folder {name!r}; give a folder that holds a model, or a hub id (owner/name)")
     raise SourceError(
         f"{name!r} is neither a folder nor a short name{_nearest(short)};"
-        f" short names are {', '.join(SHORT_NAMES)}; a hub id reads owner/name"
+        f" short names are {', '.join([*SHORT_NAMES, *SHIPPED])}; a hub id reads owner/name"
     )
 
 
 def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, SHORT_NAMES, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*SHORT_NAMES, *SHIPPED], n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 

@@ -122,7 +122,7 @@ class AnySubsetCourse:
         self.mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
         self.pad = int(self.model.config.pad_token_id)
         self.module = prepared(self.model).requires_grad_(True)
-        self.module.matrices = [one for one in self.model.model.layers.parameters() if one.ndim == 2]
+        setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
 
     def begin(self, folder: Path) -> None:
         raise ValueError("an any-subset model is gone on with by its own checkpoint; leave out --from")

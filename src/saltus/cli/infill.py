@@ -1,0 +1,133 @@
+"""Fill the holes of texts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+
+
+def infill(
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="A text with holes; - reads it from stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="A file with holes, of several lines.", rich_help_panel=o.PROMPT
+        ),
+    ] = None,
+    model: o.Model = "stories",
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    method: o.Method = "assd",
+    option: o.Options = None,
+    budget: o.Budget = None,
+    rule: o.Rule = "match",
+    open_tokens: Annotated[
+        int,
+        typer.Option("--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH),
+    ] = 24,
+    temperature: o.Temperature = 0.0,
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
+    min_p: o.MinP = 0.0,
+    repetition_penalty: o.RepetitionPenalty = 1.0,
+    seed: o.Seed = 0,
+    steps: Annotated[
+        bool,
+        typer.Option(
+            "--steps", help="Colour what fills the holes by the call that decided it.", rich_help_panel=o.OUTPUT
+        ),
+    ] = False,
+    json: o.Json = False,
+) -> None:
+    """Fill the holes of a text, several tokens a call, from the joint law of what is missing.
+
+    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model.
+
+    [bold]Examples[/bold]
+
+        saltus infill "Once upon a time there was a [[3]]. He lived in [[…]]."
+
+        saltus infill -t 0.8 --seed 3 --steps "Tom was sad because [[12]]. Then Tom was happy."
+
+        saltus infill --method plain "The cat [[6]] the mouse."
+
+        saltus infill --file story.txt --json
+
+    [bold]With --json[/bold] the text is one object: text, fillings, tokens, method, calls,
+    tokens_per_call, seconds, tokens_per_second, accepted (tokens that each call decided).
+    """
+    if (text is None) == (file is None):
+        raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
+    asked = _read(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
+    from saltus.cli.loading import open_engine, refuse
+    from saltus.holes import parsed
+
+    law: dict[str, Any] = {
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    refuse(method, option, rule, **law)
+    template = parsed(asked)
+    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
+    found = engine.infill(template, open_tokens=open_tokens, **law)
+    if json:
+        _print_record(found, method)
+        return
+    _print_text(found, engine.tokenizer, steps)
+    from saltus.cli.answering import note
+
+    counted = found.statistics
+    note(
+        f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} a call"
+        f" · {counted.tokens_per_second:.1f} tokens/s · {method}"
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text; convert it, or fill a part of it as words") from None
+
+
+def _print_record(found: Any, method: str) -> None:
+    from saltus.cli.report import print_json
+
+    counted = found.statistics
+    print_json({
+        "text": found.text, "fillings": found.fillings, "tokens": found.tokens, "method": method,
+        "calls": counted.calls, "tokens_per_call": counted.tokens_per_call, "seconds": counted.seconds,
+        "tokens_per_second": counted.tokens_per_second, "accepted": counted.accepted,
+    })  # fmt: skip
+
+
+def _print_text(found: Any, tokenizer: Any, steps: bool) -> None:
+    """The text; with `steps`, what fills it in the colours of the calls."""
+    from saltus.cli.painting import Painter, terminal
+
+    painter = Painter(terminal(colour=True if steps else None), steps)
+    if not steps:
+        painter.write(found.text, 0, 1)
+        painter.end()
+        return
+    from saltus.holes import decoded
+
+    by_call = [(call.index, len(call.tokens)) for call in found.steps for _ in call.tokens]
+    pieces: list[list[tuple[list[int], tuple[int, int]]]] = [[] for _ in found.fillings]
+    for token, (hole, _), call in zip(found.tokens, found.places, by_call, strict=True):
+        if not pieces[hole] or pieces[hole][-1][1] != call:
+            pieces[hole].append(([], call))
+        pieces[hole][-1][0].append(token)
+    plain = Painter(painter.console, False)
+    for number, piece in enumerate(found.layout.pieces):
+        plain.write(piece, 0, 1)
+        for tokens, call in pieces[number] if number < len(pieces) else ():
+            painter.write(decoded(tokens, tokenizer), *call)
+    painter.end()

@@ -1,0 +1,90 @@
+"""Read a text with holes, `The [[8]] sat on the [[…]].`, and put together what filled them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from saltus.core.canvas import HOLE, Canvas, infilling
+
+MARK = re.compile(r"\[\[\s*(\d+|…|\.\.\.)\s*\]\]")
+OPEN = 24  # tokens that a hole of unknown length may have
+
+
+@dataclass(frozen=True)
+class Template:
+    """Pieces of text with a hole between each two: its length in tokens, or None where the model ends it."""
+
+    pieces: tuple[str, ...]
+    holes: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.pieces) == len(self.holes) + 1
+        if not self.holes:
+            raise ValueError("there is no hole; write [[8]] for one of 8 tokens, or [[…]] for one that the model ends")
+        if 0 in self.holes:
+            raise ValueError("a hole has length 0; give it one or more tokens, or take it out")
+
+
+def parsed(text: str) -> Template:
+    """A text with marks. Errors: ValueError where there is none, or one is of length 0."""
+    parts = MARK.split(text)
+    holes = tuple(int(mark) if mark.isdigit() else None for mark in parts[1::2])
+    return Template(tuple(parts[::2]), holes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A template as tokens on a canvas, and where its holes stand."""
+
+    canvas: Canvas
+    spans: tuple[range, ...]  # positions of each hole
+    pieces: tuple[str, ...]  # between them
+
+    def text(self, found: Sequence[str]) -> str:
+        """All of it, with what was found for the holes."""
+        return "".join(part for pair in zip(self.pieces, (*found, ""), strict=True) for part in pair)
+
+
+def laid_out(template: Template, tokenizer: Any, most: int = OPEN, context: int | None = None) -> Layout:
+    """Between the tokens that begin and end a text. Errors: ValueError for a text longer than the context.
+
+    A space before a hole becomes part of it, since words carry the space before them.
+    """
+    pieces = [*map(_without_space, template.pieces[:-1]), template.pieces[-1]]
+    tokens: list[int] = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    spans = []
+    for piece, hole in zip(pieces, (*template.holes, 0), strict=True):
+        tokens += tokenizer(piece, add_special_tokens=False).input_ids if piece else []
+        size = most if hole is None else hole
+        if size:
+            spans.append(range(len(tokens), len(tokens) + size))
+            tokens += [HOLE] * size
+    tokens += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if context is not None and len(tokens) > context:
+        raise ValueError(
+            f"the text has {len(tokens):,} tokens with its holes, but the model reads at most {context:,};"
+            " shorten it, or fill it part by part"
+        )
+    if len(spans) and not any(token != HOLE for token in tokens):
+        raise ValueError("the text is only holes, and the model has no token that begins one; write a word")
+    return Layout(infilling(np.array(tokens, dtype=np.int64)), tuple(spans), tuple(pieces))
+
+
+def fillings(layout: Layout, filled: Mapping[int, int], tokenizer: Any) -> list[str]:
+    """The text in each hole, of the tokens decided so far by position; special tokens say nothing."""
+    return [decoded([filled[at] for at in span if at in filled], tokenizer) for span in layout.spans]
+
+
+def decoded(tokens: Sequence[int], tokenizer: Any) -> str:
+    """Their text, without special tokens."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _without_space(piece: str) -> str:
+    """Before a hole; white space of more than a space is left alone, as is one that begins a line."""
+    return piece[:-1] if piece.endswith(" ") and piece[-2:-1].strip() else piece
