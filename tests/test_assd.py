@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import set_seed
 
 from conftest import tiny_llama
 from saltus.core.canvas import HOLE, Canvas, infilling
@@ -178,7 +177,7 @@ def p_value(options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, text
     expected = joint(toy, canvas, sampling)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(texts):
-        filled, calls = fill(canvas, toy, options, seed, sampling, rule)
+        filled, _calls = fill(canvas, toy, options, seed, sampling, rule)
         counts[tuple(np.array(filled)[canvas.order].tolist())] += 1
     found = np.array([counts[one] for one in itertools.product(range(3), repeat=4)], dtype=np.float64)
     assert not found[expected == 0].any()

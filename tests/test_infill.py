@@ -1,0 +1,213 @@
+"""Texts with holes: how they are read, filled by the engine and the command, and learned from."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import saltus
+from conftest import byte_tokenizer, tiny_llama
+from saltus.cli.app import app
+from saltus.core.canvas import HOLE, infilling
+from saltus.core.forward import Forward
+from saltus.holes import laid_out, parsed
+from saltus.networks.any_subset import AnySubsetNetwork
+from saltus.training.any_subset import AnySubsetCourse, Holes, pack_holes
+from saltus.training.draws import draws
+from saltus.training.packed_model import prepared, said
+
+MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
+
+
+@pytest.fixture(scope="session")
+def filler(tmp_path_factory) -> str:
+    """A folder with a tiny any-subset model."""
+    folder = tmp_path_factory.mktemp("filler")
+    tiny_llama(any_subset={"mask": MASK, "blank": BLANK}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_marks_are_read():
+    found = parsed("The [[8]] sat on [[…]], [[ ... ]]")
+    assert found.pieces == ("The ", " sat on ", ", ", "")
+    assert found.holes == (8, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("no hole", "there is no hole"), ("a [[0]] b", "length 0"), ("", "no hole")]
+)
+def test_a_text_without_holes_is_refused(text: str, says: str):
+    with pytest.raises(ValueError, match=says):
+        parsed(text)
+
+
+def test_a_text_with_holes_keeps_its_pieces():
+    tokenizer = byte_tokenizer()
+    template = parsed("the cat\n  [[2]]sat  [[3]] on a mat")
+    layout = laid_out(template, tokenizer)
+    assert [len(span) for span in layout.spans] == [2, 3]
+    assert layout.text(["x", "y"]) == "the cat\n  xsat  y on a mat"
+    assert layout.canvas.tokens[-1] == tokenizer.eos_token_id
+    holes = [place for span in layout.spans for place in span]
+    assert np.array_equal(np.flatnonzero(layout.canvas.tokens == HOLE), holes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_p": 0.8}])
+def test_every_method_fills_the_same(filler: str, settings: dict):
+    engine = saltus.load(filler, "plain")
+    text = "the [[6]] sat on the [[…]] and the dog [[3]]."
+    plain = engine.infill(text, open_tokens=7, logprobs=True, **settings)
+    assert len(plain.tokens) == 16 == plain.statistics.calls
+    assert plain.text.startswith("the")
+    assert plain.text.endswith(".")
+    assert plain.places == [(0, i) for i in range(6)] + [(1, i) for i in range(7)] + [(2, i) for i in range(3)]
+    for method, options in (("assd", {}), ("assd", {"assd": {"draft": "bigram"}}), ("lookup", {}), ("jacobi", {})):
+        other = saltus.load(filler, method, options=options)
+        found = other.infill(text, open_tokens=7, logprobs=True, **settings)
+        assert found.tokens == plain.tokens, method
+        assert found.text == plain.text
+        assert found.logprobs == plain.logprobs
+        assert found.statistics.calls <= 16
+
+
+def test_special_tokens_are_never_said(filler: str):
+    engine = saltus.load(filler, "assd")
+    special = {token for token, kind in engine.tokenizer.added_tokens_decoder.items() if kind.special}
+    assert MASK in special
+    for seed in range(5):
+        said_ = engine.infill("the [[20]] cat", temperature=3.0, seed=seed).tokens
+        assert len(said_) == 20
+        assert not special & set(said_)
+        ended = engine.infill("the [[…]] cat", temperature=3.0, seed=seed).tokens
+        assert not (special - {BLANK}) & set(ended)
+
+
+def test_a_prefix_and_a_suffix(filler: str):
+    engine = saltus.load(filler, "assd")
+    found = engine.infill("the cat", suffix=" on the mat [[3]]", open_tokens=5)
+    assert found.text == "the cat" + found.fillings[0] + " on the mat [[3]]"
+
+
+def test_a_text_longer_than_the_context_is_refused(filler: str):
+    with pytest.raises(ValueError, match="shorten it"):
+        saltus.load(filler, "assd").infill("the [[600]] cat")
+
+
+def test_a_model_that_writes_from_left_to_right_is_refused(tiny_folder):
+    with pytest.raises(ValueError, match="writes from left to right"):
+        saltus.load(str(tiny_folder()), "plain").infill("the [[3]] cat")
+    with pytest.raises(ValueError, match="writes from left to right"):
+        saltus.load(str(tiny_folder()), "assd")
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["infill", *words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_fills_a_text(filler: str, tmp_path):
+    code, out, _ = run("-m", filler, "--json", "the [[4]] cat")
+    told = json.loads(out)
+    assert code == 0
+    assert len(told["tokens"]) == 4
+    assert told["text"] == f"the{told['fillings'][0]} cat"
+    file = tmp_path / "text.txt"
+    file.write_text("the [[4]] cat")
+    code, shown, cost = run("-m", filler, "--file", str(file))
+    assert code == 0
+    assert shown.rstrip("\n") == told["text"].rstrip("\n")
+    assert "a call" in cost
+    code, coloured, _ = run("-m", filler, "--steps", "the [[4]] cat")
+    assert code == 0
+    assert "\x1b[" in coloured
+
+
+def test_the_command_says_in_a_line_what_is_wrong(filler: str, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"caf\xe9 [[3]]")
+    for words, says in (
+        (["-m", filler, "--file", str(file)], "not UTF-8"),
+        (["-m", filler], "one text with holes"),
+        (["-m", filler, "no hole"], "there is no hole"),
+        (["-m", filler, "--option", "assd.draft=none", "a [[3]]"], "none of self, bigram"),
+    ):
+        code, _, told = run(*words)
+        assert code
+        assert says in told
+        assert told.count("\n") == 1
+
+
+def test_packed_rows_say_what_filling_hole_by_hole_says():
+    """Two texts of different lengths, with different holes: each row is the network's law when its turn comes."""
+    model = tiny_llama(any_subset={"mask": MASK})
+    network, dice = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK})), np.random.default_rng(0)
+    tokens = dice.integers(4, 300, size=(2, 20))
+    ranks = np.zeros((2, 20), dtype=np.int64)
+    for text, holes in enumerate(([3, 4, 9, 15], [1, 2, 7, 8, 10, 13])):
+        ranks[text, holes] = 1 + dice.permutation(len(holes))
+    ranks[0, 17:] = -1
+    packed, keep, asked = pack_holes(torch.from_numpy(tokens), torch.from_numpy(ranks), MASK)
+    with torch.no_grad():
+        rows = iter(said(prepared(model), packed, keep))
+    targets = iter(asked.tolist())
+    for text in range(2):
+        size = int((ranks[text] >= 0).sum())
+        for hole in np.flatnonzero(ranks[text] > 0):
+            blanked = np.where(ranks[text, :size] > 0, HOLE, tokens[text, :size])
+            canvas = infilling(blanked)
+            order = np.argsort(np.where(ranks[text, :size] > 0, ranks[text, :size], 99), kind="stable")
+            canvas = type(canvas)(canvas.tokens, order[: len(canvas.order)])
+            canvas = canvas.fill(tokens[text, order[: ranks[text, hole] - 1]])
+            logits = network.forward([Forward(canvas)], [network.memory()])[0].logits[0]
+            torch.testing.assert_close(next(rows), logits, rtol=1e-3, atol=1e-3)
+            assert next(targets) == tokens[text, hole]
+
+
+def test_holes_are_as_many_as_asked_for():
+    generator = draws(0, "test")
+    for spans in (0.0, 1.0):
+        holes = Holes(spans=spans)
+        for share in (0.05, 0.4, 0.99, 1.0):
+            for _ in range(20):
+                found = holes.draw(50, share, generator)
+                assert found.sum() == min(max(round(share * 50), 1), 50)
+                if spans:
+                    assert (np.diff(np.flatnonzero(found)) > 1).sum() <= 3, "four spans at most"
+
+
+def test_shares_cover_their_range_evenly():
+    generator, holes = draws(0, "test"), Holes(warm_up=0.5)
+    assert holes.shares(8, 0.0, generator) == pytest.approx([0.15] * 8)
+    shares = np.sort(holes.shares(8, 1.0, generator))
+    assert shares.min() >= 0.05
+    assert shares.max() <= 0.99
+    assert np.diff(shares).max() < 2 * 0.94 / 8
+    assert Holes("narrow").shares(8, 1.0, generator).min() >= 0.9
+
+
+def test_left_to_right_and_any_order():
+    generator, taken = draws(0, "test"), np.array([False, True, True, False, True, True, True])
+    assert Holes().ranks(taken, generator).tolist() == [0, 1, 2, 0, 3, 4, 5]
+    mixed = [Holes(order="any").ranks(taken, generator).tolist() for _ in range(10)]
+    assert any(ranks != [0, 1, 2, 0, 3, 4, 5] for ranks in mixed)
+    assert all(sorted(ranks) == [0, 0, 1, 2, 3, 4, 5] for ranks in mixed)
+
+
+def test_a_course_learns():
+    texts = torch.arange(4, 24).expand(40, -1).clone()
+    texts[::2, 15:] = 1  # padding
+    model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.02)
+    course = AnySubsetCourse(model, texts[:30], texts[30:], steps=30, batch=6, holes=Holes(warm_up=0.0))
+    optimiser = torch.optim.AdamW(course.module.parameters(), lr=1e-2)
+    first = float(course.loss(0))
+    for step in range(30):
+        optimiser.zero_grad()
+        course.loss(step).backward()
+        optimiser.step()
+    assert float(course.loss(0)) < first / 2
+    assert set(course.report()) == {"bits at 20%", "bits at 95%"}
+    with pytest.raises(ValueError, match="checkpoint"):
+        course.begin(None)
