@@ -9,9 +9,9 @@ method; without it a controller asks for those that pay. Speed-ups are over plai
 included. All ways must write the same text of a model, or the run ends. `--adapter` decodes BASE with guesses that an
 adapter corrects.
 
-Quality is the share of prompts that are answered as `answer` says, up to `stop`, where the file of prompts has both
-(recipes/programs.py); with `--text` also bits a token of text that no model was trained on: the second half of windows
-of 256 bytes.
+Quality is the share of prompts that are answered as `answer` says, up to `stop`, and of the words of answers that stand
+in their places, where the file of prompts has both (recipes/programs.py); with `--text` also bits a token of text that
+no model was trained on: the second half of windows of 256 bytes.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,6 +56,33 @@ def bits(engine: saltus.Engine, text: bytes) -> float:
     return statistics.fmean(found) / math.log(2)
 
 
+def graded(
+    name: str, engine: saltus.Engine, questions: list[dict[str, Any]], tokens: int, temperature: float
+) -> list[dict[str, Any]]:
+    """How many are answered right, by the model's own text."""
+    known = [one for one in questions if "answer" in one]
+    if not known:
+        return []
+    how = {"max_new_tokens": max(tokens, 256), "temperature": temperature, "ignore_eos": True, "raw": True}
+    found = engine.generate([one["prompt"] for one in known], stop=known[0].get("stop"), **how)
+    right = [text.text == one["answer"] for text, one in zip(found, known, strict=True)]
+    items = statistics.fmean(share_right(text.text, one["answer"]) for text, one in zip(found, known, strict=True))
+    kinds = sorted({one.get("source", "") for one in known})
+    told = {
+        kind: sum(r for r, one in zip(right, known, strict=True) if one.get("source", "") == kind) for kind in kinds
+    }
+    grade = {"model": name, "temperature": temperature, "right": sum(right), "of": len(right), "items": round(items, 4)}
+    grade["by_kind"] = told
+    print(json.dumps(grade), flush=True)
+    return [grade]
+
+
+def share_right(text: str, answer: str) -> float:
+    """Of the answer's words and numbers, those that stand in their places."""
+    pairs = itertools.zip_longest(answer.split(), text.split()[: len(answer.split())])
+    return statistics.fmean(ours == theirs for ours, theirs in pairs)
+
+
 def read_end(file: Path, share: float = 0.01) -> bytes:
     opener = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rb") as source:
@@ -69,6 +97,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--text", type=Path, help="its last hundredth was held out")
     parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument(
+        "--graded", type=int, default=200, help="prompts whose answers are graded, where they have some"
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2], help="how many decode at once")
@@ -77,7 +108,9 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    asked = [json.loads(line) for line in given.prompts.read_text().splitlines()][: given.texts]
+    questions = [json.loads(line) for line in given.prompts.read_text().splitlines()]
+    asked = questions[: given.texts]
+    grades = []
     held = read_end(given.text) if given.text else None
     sides: list[tuple[str, saltus.Engine]] = []
     quality: dict[str, float] = {}
@@ -85,6 +118,8 @@ def main() -> None:
         engine = saltus.load(where, "plain", profile=False)
         if held is not None:
             quality[where] = round(bits(engine, held), 4)
+        for temperature in (0.0, given.temperature):
+            grades += graded(where, engine, questions[: given.graded], given.tokens, temperature)
         sides.append((where, engine))
     for folder in given.adapter:
         sides.append((folder, saltus.load(given.models[0], "plain", profile=False)))
@@ -99,7 +134,6 @@ def main() -> None:
             )
         engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}
-    right: dict[tuple[str, float], list[bool]] = {}
     order = list(engines)
     for temperature in (0.0, given.temperature):
         how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True, "raw": True}
@@ -115,8 +149,6 @@ def main() -> None:
                         question["prompt"], method=method, seed=place, stop=question.get("stop"), **how
                     )
                     taken = time.perf_counter() - began
-                    if key[0] not in texts and "answer" in question:
-                        right.setdefault((key[0], temperature), []).append(found.text == question["answer"])
                     if texts.setdefault(key[0], found.tokens) != found.tokens:
                         sys.exit(f"{key} wrote another text than another way with the same model")
                     counted = found.statistics
@@ -133,12 +165,6 @@ def main() -> None:
         })  # fmt: skip
         print(json.dumps(table[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
-    grades = [
-        {"model": name, "temperature": temperature, "right": sum(each), "of": len(each)}
-        for (name, temperature), each in right.items()
-    ]
-    for grade in grades:
-        print(json.dumps(grade))
     told = {
         "table": table,
         "grades": grades,

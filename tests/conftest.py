@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,6 +32,15 @@ def few_threads(request: pytest.FixtureRequest):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch):
+    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
+    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)  # of functions made meanwhile
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -189,16 +189,17 @@ def p_value(options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, text
     return float(stats.chisquare(seen, pooled).pvalue)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.8, top_k=2)], ids=["T=1", "top_k"])
 def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Sampling):
     assert p_value(options, reject, sampling) > 1e-4
 
 
-def one_step(asked: Forward, laws) -> tuple[np.ndarray, int]:
-    """Independent sampling of all holes at once: no verification (the baseline that ASSD replaces)."""
-    tokens = [laws.pick(-1), *asked.tokens[: asked.drafts]]
-    return np.array(tokens[: len(asked.canvas.open)], dtype=np.int64), -1
+def independent(asked: Forward, laws) -> tuple[np.ndarray, int]:
+    """Each hole by its own law, and no verification: what drawing many holes in one step amounts to."""
+    last = asked.drafts - 1
+    return np.array([*asked.tokens[: asked.drafts], laws.pick(last)], dtype=np.int64), last
 
 
 def without_resampling(asked: Forward, laws) -> tuple[np.ndarray, int]:
@@ -208,7 +209,8 @@ def without_resampling(asked: Forward, laws) -> tuple[np.ndarray, int]:
     return tokens, node
 
 
-@pytest.mark.parametrize("wrong", [without_resampling], ids=lambda rule: rule.__name__)
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saltus.methods.assd.reject", wrong)
     monkeypatch.setattr("saltus.core.auxiliary_groups.reject", wrong)

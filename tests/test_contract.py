@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-import jaxtyping
 import numpy as np
 import pytest
 from scipy import stats
@@ -32,15 +31,6 @@ SAMPLINGS = {
 every_method = pytest.mark.parametrize("method", METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch):
-    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
-    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)  # of functions made meanwhile
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def write(method: str, length: int = LENGTH, *, seed: int = 0, target: Toy | None = None, **settings) -> Writing:
