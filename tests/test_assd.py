@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from transformers import XLNetConfig, XLNetLMHeadModel, set_seed
 
 from conftest import tiny_llama
 from saltus.core.canvas import HOLE, Canvas, infilling
@@ -18,6 +19,7 @@ from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling, law, probabilities
 from saltus.methods import make
 from saltus.networks.any_subset import AnySubsetNetwork
+from saltus.networks.xlnet import XlnetNetwork
 
 MASK = 2
 SAMPLED = Sampling(temperature=1.0)
@@ -130,6 +132,42 @@ def test_texts_in_a_batch_are_those_alone():
     together = network.forward(asks, memories)
     for ask, reply in zip(asks, together, strict=True):
         assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+
+
+def tiny_xlnet(seed: int = 0) -> XlnetNetwork:
+    set_seed(seed)
+    settings = {"vocab_size": 300, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.4}
+    return XlnetNetwork(XLNetLMHeadModel(XLNetConfig(**settings)))
+
+
+def test_xlnet_sees_what_it_may():
+    """A row does not change with what its query may not see, and does with what it may."""
+    network, canvas = tiny_xlnet(), text_with_holes()
+
+    def rows(canvas: Canvas, *nodes: int) -> torch.Tensor:
+        uniforms = (None,) * len(nodes) + (np.nan,) * 2
+        chain = tuple(range(-1, len(nodes) - 1))
+        asked = Forward(canvas, (*nodes, AUXILIARY, AUXILIARY), (*chain, -1, len(nodes)), uniforms=uniforms)
+        return network.forward([asked], [network.memory()])[0].logits
+
+    one, other = rows(canvas, 7, 8, 9), rows(canvas, 7, 18, 9)
+    same = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert same == [True, True, False, False, True, True], "rows 0 and 1, and the queries, see nothing of node 1"
+    assert torch.equal(one[0], one[4]), "a group's first query is for the first hole"
+    assert not torch.equal(one[1], one[5]), "its second does not see node 0"
+    for hole, token in enumerate((7, 8, 9)):
+        alone = rows(canvas)
+        assert torch.equal(alone[0], one[hole]), "what is asked with others has the bits of what is asked alone"
+        canvas = canvas.fill(np.array([token]))
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
+def test_xlnet_fills_the_same_whatever_the_method(options: dict, sampling: Sampling):
+    network, canvas = tiny_xlnet(), text_with_holes(24, 14)
+    plain, calls = fill(canvas, network, None, 0, sampling)
+    assert calls == 14
+    assert fill(canvas, network, options, 0, sampling)[0] == plain
 
 
 class HoleToy:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import XLNetConfig, XLNetLMHeadModel, set_seed
 from typer.testing import CliRunner
 
 import saltus
@@ -102,6 +103,18 @@ def test_a_model_that_writes_from_left_to_right_is_refused(tiny_folder):
         saltus.load(str(tiny_folder()), "plain").infill("the [[3]] cat")
     with pytest.raises(ValueError, match="writes from left to right"):
         saltus.load(str(tiny_folder()), "assd")
+
+
+def test_xlnet_fills_holes(tmp_path):
+    set_seed(0)
+    shape = {"vocab_size": 300, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.4}
+    XLNetLMHeadModel(XLNetConfig(**shape)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = saltus.load(str(tmp_path), "assd")
+    text = "the [[4]] sat on the [[3]]."
+    found = engine.infill(text, temperature=1.0, seed=2)
+    assert found.tokens == engine.infill(text, temperature=1.0, seed=2, method="plain").tokens
+    assert len(found.tokens) == 7
 
 
 def run(*words: str) -> tuple[int, str, str]:

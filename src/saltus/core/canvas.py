@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,14 +29,14 @@ class Canvas:
         """The tokens before the first open position: what a causal network reads."""
         return self.tokens[: self.order[self.done]] if self.done < len(self.order) else self.tokens
 
-    @property
+    @cached_property
     def given(self) -> np.ndarray:
         """Positions that were decided from the start, ascending."""
         given = np.ones(len(self.tokens), dtype=bool)
         given[self.order] = False
         return np.flatnonzero(given)
 
-    @property
+    @cached_property
     def known(self) -> np.ndarray:
         """Positions of all decided tokens in deciding order, those given first: what an any-subset network reads."""
         return np.concatenate([self.given, self.order[: self.done]])

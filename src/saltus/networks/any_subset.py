@@ -80,7 +80,7 @@ class AnySubsetNetwork(CausalNetwork):
 
     def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
         replies = super().forward(asks, memories)
-        places = [torch.tensor(_queries(ask)[1]) for ask in asks]
+        places = [torch.tensor(wanted(ask)[1]) for ask in asks]
         return [
             reply if len(place) == len(reply.logits) else replace(reply, logits=reply.logits[place])
             for reply, place in zip(replies, places, strict=True)
@@ -94,7 +94,7 @@ class AnySubsetNetwork(CausalNetwork):
         canvas = ask.canvas
         places = canvas.known[past:]
         unread, drafts = len(places), ask.drafts
-        queries, _ = _queries(ask)
+        queries, _ = wanted(ask)
         contents = unread + drafts
         visible = np.zeros((contents + len(queries),) * 2, dtype=np.uint8)
         given = max(len(canvas.given) - past, 0)
@@ -118,7 +118,7 @@ class AnySubsetNetwork(CausalNetwork):
         yield _Read(text, tokens, part, len(queries), ask.features)
 
 
-def _queries(ask: Forward) -> tuple[list[tuple[int, int]], list[int]]:
+def wanted(ask: Forward) -> tuple[list[tuple[int, int]], list[int]]:
     """Which laws are wanted, (token node that is seen last, number of the open hole), and which of them each row is.
 
     A group's first query is for the hole that its node's own row is for, so there it is the same.

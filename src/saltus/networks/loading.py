@@ -21,6 +21,7 @@ from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
 from saltus.networks.sources import resolve
 from saltus.networks.trained_files import fingerprint
+from saltus.networks.xlnet import XlnetNetwork
 
 DTYPES = {
     "auto": "auto",
@@ -91,13 +92,15 @@ def _model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> CausalNetwork:
+def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
     """The network of a model, after a look at whether ours and the model's own attention agree on a small tree.
 
     A sibling stands between text and branch, so that attention which does not see our mask is found out.
     """
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, not exact)
+    if model.config.model_type == "xlnet":
+        return XlnetNetwork(model, not exact)
     vocab = model.get_output_embeddings().weight.shape[0]
     text = [(7 * i + 3) % vocab for i in range(6)]
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
@@ -143,7 +146,8 @@ def ends_of(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def context_of(model: Any) -> int | None:
     """How many tokens a model reads at most, where it says so."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    told = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return told if told and told > 0 else None  # XLNet says −1
 
 
 def first_line(error: BaseException) -> str:
