@@ -26,7 +26,7 @@ SHORT_NAMES = {
     "qwen3-4b": "Qwen/Qwen3-4B",
     "gpt2": "openai-community/gpt2",
 }
-SHIPPED = {"stories": Path(__file__).parent / "stories"}  # models that come with the package
+SHIPPED = {"stories": Path(__file__).parent / "shipped_stories"}  # models that come with the package
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
