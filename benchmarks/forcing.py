@@ -63,7 +63,7 @@ def graded(
     known = [one for one in questions if "answer" in one]
     if not known:
         return []
-    how = {"max_new_tokens": max(tokens, 256), "temperature": temperature, "ignore_eos": True, "raw": True}
+    how = {"max_new_tokens": max(tokens, 256), "temperature": temperature, "ignore_eos": True}
     found = engine.generate([one["prompt"] for one in known], stop=known[0].get("stop"), **how)
     right = [text.text == one["answer"] for text, one in zip(found, known, strict=True)]
     items = statistics.fmean(share_right(text.text, one["answer"]) for text, one in zip(found, known, strict=True))
@@ -136,7 +136,7 @@ def main() -> None:
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}
     order = list(engines)
     for temperature in (0.0, given.temperature):
-        how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True, "raw": True}
+        how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True}
         for key in order:
             engines[key].generate(asked[-1]["prompt"], method=PLAIN if key[1] == PLAIN else "jacobi", **how)
         for number in range(given.rounds):

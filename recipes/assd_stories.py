@@ -1,14 +1,15 @@
 """Train a small any-subset model on stories, from scratch: it fills holes anywhere (saltus infill).
 
-    saltus train assd --recipe recipes/assd_stories.py -- --text stories.txt --text tales.csv --out stories
-    saltus infill -m stories "Once upon a time there was a [[3]] who [[…]]. They lived happily."
+    saltus train assd --recipe recipes/assd_stories.py -- --text stories.txt --text tales.csv --out my-stories
+    saltus infill -m my-stories "Once upon a time there was a [[3]] who [[…]]. They lived happily."
 
 `--text` is a plain text, its stories parted by <|endoftext|> or empty lines, or a table (.csv) with columns document_id
 and text, a sentence a row. A hundredth of the stories is held out. A run that was killed goes on where it was when the
 same command is given again.
 
-Tokens are byte-level pieces, so that any text, code with its white space too, comes back as it was. A `blank` stands
-where a hole turned out longer than what fills it: so the model can end a hole of unknown length by itself.
+Tokens are byte-level pieces, so that any text comes back as it was; of the stories white space is made single spaces.
+Some texts have `blank` tokens in a place: so the model learns that a hole may be longer than what fills it, and can end
+one of unknown length by itself.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
 
 
 def laid(text: list[int], length: int, generator: np.random.Generator) -> list[int]:
-    """A text as a row of exactly `length` tokens; some have blanks within, where a hole was longer than needed."""
+    """A text as a row of exactly `length` tokens; some have blanks in a place, as a hole does that was too long."""
     room = length - len(text)
     if room > 1 and generator.random() < BLANKS:
         count = int(generator.integers(1, min(MOST, room) + 1))
@@ -87,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/stories"), help="checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("stories"), help="the model, for saltus infill -m")
+    parser.add_argument("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
@@ -112,6 +113,8 @@ def main() -> None:
         torch.tensor([laid(part, chosen.length, generator) for one in ids for part in cut(one, chosen.length)])
         for ids in (words(told[border:]).input_ids, words(told[:border]).input_ids)
     ]
+    if not (len(rows[0]) and len(rows[1])):
+        sys.exit("no story that is held out has 16 tokens; give longer texts")
     print(f"{len(rows[0]):,} texts of {chosen.length} tokens, {len(rows[1]):,} held out", file=sys.stderr)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=chosen.hidden, intermediate_size=int(chosen.hidden * 8 / 3) // 32 * 32,
@@ -126,9 +129,7 @@ def main() -> None:
             if weight.ndim == 2:
                 weight.copy_(torch.from_numpy(draws(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
     holes = Holes(chosen.spread, order=chosen.order)
-    course = AnySubsetCourse(
-        model, rows[0], rows[1], chosen.steps, chosen.batch, holes, chosen.half, chosen.seed, words
-    )
+    course = AnySubsetCourse(model, rows[0], rows[1], chosen.steps, chosen.batch, holes, chosen.half, chosen.seed)
     settings = {key: str(value) for key, value in vars(chosen).items() if key not in ("work", "out", "every")}
     schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon")
 
@@ -146,7 +147,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
     model.to(torch.bfloat16)
-    course.save(chosen.out, {})
+    model.save_pretrained(chosen.out)
+    words.save_pretrained(chosen.out)
     print(f"written: {chosen.out}", file=sys.stderr)
 
 

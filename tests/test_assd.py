@@ -106,6 +106,24 @@ def test_what_is_remembered_changes_no_bit(dtype: torch.dtype):
         canvas = canvas.fill(np.array([*tokens, 44]))
 
 
+def test_a_memory_of_another_text_is_forgotten():
+    """Given tokens saw all of each other: with one less, or one more, all of them are others."""
+    network, memory = tiny_network(), None
+    for tokens in (
+        [5, 6, 7, 8, HOLE, HOLE],
+        [5, 6, HOLE, HOLE, HOLE, 4],
+        [5, 6, HOLE, HOLE, 9, 4],
+        [5, 6, 9, HOLE, 4, 4],
+    ):
+        canvas = infilling(tokens)
+        memory = memory or network.memory()
+        kept = network.forward([Forward(canvas, (5,), (-1,)) if len(canvas.order) > 1 else Forward(canvas)], [memory])[
+            0
+        ]
+        afresh = network.forward([Forward(canvas)], [network.memory()])[0]
+        assert torch.equal(kept.logits[0], afresh.logits[0])
+
+
 WAYS = [{}, {"length": 3}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "bigram", "length": 2}]
 
 

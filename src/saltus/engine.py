@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypedDict, Unpack, overload
 
+import numpy as np
 from jinja2 import TemplateError
 
 from saltus import methods, profiles
@@ -82,8 +83,8 @@ class Infilling:
     layout: Layout = field(repr=False)
     text: str  # all of it
     fillings: list[str]  # the text in each hole
-    tokens: list[int]  # that were decided, in deciding order
-    places: list[tuple[int, int]]  # of these tokens: the hole, and the place in it
+    pieces: list[list[str]]  # the same by the tokens of the hole
+    tokens: list[int]  # that were decided, hole by hole
     steps: list[Call]
     logprobs: list[float] | None
     statistics: Statistics
@@ -240,33 +241,36 @@ class Engine:
         if not network.any_subset:
             raise ValueError(
                 f"{self.target.name} writes from left to right and sees nothing behind a hole; give infill an"
-                " any-subset model (saltus train assd), or let generate continue the text"
+                " any-subset model, such as stories, or let generate continue the text"
             )
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
-        if suffix is not None:
-            template = Template((str(text), suffix), (None,))
-        else:
+        if suffix is None:
             template = text if isinstance(text, Template) else parsed(text)
-        layout = laid_out(template, self.tokenizer, open_tokens, self.target.context)
-        ends_itself = None in template.holes and network.blank is not None
-        special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
-        special -= {network.blank} if ends_itself else set()
-        banned = tuple(sorted({*special, *sampling.pop("banned", ())}))
+        elif isinstance(text, Template):
+            raise ValueError("a template has its holes; leave out suffix, or give the text before the hole as a str")
+        else:
+            template = Template((text, suffix), (None,))
+        if None in template.holes and network.blank is None:
+            raise ValueError(f"{self.target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
+        layout = laid_out(template, self.tokenizer, open_tokens, self.target.context, as_is=suffix is not None)
         canvas = layout.canvas
-        job = Text(
-            canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, Sampling(**sampling, banned=banned),
-            logprobs=logprobs, holes=canvas,
-        )  # fmt: skip
+        special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
+        holes = [hole for hole, span in zip(template.holes, layout.spans, strict=True) for _ in span]
+        fixed = [index for index, hole in enumerate(holes) if hole is not None]
+        banned = tuple(sorted({*special, *sampling.pop("banned", ())} - {network.blank}))
+        blanks = tuple((index, network.blank) for index in fixed) if network.blank is not None else ()
+        law = Sampling(**sampling, banned=banned, banned_at=blanks)
+        given = canvas.tokens[canvas.given].tolist()
+        job = Text(given, len(canvas.order), seed, law, logprobs=logprobs, holes=canvas)
         for _ in write(self._ensemble(method or self.method), [job], 1):
             pass
-        tokens = job.tokens
-        filled = dict(zip(canvas.order.tolist(), tokens, strict=True))
-        found = fillings(layout, filled, self.tokenizer)
-        places = [(hole, at - span.start) for hole, span in enumerate(layout.spans) for at in span]
+        found = fillings(layout, canvas.fill(np.array(job.tokens)).tokens.tolist(), self.tokenizer)
+        texts = ["".join(pieces) for pieces in found]
         log_probabilities = job.log_probabilities if logprobs else None
-        whole = layout.text(found)
-        return Infilling(layout, whole, found, tokens, places, list(job.calls), log_probabilities, _statistics(job))
+        return Infilling(
+            layout, layout.text(texts), texts, found, job.tokens, list(job.calls), log_probabilities, _statistics(job)
+        )
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The tokens that the model reads: by the chat template where `generate` would use it."""
@@ -353,11 +357,6 @@ class Engine:
                 options, budget = {**options, "jacobi": tuned}, self.profile.budget
             made = methods.make(method, options)
             networks, contexts = {"target": self.target.network}, {}
-            if any(getattr(one, "any_subset", False) for one in made) and not self.network.any_subset:
-                raise ValueError(
-                    f"method {method}: {self.target.name} writes from left to right, but assd drafts by a model that"
-                    " fills holes anywhere; take one, such as stories, or the option assd.draft=bigram"
-                )
             for name, where in (pair for one in made for pair in one.models.items()):
                 assert name not in networks, f"two methods of {method} call a network {name}"
                 if not is_trained(where):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from saltus.core.canvas import HOLE, Canvas, infilling
+from saltus.text import Detokenizer
 
 MARK = re.compile(r"\[\[\s*(\d+|…|\.\.\.)\s*\]\]")
 OPEN = 24  # tokens that a hole of unknown length may have
@@ -26,7 +27,7 @@ class Template:
         assert len(self.pieces) == len(self.holes) + 1
         if not self.holes:
             raise ValueError("there is no hole; write [[8]] for one of 8 tokens, or [[…]] for one that the model ends")
-        if 0 in self.holes:
+        if any(hole is not None and hole < 1 for hole in self.holes):
             raise ValueError("a hole has length 0; give it one or more tokens, or take it out")
 
 
@@ -50,12 +51,18 @@ class Layout:
         return "".join(part for pair in zip(self.pieces, (*found, ""), strict=True) for part in pair)
 
 
-def laid_out(template: Template, tokenizer: Any, most: int = OPEN, context: int | None = None) -> Layout:
+def laid_out(
+    template: Template, tokenizer: Any, most: int = OPEN, context: int | None = None, as_is: bool = False
+) -> Layout:
     """Between the tokens that begin and end a text. Errors: ValueError for a text longer than the context.
 
-    A space before a hole becomes part of it, since words carry the space before them.
+    A space before a hole becomes part of it, since words carry the space before them, but for pieces `as_is`.
     """
-    pieces = [*map(_without_space, template.pieces[:-1]), template.pieces[-1]]
+    pieces = [*(template.pieces if as_is else map(_without_space, template.pieces[:-1])), template.pieces[-1]]
+    pieces = pieces[: len(template.pieces)]
+    holes = sum(most if hole is None else hole for hole in template.holes)
+    if context is not None and holes >= context:
+        raise ValueError(f"the holes have {holes:,} tokens, but the model reads at most {context:,}; make them shorter")
     tokens: list[int] = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     spans = []
     for piece, hole in zip(pieces, (*template.holes, 0), strict=True):
@@ -70,19 +77,18 @@ def laid_out(template: Template, tokenizer: Any, most: int = OPEN, context: int 
             f"the text has {len(tokens):,} tokens with its holes, but the model reads at most {context:,};"
             " shorten it, or fill it part by part"
         )
-    if len(spans) and not any(token != HOLE for token in tokens):
+    if not any(token != HOLE for token in tokens):
         raise ValueError("the text is only holes, and the model has no token that begins one; write a word")
     return Layout(infilling(np.array(tokens, dtype=np.int64)), tuple(spans), tuple(pieces))
 
 
-def fillings(layout: Layout, filled: Mapping[int, int], tokenizer: Any) -> list[str]:
-    """The text in each hole, of the tokens decided so far by position; special tokens say nothing."""
-    return [decoded([filled[at] for at in span if at in filled], tokenizer) for span in layout.spans]
-
-
-def decoded(tokens: Sequence[int], tokenizer: Any) -> str:
-    """Their text, without special tokens."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def fillings(layout: Layout, tokens: Sequence[int], tokenizer: Any) -> list[list[str]]:
+    """For each hole the text that each of its tokens completes, of the filled text; special tokens say nothing."""
+    found = []
+    for span in layout.spans:
+        detokenizer = Detokenizer(tokenizer, tokens[: span.start])
+        found.append([detokenizer.read(token) for token in tokens[span.start : span.stop]])
+    return found
 
 
 def _without_space(piece: str) -> str:

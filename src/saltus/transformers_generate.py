@@ -30,7 +30,7 @@ from saltus.core.decode import Network
 from saltus.core.sampling import Sampling
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
-from saltus.networks.loading import Checkpoint, load_checkpoint, serve
+from saltus.networks.loading import Checkpoint, load_checkpoint, serve, serves_holes
 from saltus.networks.trained import bring, is_trained
 from saltus.writing import Ensemble, Text, checked_rule, write
 
@@ -141,7 +141,8 @@ def _lent(model: Any, exact: bool, budget: int, tested: bool) -> Iterator[Causal
     """The network of a model that goes back as it was."""
     attention, training = model.config._attn_implementation, model.training
     try:
-        known = CausalNetwork(model, not exact, width(budget)) if tested else None
+        causal = tested and not serves_holes(model)
+        known = CausalNetwork(model, not exact, width(budget)) if causal else None
         yield known or serve(model, "this model", exact, budget)
     finally:
         model.set_attn_implementation(attention)

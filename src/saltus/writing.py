@@ -98,6 +98,15 @@ class Ensemble:
     acceptance: Acceptance = field(default_factory=Acceptance)
     controllers: dict[int, Controller] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Errors: ValueError where a method drafts by a model that fills holes anywhere, and the target is none."""
+        wants = any(getattr(method, "any_subset", False) for method in self.methods)
+        if wants and not getattr(self.networks["target"], "any_subset", True):
+            raise ValueError(
+                "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
+                " model, such as stories, or the option assd.draft=bigram"
+            )
+
     def drafters(self, text: Text) -> list[Drafter]:
         made = []
         for method in self.methods:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
+from saltus.holes import OPEN
 
 
 def infill(
@@ -31,7 +32,7 @@ def infill(
     open_tokens: Annotated[
         int,
         typer.Option("--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH),
-    ] = 24,
+    ] = OPEN,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
@@ -48,7 +49,8 @@ def infill(
 ) -> None:
     """Fill the holes of a text, several tokens a call, from the joint law of what is missing.
 
-    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model.
+    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model, and what
+    it leaves empty counts among the tokens.
 
     [bold]Examples[/bold]
 
@@ -80,7 +82,7 @@ def infill(
     if json:
         _print_record(found, method)
         return
-    _print_text(found, engine.tokenizer, steps)
+    _print_text(found, steps)
     from saltus.cli.answering import note
 
     counted = found.statistics
@@ -108,7 +110,7 @@ def _print_record(found: Any, method: str) -> None:
     })  # fmt: skip
 
 
-def _print_text(found: Any, tokenizer: Any, steps: bool) -> None:
+def _print_text(found: Any, steps: bool) -> None:
     """The text; with `steps`, what fills it in the colours of the calls."""
     from saltus.cli.painting import Painter, terminal
 
@@ -117,17 +119,10 @@ def _print_text(found: Any, tokenizer: Any, steps: bool) -> None:
         painter.write(found.text, 0, 1)
         painter.end()
         return
-    from saltus.holes import decoded
-
-    by_call = [(call.index, len(call.tokens)) for call in found.steps for _ in call.tokens]
-    pieces: list[list[tuple[list[int], tuple[int, int]]]] = [[] for _ in found.fillings]
-    for token, (hole, _), call in zip(found.tokens, found.places, by_call, strict=True):
-        if not pieces[hole] or pieces[hole][-1][1] != call:
-            pieces[hole].append(([], call))
-        pieces[hole][-1][0].append(token)
+    by_call = iter([(call.index, len(call.tokens)) for call in found.steps for _ in call.tokens])
     plain = Painter(painter.console, False)
     for number, piece in enumerate(found.layout.pieces):
         plain.write(piece, 0, 1)
-        for tokens, call in pieces[number] if number < len(pieces) else ():
-            painter.write(decoded(tokens, tokenizer), *call)
+        for said in found.pieces[number] if number < len(found.pieces) else ():
+            painter.write(said, *next(by_call))
     painter.end()

@@ -23,7 +23,8 @@ def pull(
     [dim]What is there already is not fetched again; an interrupted download goes on.[/dim]
 
     Without a name it is the default model, [bold]smollm2-135m[/bold]. Other short names are
-    smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2.
+    smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2; and stories, which fills
+    holes ([i]saltus infill[/i]) and comes with Saltus.
 
     [bold]Examples[/bold]
 

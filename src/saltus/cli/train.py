@@ -240,17 +240,15 @@ def assd(
 
     [bold]Examples[/bold]
 
-        saltus train assd -- --text stories.txt --steps 2000 --out stories
+        saltus train assd -- --text stories.txt --steps 2000 --out my-stories
 
         saltus train assd --recipe recipes/assd_stories.py -- --help
 
-    Afterwards: saltus infill --model stories "The cat [[6]] the mouse."
+    Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
     """
-    from saltus.training.recipe import find
-
-    file = find(recipe)
-    if file.suffix != ".py":
-        raise ValueError(f"recipe {recipe} is settings, but assd is trained by a program; give a .py file")
+    file = Path(recipe)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"there is no program {recipe}; give --recipe a .py file, such as this one of the repository")
     _run_program(file, arguments or ())
 
 

@@ -33,6 +33,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
+    banned_at: tuple[tuple[int, int], ...] = ()  # pairs of a new token's index and a token that it may not be
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
@@ -60,11 +61,18 @@ class Sampling:
     @property
     def by_values(self) -> bool:
         """Does the law depend on the logits' values alone, and not on which tokens they are of?"""
-        return self.repetition_penalty == 1 and not self.banned and not self.forced
+        return self.repetition_penalty == 1 and not (self.banned or self.forced or self.banned_at)
 
     @cached_property
     def _banned(self) -> np.ndarray:
         return np.array(sorted(set(self.banned)), dtype=np.int64)
+
+    @cached_property
+    def _banned_at(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index, token in self.banned_at:
+            found.setdefault(index, []).append(token)
+        return found
 
     @cached_property
     def _forced(self) -> dict[int, int]:
@@ -136,6 +144,9 @@ def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray 
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
     scores = _penalised(float_row(logits), sampling, context)
+    if index in sampling._banned_at:
+        scores = scores.copy()
+        scores[sampling._banned_at[index]] = -np.inf
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
         raise ValueError(_complaint(float(scores[best]), f"at new token {index}"))

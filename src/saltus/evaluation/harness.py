@@ -287,7 +287,8 @@ class Harness:
 
         waiting = sorted(jobs, key=lambda job: list(job.text.prompt))
         network = self.engine.network
-        shelf = Shelf() if network.model.device.type == "cpu" and not network.free else None
+        exact = network.model.device.type == "cpu" and not network.free and not network.any_subset
+        shelf = Shelf() if exact else None
         ensemble = self.engine.ensembles[self.engine.method]
         for _ in write(ensemble, [job.text for job in waiting], self.batch_size, shelf):
             for job in [job for job in waiting[: self.batch_size] if job.text.finished]:

@@ -77,6 +77,8 @@ class Iterating:
                 for start in range(len(guess.trail) - 1):
                     self.pool.add(guess.trail[start:])
             iterate.start_at(canvas.done)
+        if not len(canvas.decided):  # a hole is first: there is nothing to guess from
+            return []
         end = self.window.end(canvas.done, iterate.settled)
         missing = range(len(iterate.guesses), min(end - canvas.done, room))
         text = canvas.decided

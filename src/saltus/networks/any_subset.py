@@ -32,16 +32,16 @@ class Placed(Memory):
     """Keys and values of one text in deciding order, and where its tokens stand."""
 
     places: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    given: int = 0  # how many tokens saw all of each other
 
     def recall_placed(self, canvas: Canvas) -> int:
         """How many of the known tokens need not be read again; none, if the given ones are others."""
-        known = canvas.known
+        known, before = canvas.known, len(self.places)
         count = self.recall(canvas.tokens[known], again=0)
-        places = np.concatenate([self.places, known[len(self.places) :]])[:count]
-        differs = np.flatnonzero(places != known[:count])
-        count = int(differs[0]) if len(differs) else count
-        count = count if count >= len(canvas.given) else 0
-        self.tokens, self.places = self.tokens[:count], known
+        places = self.places[: min(before, count)]
+        if self.given != len(canvas.given) or len(places) < self.given or (places != known[: len(places)]).any():
+            count = 0
+        self.tokens, self.places, self.given = self.tokens[:count], known, len(canvas.given)
         return count
 
 
@@ -78,6 +78,15 @@ class AnySubsetNetwork(CausalNetwork):
     def _can_answer_queries(self) -> None:
         """It always can."""
 
+    def attach(self, adapter: Any) -> None:
+        """Errors: ValueError: adapters are for causal models."""
+        if adapter is not None:
+            raise ValueError("adapters are for causal models, which this one is not; draft with assd")
+
+    def tap(self, taps: Sequence[int]) -> None:
+        """Errors: ValueError: states are those of causal models."""
+        raise ValueError("drafters and heads read states of a causal model, which this one is not; draft with assd")
+
     def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
         replies = super().forward(asks, memories)
         places = [torch.tensor(wanted(ask)[1]) for ask in asks]
@@ -96,6 +105,8 @@ class AnySubsetNetwork(CausalNetwork):
         unread, drafts = len(places), ask.drafts
         queries, _ = wanted(ask)
         contents = unread + drafts
+        if contents + len(queries) > self.rows:
+            raise ValueError(f"a call has {contents + len(queries)} rows, but {self.rows} fit; shorten the text")
         visible = np.zeros((contents + len(queries),) * 2, dtype=np.uint8)
         given = max(len(canvas.given) - past, 0)
         visible[:unread, :unread] = np.tri(unread, dtype=np.uint8)

@@ -93,7 +93,7 @@ def _model(name: str, folder: Path, dtype: Any) -> Any:
 
 
 def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
-    """The network of a model, after a look at whether ours and the model's own attention agree on a small tree.
+    """The network of a model; if causal, after a look at whether ours and its own attention agree on a small tree.
 
     A sibling stands between text and branch, so that attention which does not see our mask is found out.
     """
@@ -125,6 +125,11 @@ def serve(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
                 else:
                     return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def serves_holes(model: Any) -> bool:
+    """Does it fill holes anywhere, so that its network is no causal one?"""
+    return bool(getattr(model.config, ANY_SUBSET, None)) or model.config.model_type == "xlnet"
 
 
 def same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:

@@ -1,8 +1,8 @@
 """Evaluate trees on XLNet (Yang et al. 2019): two streams of Transformers' own, without a memory.
 
-A call of the model reads the whole text. The places that are queried, and what stands in holes, differ from call to
-call, but shapes do not: the length is the text's, one text is read at a time, and QUERIES holes are asked for in each;
-so a law has the same bits whatever else is asked.
+Each reading is of the whole text; branches, and groups behind several places, need more than one in a call. The places
+that are queried, and what stands in holes, differ from call to call, but shapes do not: the length is the text's, one
+text is read at a time, and QUERIES holes are asked for in each; so a law has the same bits whatever else is asked.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class XlnetNetwork:
     any_subset = True
     blank: int | None = None
     fixed: None = field(init=False, default=None)
+    lean: None = field(init=False, default=None)
+    adapter: None = field(init=False, default=None)
+    taps: tuple[int, ...] = ()
     busy: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -91,8 +94,7 @@ class XlnetNetwork:
             for (number, _), row in zip(reading.rows, self._read(ask, reading), strict=False):
                 logits[number] = row
         seconds = time.perf_counter() - started
-        read = len(readings) * len(ask.canvas.tokens)
-        return Reply(torch.stack([logits[row] for row in rows]), None, seconds, read, read)
+        return Reply(torch.stack([logits[row] for row in rows]), None, seconds, 1, len(found))
 
     def _read(self, ask: Forward, reading: _Reading) -> torch.Tensor:
         """Logits of the holes asked in one reading, then of as many as are spare."""

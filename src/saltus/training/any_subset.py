@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -101,7 +100,7 @@ def pack_holes(
 
 @dataclass(eq=False)
 class AnySubsetCourse:
-    """A `Course`: fill the holes of texts, each given the text and the holes before it.
+    """Fill the holes of texts, each given the text and the holes before it.
 
     Texts are rows of one length, padded behind their end; `held_out` ones are examined. Of the `steps` the holes'
     warm-up is a share.
@@ -115,7 +114,6 @@ class AnySubsetCourse:
     holes: Holes = field(default_factory=Holes)
     autocast: bool = False
     seed: int = 0
-    tokenizer: Any = None
     module: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,9 +121,6 @@ class AnySubsetCourse:
         self.pad = int(self.model.config.pad_token_id)
         self.module = prepared(self.model).requires_grad_(True)
         setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
-
-    def begin(self, folder: Path) -> None:
-        raise ValueError("an any-subset model is gone on with by its own checkpoint; leave out --from")
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """Nats of a hole, on average."""
@@ -145,11 +140,6 @@ class AnySubsetCourse:
             found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
         return found
-
-    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
-        self.model.save_pretrained(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
 
     def _nats(self, texts: Tensor, shares: Sequence[float] | np.ndarray, generator: np.random.Generator) -> Tensor:
         ranks = torch.full(texts.shape, -1)
