@@ -40,7 +40,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, pick
 from saltus.evaluation.likelihood import score
 from saltus.evaluation.machine import commit, machine
-from saltus.holes import Layout, Template, decoded, laid_out
+from saltus.holes import Layout, Template, laid_out
 from saltus.writing import Text, write
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
@@ -117,6 +117,10 @@ def no_residual(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
     tokens, node = rules.reject(asked, laws)
     tokens[-1] = laws.pick(node)
     return tokens, node
+
+
+def decoded(tokens: Sequence[int], words: Any) -> str:
+    return words.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Judge:
