@@ -28,7 +28,7 @@ from saltus.networks.trained import bring
 from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_heads, save
 from saltus.testing import Toy, joint, toy, writing
 from saltus.training.draws import draws
-from test_contract import ALPHA, PROMPT_3, SHORT, VOCAB, cells, small_toy, unchecked  # noqa: F401
+from test_contract import ALPHA, PROMPT_3, SHORT, VOCAB, cells, small_toy
 
 KINDS = ("ff", "cp", "hmm", "btree")
 each_kind = pytest.mark.parametrize("kind", KINDS)
