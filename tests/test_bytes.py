@@ -12,18 +12,18 @@ import saltus
 from test_cli import saltus_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-import bytes_enwik8
+import bytes_target
 
 TEXT = "Ünïcode läuft, the cat sat on the mat.\n"
 MUCH = "".join(f"{TEXT}So {number} cats sat.\n" for number in range(300))
 
 
 def test_a_byte_is_the_token_64_places_behind_it():
-    made = bytes_enwik8.tokenizer()
+    made = bytes_target.tokenizer()
     every = bytes(range(256))
     assert made.encode(TEXT) == [64 + byte for byte in TEXT.encode()]
     assert made.decode([64 + byte for byte in TEXT.encode()]) == TEXT
-    assert len({*bytes_enwik8.letters()}) == 256
+    assert len({*bytes_target.letters()}) == 256
     assert made.decode([64 + byte for byte in every[:128]]) == every[:128].decode()
     assert (len(made), made.bos_token_id, made.eos_token_id) == (320, 1, 2)
 
@@ -55,8 +55,8 @@ def run(room: Path, *more: object) -> Path:
     )
     given = ("--text", room / "text", "--work", room / "work", "--out", room / "model", *small, *more)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bytes_enwik8.py", *map(str, given)])
-        bytes_enwik8.main()
+        patch.setattr(sys, "argv", ["bytes_target.py", *map(str, given)])
+        bytes_target.main()
     return room
 
 
@@ -74,14 +74,14 @@ def test_it_learns_its_text_and_writes_it(trained):
 
 def test_a_run_goes_on_to_the_same_weights(trained, tmp_path, monkeypatch):
     (tmp_path / "text").write_text(MUCH, encoding="utf-8")
-    loss = bytes_enwik8.Course.loss
+    loss = bytes_target.Course.loss
 
     def killed(course, step):
         if step == 25:
             raise KeyboardInterrupt
         return loss(course, step)
 
-    monkeypatch.setattr(bytes_enwik8.Course, "loss", killed)
+    monkeypatch.setattr(bytes_target.Course, "loss", killed)
     with pytest.raises(SystemExit, match="the same command goes on"):
         run(tmp_path, "--steps", 40)
     monkeypatch.undo()
