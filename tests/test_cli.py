@@ -29,7 +29,7 @@ from saltus.cli.options import DEFAULT_METHOD, DEFAULT_MODEL
 from saltus.cli.painting import CYCLE, UNSEEN, Painter
 from saltus.cli.report import KEYS, comparison_line, first_difference
 from saltus.methods import available
-from saltus.networks.sources import DEFAULT, SHORT_NAMES
+from saltus.networks.sources import DEFAULT, SHIPPED, SHORT_NAMES
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -98,7 +98,7 @@ def test_the_examples_in_the_help_use_options_that_exist(name):
 
 def test_the_short_names_are_those_that_can_be_pulled():
     said = saltus_("pull", "--help").stdout
-    assert all(name in said for name in SHORT_NAMES)
+    assert all(name in said for name in [*SHORT_NAMES, *SHIPPED])
     assert DEFAULT_MODEL == DEFAULT
     assert DEFAULT_METHOD in available()
 

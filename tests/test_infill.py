@@ -1,5 +1,6 @@
 """Texts with holes: how they are read, filled by the engine and the command, and learned from."""
 
+import inspect
 import json
 
 import numpy as np
@@ -11,9 +12,10 @@ from typer.testing import CliRunner
 import saltus
 from conftest import byte_tokenizer, space_tokenizer, tiny_llama
 from saltus.cli.app import app
+from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import Forward
-from saltus.holes import fillings, laid_out, parsed
+from saltus.holes import OPEN, fillings, laid_out, parsed
 from saltus.networks.any_subset import AnySubsetNetwork
 from saltus.training.any_subset import AnySubsetCourse, Holes, pack_holes
 from saltus.training.draws import draws
@@ -155,6 +157,10 @@ def test_the_command_fills_a_text(filler: str, tmp_path):
     code, coloured, _ = run("-m", filler, "--steps", "the [[4]] cat")
     assert code == 0
     assert "\x1b[" in coloured
+
+
+def test_open_holes_are_as_long_by_the_command_as_by_the_engine():
+    assert inspect.signature(infill).parameters["open_tokens"].default == OPEN
 
 
 def test_the_command_says_in_a_line_what_is_wrong(filler: str, tmp_path):

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
-from saltus.holes import OPEN
 
 
 def infill(
@@ -32,7 +31,7 @@ def infill(
     open_tokens: Annotated[
         int,
         typer.Option("--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH),
-    ] = OPEN,
+    ] = 24,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,

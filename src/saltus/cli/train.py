@@ -31,7 +31,7 @@ def train_(context: typer.Context) -> None:
 
         saltus train jacobi
 
-        saltus train assd -- --text stories.txt
+        saltus train assd
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
