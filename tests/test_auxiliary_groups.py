@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -40,15 +39,6 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 every_form = pytest.mark.parametrize("form", FORMS)
 one_and_two_calls = pytest.mark.parametrize("calls", [1, 2], ids=["one call", "two calls"])
 greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch):
-    """Not the types of thousands of texts: other tests check those of a few, and it is most of the work."""
-    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **_: lambda function: function)  # of functions made meanwhile
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def drafter(calls: int, noise: Noise, sampling: Sampling, **settings):
