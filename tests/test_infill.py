@@ -17,7 +17,7 @@ from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import Forward
 from saltus.holes import OPEN, fillings, laid_out, parsed
 from saltus.networks.any_subset import AnySubsetNetwork
-from saltus.training.any_subset import AnySubsetCourse, Holes, pack_holes
+from saltus.training.any_subset import AnySubsetCourse, Holes, alike, anywhere, pack_holes, together
 from saltus.training.draws import draws
 from saltus.training.packed_model import prepared, said
 
@@ -204,16 +204,61 @@ def test_packed_rows_say_what_filling_hole_by_hole_says():
             assert next(targets) == tokens[text, hole]
 
 
-def test_holes_are_as_many_as_asked_for():
+@pytest.mark.parametrize("draw", [anywhere, together])
+def test_holes_are_as_many_as_asked_for(draw):
     generator = draws(0, "test")
-    for spans in (0.0, 1.0):
-        holes = Holes(spans=spans)
-        for share in (0.05, 0.4, 0.99, 1.0):
-            for _ in range(20):
-                found = holes.draw(50, share, generator)
-                assert found.sum() == min(max(round(share * 50), 1), 50)
-                if spans:
-                    assert (np.diff(np.flatnonzero(found)) > 1).sum() <= 3, "four spans at most"
+    for share in (0.05, 0.4, 0.99, 1.0):
+        for _ in range(20):
+            found = draw(50, share, generator)
+            assert found.sum() == min(max(round(share * 50), 1), 50)
+            if draw is together:
+                assert (np.diff(np.flatnonzero(found)) > 1).sum() <= 3, "four spans at most"
+
+
+def test_a_text_is_laid_out_with_blanks_behind_what_fills_its_holes():
+    """Nothing is lost, blanks are holes behind other holes, and the first and last token are given."""
+    generator, text, blank = draws(0, "test"), np.arange(10, 60), 2
+    seen = 0
+    for share in (0.05, 0.5, 0.99):
+        for _ in range(20):
+            laid, taken = Holes(spans=1.0, open=1.0, blank=blank).lay(text, share, generator)
+            assert (laid[laid != blank] == text).all()
+            assert taken[laid == blank].all()
+            assert not taken[[0, -1]].any()
+            behind = np.flatnonzero(laid == blank)
+            assert taken[behind - 1].all()
+            seen += len(behind)
+            assert taken[laid != blank].sum() == max(round(share * 48), 1)
+            filled, _ = Holes(spans=1.0, open=1.0, blank=blank).lay(text, share, generator, filled=True)
+            assert (filled == text).all()
+    assert seen > 100
+
+
+def test_of_code_whole_lines_are_missing():
+    generator, newline = draws(0, "test"), 9
+    lines = [[20 + i] * (1 + i % 4) for i in range(12)]
+    text = np.array([1, *(token for line in lines for token in (*line, newline)), 2])
+    for share in (0.05, 0.5, 0.99):
+        for _ in range(20):
+            laid, taken = Holes(spans=1.0, blank=None, newline=newline).lay(text, share, generator)
+            assert (laid == text).all()
+            edges = np.flatnonzero(np.diff(taken.astype(int)))
+            for start, stop in zip(edges[::2], edges[1::2], strict=True):
+                assert text[start] in (1, newline), "a hole begins a line"
+                assert text[stop + 1] == newline, "and ends before the line's end"
+            missing = sum(taken[text == line[0]].all() for line in lines)
+            assert missing == max(round(share * 12), 1)
+
+
+def test_a_batch_is_of_texts_of_one_length_and_no_text_is_left_out():
+    generator, sizes = draws(0, "test"), draws(1, "test").integers(10, 200, size=60)
+    counts = np.zeros(60)
+    for _ in range(2000):
+        chosen = alike(sizes, 6, generator)
+        assert len(set(chosen)) == 6
+        counts[chosen] += 1
+    assert counts.min() > 140  # 200 each are expected
+    assert counts.max() < 260
 
 
 def test_shares_cover_their_range_evenly():
@@ -235,8 +280,7 @@ def test_left_to_right_and_any_order():
 
 
 def test_a_course_learns():
-    texts = torch.arange(4, 24).expand(40, -1).clone()
-    texts[::2, 15:] = 1  # padding
+    texts = [np.arange(4, 24 if i % 2 else 19) for i in range(40)]
     model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.02)
     course = AnySubsetCourse(model, texts[:30], texts[30:], steps=30, batch=6, holes=Holes(warm_up=0.0))
     optimiser = torch.optim.AdamW(course.module.parameters(), lr=1e-2)

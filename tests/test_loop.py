@@ -82,13 +82,14 @@ def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoi
     assert kills >= 3
 
 
-def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_adamws():
+@pytest.mark.parametrize("half", [False, True])
+def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_adamws(half: bool):
     for shape in ((40, 24), (24, 40)):
         weight = torch.nn.Parameter(torch.zeros(shape))
         weight.grad = (
             torch.from_numpy(draws(0, "gradient").normal(size=shape)).float() * torch.logspace(-1, 1, 40)[: shape[1]]
         )
-        Muon([weight], lr=0.1, momentum=0.0).step()
+        Muon([weight], lr=0.1, momentum=0.0, half=half).step()
         step = weight.detach() / 0.1
         expected = 0.2 * 40**0.5  # all singular values, so that entries are about 0.2
         assert torch.linalg.svdvals(step) / expected == pytest.approx(torch.ones(24), abs=0.35)

@@ -231,7 +231,7 @@ def assd(
     recipe: Annotated[
         str,
         typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE),
-    ] = "recipes/assd_stories.py",
+    ] = "recipes/assd.py",
 ) -> None:
     """Train a model that fills holes anywhere, from scratch.
 
@@ -242,7 +242,7 @@ def assd(
 
         saltus train assd -- --text stories.txt --steps 2000 --out my-stories
 
-        saltus train assd --recipe recipes/assd_stories.py -- --help
+        saltus train assd --recipe recipes/assd.py -- --help
 
     Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
     """

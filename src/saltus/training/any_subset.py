@@ -23,16 +23,21 @@ Order = Literal["lattice", "any"]
 
 SPREADS = {"narrow": (0.9, 0.99), "wide": (0.05, 0.99)}  # shares of a text that are holes, at the end of the warm-up
 FIRST = 0.15  # share of a text that is holes, at first
+MOST = 24  # blanks behind what fills a hole, at most, and as many more as its tokens
+ALIKE = 24  # tokens by which the texts of a batch may differ in length, unless there are too few
 
 
 @dataclass(frozen=True)
 class Holes:
-    """Which tokens of a text are holes: how many, and whether they stand together."""
+    """Which tokens of a text are holes: how many, whether they stand together, and whether they are all needed."""
 
     spread: Literal["narrow", "wide"] = "wide"
     warm_up: float = 0.2  # share of the steps in which holes grow from 15 % of a text
     spans: float = 0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
     order: Order = "lattice"
+    open: float = 0.4  # share of the texts with spans whose holes are too long: blanks fill what is left over
+    blank: int | None = None
+    newline: int | None = None  # a token; spans are then whole lines, as in code
 
     def shares(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
         """Of so many texts: evenly spread over the range, in random order, so that no batch misses a part of it."""
@@ -42,22 +47,33 @@ class Holes:
         places = (generator.random() + np.arange(count)) / count % 1
         return generator.permutation(low + (high - low) * places)
 
-    def draw(self, length: int, share: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
-        """Holes of one text; one at least."""
-        count = min(max(round(share * length), 1), length)
-        holes = np.zeros(length, dtype=bool)
+    def lay(
+        self, text: Int[np.ndarray, "length"], share: float, generator: np.random.Generator, filled: bool = False
+    ) -> tuple[Int[np.ndarray, "laid"], Bool[np.ndarray, "laid"]]:
+        """A text and which of its tokens are holes, with blanks behind what fills them, unless all are to be `filled`.
+
+        The first and the last token are never holes: they begin and end texts.
+        """
+        holes = np.zeros(len(text), dtype=bool)
         if generator.random() >= self.spans:
-            holes[generator.permutation(length)[:count]] = True
-            return holes
-        pieces = int(generator.integers(1, min(4, count) + 1))
-        sizes = np.diff([0, *np.sort(generator.permutation(count - 1)[: pieces - 1] + 1), count])
-        gaps = np.diff([0, *np.sort(generator.integers(0, length - count + 1, size=pieces)), length - count])
-        at = 0
-        for size, gap in zip(sizes, gaps, strict=False):
-            at += int(gap)
-            holes[at : at + size] = True
-            at += int(size)
-        return holes
+            holes[1:-1] = anywhere(len(text) - 2, share, generator)
+            return text, holes
+        inner = text[1:-1]
+        if self.newline is None or not (inner == self.newline).any():
+            holes[1:-1] = together(len(inner), share, generator)
+        else:
+            ends = inner == self.newline
+            lines = np.cumsum(ends) - ends  # the number of each token's line
+            chosen = np.append(together(int(lines[-1]) + 1, share, generator), False)
+            holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of the last one is given
+            holes = holes if holes.any() else np.arange(len(text)) == 1
+        if filled or self.blank is None or generator.random() >= self.open:
+            return text, holes
+        starts = np.flatnonzero(holes[1:] & ~holes[:-1]) + 1
+        stops = np.flatnonzero(holes[:-1] & ~holes[1:]) + 1
+        blanks = generator.integers(0, MOST + 1 + (stops - starts))
+        places = np.repeat(stops, blanks)
+        return np.insert(text, places, self.blank), np.insert(holes, places, True)
 
     def ranks(self, holes: Bool[np.ndarray, "length"], generator: np.random.Generator) -> Int[np.ndarray, "length"]:
         """When each token is decided: 0 for those given, then from 1 on."""
@@ -66,6 +82,32 @@ class Holes:
         ranks = np.zeros(len(holes), dtype=np.int64)
         ranks[order] = 1 + np.arange(len(order))
         return ranks
+
+
+def anywhere(length: int, share: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
+    """So large a share of the places, each alone; one at least."""
+    holes = np.zeros(length, dtype=bool)
+    holes[generator.permutation(length)[: _count(length, share)]] = True
+    return holes
+
+
+def together(length: int, share: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
+    """So large a share of the places, in one to four spans."""
+    count = _count(length, share)
+    holes = np.zeros(length, dtype=bool)
+    pieces = int(generator.integers(1, min(4, count) + 1))
+    sizes = np.diff([0, *np.sort(generator.permutation(count - 1)[: pieces - 1] + 1), count])
+    gaps = np.diff([0, *np.sort(generator.integers(0, length - count + 1, size=pieces)), length - count])
+    at = 0
+    for size, gap in zip(sizes, gaps, strict=False):
+        at += int(gap)
+        holes[at : at + size] = True
+        at += int(size)
+    return holes
+
+
+def _count(length: int, share: float) -> int:
+    return min(max(round(share * length), 1), length)
 
 
 def pack_holes(
@@ -102,13 +144,12 @@ def pack_holes(
 class AnySubsetCourse:
     """Fill the holes of texts, each given the text and the holes before it.
 
-    Texts are rows of one length, padded behind their end; `held_out` ones are examined. Of the `steps` the holes'
-    warm-up is a share.
+    Texts are of any length; `held_out` ones are examined. Of the `steps` the holes' warm-up is a share.
     """
 
     model: Any  # a Llama of Hugging Face, whose configuration names its mask
-    texts: Int[Tensor, "texts length"]
-    held_out: Int[Tensor, "others length"]
+    texts: Sequence[Int[np.ndarray, "_"]]
+    held_out: Sequence[Int[np.ndarray, "_"]]
     steps: int
     batch: int = 12
     holes: Holes = field(default_factory=Holes)
@@ -117,36 +158,55 @@ class AnySubsetCourse:
     module: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
-        self.pad = int(self.model.config.pad_token_id)
+        self.sizes = np.array([len(text) for text in self.texts])
         self.module = prepared(self.model).requires_grad_(True)
         setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """Nats of a hole, on average."""
         generator = draws(self.seed, "holes", step)
-        texts = self.texts[torch.from_numpy(generator.integers(len(self.texts), size=self.batch))]
-        return self._nats(texts, self.holes.shares(self.batch, step / self.steps, generator), generator)
+        texts = [self.texts[place] for place in alike(self.sizes, self.batch, generator)]
+        return self.nats(texts, self.holes.shares(self.batch, step / self.steps, generator), generator)
 
     @torch.no_grad()
     def report(self) -> dict[str, float]:
-        """Bits of a hole, of held-out texts, where so large a part of them is holes."""
+        """Bits of a hole, of held-out texts, where so large a part of them is holes; none of them blanks."""
         self.module.eval()
         found = {}
         for share in (0.2, 0.95):
             generator = draws(1, "exam")
-            parts = self.held_out[: 4 * self.batch].split(self.batch)
-            nats = [float(self._nats(part, np.full(len(part), share), generator)) for part in parts]
+            parts = [self.held_out[i : i + self.batch] for i in range(0, 4 * self.batch, self.batch)]
+            nats = [float(self.nats(part, [share] * len(part), generator, filled=True)) for part in parts if part]
             found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
         return found
 
-    def _nats(self, texts: Tensor, shares: Sequence[float] | np.ndarray, generator: np.random.Generator) -> Tensor:
-        ranks = torch.full(texts.shape, -1)
-        for row, (size, share) in enumerate(zip((texts != self.pad).sum(1).tolist(), shares, strict=True)):
-            holes = self.holes.draw(size, float(share), generator)
-            ranks[row, :size] = torch.from_numpy(self.holes.ranks(holes, generator))
-        packed, keep, tokens = pack_holes(texts, ranks.to(texts.device), self.mask)
-        with torch.autocast(texts.device.type, torch.bfloat16, enabled=self.autocast):
+    def nats(
+        self,
+        texts: Sequence[Int[np.ndarray, "_"]],
+        shares: Sequence[float] | np.ndarray,
+        generator: np.random.Generator,
+        filled: bool = False,
+    ) -> Float[Tensor, ""]:
+        """Of a hole, on average, where such shares of the texts are holes."""
+        device = self.model.device
+        laid = [
+            self.holes.lay(text, float(share), generator, filled) for text, share in zip(texts, shares, strict=True)
+        ]
+        tokens = torch.zeros(len(laid), max(len(text) for text, _ in laid), dtype=torch.long)
+        ranks = torch.full_like(tokens, -1)
+        for row, (text, holes) in enumerate(laid):
+            tokens[row, : len(text)] = torch.from_numpy(text)
+            ranks[row, : len(text)] = torch.from_numpy(self.holes.ranks(holes, generator))
+        mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        packed, keep, wanted = pack_holes(tokens.to(device), ranks.to(device), mask)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             logits = said(self.model, packed, keep)
-        return F.cross_entropy(logits.float(), tokens)
+        return F.cross_entropy(logits.float(), wanted)
+
+
+def alike(sizes: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator) -> Int[np.ndarray, "count"]:
+    """Texts of about one length, so that little of a batch is padding; each text is as likely as any other."""
+    order = np.argsort(sizes + generator.uniform(0, ALIKE, len(sizes)))
+    first = int(generator.integers(len(sizes)))
+    return order[(first + np.arange(count)) % len(sizes)]

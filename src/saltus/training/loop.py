@@ -30,6 +30,7 @@ class Schedule:
     every: int = 200  # steps between checkpoints
     decay: float = 0.01
     optimiser: Literal["adamw", "muon"] = "adamw"
+    half: bool = False  # Muon multiplies in bfloat16: for processors that do so natively
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.every < 1:
@@ -108,7 +109,7 @@ def _optimisers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optim
     rest = [weight for weight in module.parameters() if id(weight) not in chosen]
     rate, decay = schedule.rate, schedule.decay
     adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)
-    return [adamw, Muon(matrices, lr=rate, weight_decay=decay)] if matrices else [adamw]
+    return [adamw, Muon(matrices, lr=rate, weight_decay=decay, half=schedule.half)] if matrices else [adamw]
 
 
 def _step(

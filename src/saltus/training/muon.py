@@ -19,13 +19,19 @@ class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal: all directions of a matrix learn alike, not only those with large gradients.
 
     For weights of two dimensions. A rate means what it means to AdamW (Liu et al. 2025, §2.2). PyTorch's own Muon
-    computes in bfloat16, which is slow on processors without it, and unneeded; this one in the format of the weights.
+    computes in bfloat16, which is slow on processors without it; this one does so where it is told (`half`).
     """
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float, weight_decay: float = 0.01, momentum: float = 0.95
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        half: bool = False,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.half = half
         if any(weight.dim() != 2 for group in self.param_groups for weight in group["params"]):
             raise ValueError("Muon is for weights of two dimensions; leave the others to AdamW")
 
@@ -40,7 +46,8 @@ class Muon(torch.optim.Optimizer):
                     continue
                 past = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 past.lerp_(weight.grad, 1 - momentum)
-                direction = orthogonal(weight.grad.lerp(past, momentum))
+                ahead = weight.grad.lerp(past, momentum)
+                direction = orthogonal(ahead.bfloat16() if self.half else ahead).to(weight.dtype)
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(direction, alpha=-rate * LIKE_ADAM * math.sqrt(max(weight.shape)))
 

@@ -1,0 +1,198 @@
+"""Train a small any-subset model from scratch, on stories or on code: it fills holes anywhere (saltus infill).
+
+    saltus train assd -- --text stories.txt --text tales.csv --out my-stories
+    saltus infill -m my-stories "Once upon a time there was a [[3]] who [[…]]. They lived happily."
+
+    saltus train assd -- --code /usr/lib/python3.12 --length 320 --batch 8 --out my-code
+    saltus infill -m my-code --file program.py
+
+`--text` is a plain text, its stories parted by <|endoftext|> or empty lines, or a table (.csv) with columns document_id
+and text, a sentence a row. `--code` is a folder, whose Python functions are learned, one by one, but those of tests and installed
+packages. A hundredth of the
+texts is held out. A run that was killed goes on where it was when the same command is given again.
+
+Tokens are byte-level pieces, a line's end one of its own, so that any text comes back as it was, and a missing line is
+a hole between two tokens; of the stories white space is made single spaces. Behind what fills a hole there may be
+`blank` tokens: so the model learns that a hole may be longer, and can end one of unknown length by itself.
+
+`--left-to-right` trains a causal model of the same size on the same texts, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import math
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from saltus.networks.any_subset import ANY_SUBSET
+from saltus.training.any_subset import AnySubsetCourse, Holes
+from saltus.training.draws import draws
+from saltus.training.loop import Progress, Schedule, train
+from saltus.training.packed_model import causal, said
+
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<blank>"]
+PAD, BOS, EOS, MASK, BLANK = range(len(SPECIAL))
+HELD_OUT = 0.01
+SENTENCES = 12  # of a table that make a story, at most
+SHORTEST = 16  # tokens of a text
+LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}  # folders within one that is given
+
+
+def stories(file: Path) -> list[str]:
+    """Of a text or a table."""
+    if file.suffix == ".csv":
+        with file.open(newline="", encoding="utf-8") as source:
+            told: dict[str, list[str]] = {}
+            for row in csv.DictReader(source):
+                told.setdefault(row["document_id"], []).append(" ".join(row["text"].split()))
+        return [
+            " ".join(rows[start : start + SENTENCES])
+            for rows in told.values()
+            for start in range(0, len(rows), SENTENCES)
+        ]
+    parts = re.split(r"<\|endoftext\|>|\n\s*\n", file.read_text(encoding="utf-8", errors="ignore"))
+    return [" ".join(part.split()) for part in parts if len(part.split()) >= 8]
+
+
+def functions(folder: Path) -> Iterator[str]:
+    """Of all Python files in a folder, those of three lines or more, each at the left margin; tests are left out."""
+    for file in sorted(folder.rglob("*.py")):
+        if LEFT_OUT & set(file.relative_to(folder).parts):
+            continue
+        try:
+            source = file.read_text(encoding="utf-8")
+            with warnings.catch_warnings(action="ignore"):  # of odd escapes in others' code
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, OSError):
+            continue
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 2:
+                yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).rstrip() + "\n"
+
+
+def tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
+    """Byte-level pieces, the frequent ones of these texts, which do not cross a line's end."""
+    made = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("\n", "isolated"), byte_level])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", mask_token="<mask>"
+    )
+
+
+def cut(tokens: list[int], length: int) -> list[np.ndarray]:
+    """A story in equal texts of at most `length` tokens, the first behind <bos>, the last before <eos>."""
+    parts = np.array_split(np.array([BOS, *tokens, EOS]), math.ceil((len(tokens) + 2) / length))
+    return [part for part in parts if len(part) >= SHORTEST]
+
+
+class LeftToRight(AnySubsetCourse):
+    """Say the next token of the same texts."""
+
+    def nats(self, texts, shares, generator, filled=False) -> torch.Tensor:
+        """Of a token, on average."""
+        rows = [torch.from_numpy(text) for text in texts]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+        keep = (tokens[:, 1:] != PAD).flatten().nonzero()[:, 0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            logits = said(self.model, causal(tokens[:, :-1]), keep)
+        return F.cross_entropy(logits.float(), tokens[:, 1:].flatten()[keep])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, action="append", default=[], help="of stories")
+    parser.add_argument("--code", type=Path, action="append", default=[], help="a folder of Python programs")
+    parser.add_argument("--work", type=Path, help="checkpoint; beside the model otherwise")
+    parser.add_argument("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=192, help="tokens of a text")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--spread", choices=["narrow", "wide"], default="wide", help="shares of a text that are holes")
+    parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
+    parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
+    parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    told = [story for file in chosen.text for story in stories(file)]
+    told += dict.fromkeys(one for folder in chosen.code for one in functions(folder))
+    if len(told) < 200:
+        sys.exit(f"only {len(told)} stories or functions; give longer texts, by --text or --code")
+    generator = draws(chosen.seed, "texts")
+    told = [told[place] for place in generator.permutation(len(told))]
+    words = tokenizer(told, chosen.vocabulary)
+    border = max(int(len(told) * HELD_OUT), 1)
+    learned, held_out = (
+        [part for one in ids for part in cut(one, chosen.length)]
+        for ids in (words(told[border:]).input_ids, words(told[:border]).input_ids)
+    )
+    if not (learned and held_out):
+        sys.exit(f"no text that is held out has {SHORTEST} tokens; give longer texts")
+    count = sum(map(len, learned))
+    print(f"{len(learned):,} texts of {count / len(learned):.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=chosen.hidden, intermediate_size=int(chosen.hidden * 8 / 3) // 32 * 32,
+        num_hidden_layers=chosen.layers, num_attention_heads=max(chosen.hidden // 64, 1),
+        max_position_embeddings=4 * chosen.length, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    if not chosen.left_to_right:
+        setattr(config, ANY_SUBSET, {"mask": MASK, "blank": BLANK})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.from_numpy(draws(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
+    newline = words.convert_tokens_to_ids("Ċ") if chosen.code else None  # how byte-level pieces write a line's end
+    holes = Holes(chosen.spread, order=chosen.order, blank=BLANK, newline=newline)
+    kind = LeftToRight if chosen.left_to_right else AnySubsetCourse
+    course = kind(model, learned, held_out, chosen.steps, chosen.batch, holes, chosen.half, chosen.seed)
+    settings = {key: str(value) for key, value in vars(chosen).items() if key not in ("work", "out", "every")}
+    schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon", half=chosen.half)
+
+    def report(now: Progress) -> None:
+        found = ", ".join(f"{name} {value:.2f}" for name, value in now.found.items())
+        print(
+            f"step {now.step:,} of {now.steps:,}: loss {now.loss:.3f}, {found};"
+            f" {now.seconds / 60:.1f} min, {now.left / 60:.1f} left",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+    work = chosen.work or chosen.out.with_name(chosen.out.name + "-work")
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        train(course.module, course.loss, schedule, work / "checkpoint.pt", settings, report, course.report)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from the last checkpoint")
+    model.to(torch.bfloat16)
+    model.save_pretrained(chosen.out)
+    words.save_pretrained(chosen.out)
+    print(f"written: {chosen.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
