@@ -7,9 +7,9 @@
     saltus infill -m my-code --file program.py
 
 `--text` is a plain text, its stories parted by <|endoftext|> or empty lines, or a table (.csv) with columns document_id
-and text, a sentence a row. `--code` is a folder, whose Python functions are learned, one by one, but those of tests and installed
-packages. A hundredth of the
-texts is held out. A run that was killed goes on where it was when the same command is given again.
+and text, a sentence a row. `--code` is a folder, whose Python functions are learned, one by one, but those of tests and
+installed packages. A hundredth of the texts is held out. A run that was killed goes on where it was when the same
+command is given again.
 
 Tokens are byte-level pieces, a line's end one of its own, so that any text comes back as it was, and a missing line is
 a hole between two tokens; of the stories white space is made single spaces. Behind what fills a hole there may be
@@ -37,9 +37,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saltus.networks.any_subset import ANY_SUBSET
+from saltus.networks.any_subset import ANY_SUBSET, write_links
 from saltus.training.any_subset import AnySubsetCourse, Holes
 from saltus.training.draws import draws
+from saltus.training.links import LinkCourse
 from saltus.training.loop import Progress, Schedule, train
 from saltus.training.packed_model import causal, said
 
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--spread", choices=["narrow", "wide"], default="wide", help="shares of a text that are holes")
     parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
+    parser.add_argument("--links", type=int, default=600, help="steps in which it learns what neighbours say, to draft")
     parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -188,9 +190,19 @@ def main() -> None:
         train(course.module, course.loss, schedule, work / "checkpoint.pt", settings, report, course.report)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
+    if not chosen.left_to_right:
+        linked = LinkCourse(course)
+        print(f"links, in {chosen.links:,} steps", file=sys.stderr)
+        schedule = Schedule(chosen.links, 1e-2, every=chosen.every)
+        try:
+            train(linked.module, linked.loss, schedule, work / "links.pt", settings, report, linked.report)
+        except KeyboardInterrupt:
+            sys.exit("interrupted; the same command goes on from the last checkpoint")
     model.to(torch.bfloat16)
     model.save_pretrained(chosen.out)
     words.save_pretrained(chosen.out)
+    if not chosen.left_to_right:
+        write_links(linked.module.links(), chosen.out)
     print(f"written: {chosen.out}", file=sys.stderr)
 
 

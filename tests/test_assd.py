@@ -14,12 +14,14 @@ from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.control import Controller
 from saltus.core.decode import run, speculate
 from saltus.core.forward import AUXILIARY, Forward, Reply
+from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling, law, probabilities
 from saltus.methods import make
 from saltus.networks.any_subset import AnySubsetNetwork
 from saltus.networks.xlnet import XlnetNetwork
+from saltus.training.draws import draws
 
 MASK = 2
 SAMPLED = Sampling(temperature=1.0)
@@ -27,6 +29,10 @@ SAMPLED = Sampling(temperature=1.0)
 
 def tiny_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> AnySubsetNetwork:
     return AnySubsetNetwork(tiny_llama(seed, any_subset={"mask": MASK}, **changes).to(dtype))
+
+
+def random_links(vocab: int = 300, scale: float = 1.0) -> Links:
+    return Links(*(scale * draws(0, side).normal(size=(vocab, 2)).astype(np.float32) for side in ("left", "right")))
 
 
 def text_with_holes(length: int = 40, holes: int = 25, seed: int = 0) -> Canvas:
@@ -124,7 +130,7 @@ def test_a_memory_of_another_text_is_forgotten():
         assert torch.equal(kept.logits[0], afresh.logits[0])
 
 
-WAYS = [{}, {"length": 3}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "bigram", "length": 2}]
+WAYS = [{}, {"length": 3, "ahead": 4}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "bigram", "length": 2}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,6 +139,7 @@ WAYS = [{}, {"length": 3}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "
 def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dict, sampling: Sampling, dtype):
     network = tiny_network(dtype=dtype)
     for seed in range(3):
+        network.links = random_links() if seed else None
         canvas = text_with_holes(seed=seed, holes=25 - 10 * seed)
         plain, calls = fill(canvas, network, None, seed, sampling)
         assert calls == len(canvas.order)
@@ -191,7 +198,8 @@ def test_xlnet_fills_the_same_whatever_the_method(options: dict, sampling: Sampl
 class HoleToy:
     """A law of a hole's nearest decided neighbours on both sides: small enough to enumerate all texts."""
 
-    def __init__(self, vocab: int = 3, seed: int = 0) -> None:
+    def __init__(self, vocab: int = 3, seed: int = 0, links: Links | None = None) -> None:
+        self.links = links
         self.logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab + 1, vocab + 1, vocab)) * 1.5)
 
     def memory(self) -> object:
@@ -203,7 +211,10 @@ class HoleToy:
         return self.logits[left, right]
 
     def forward(self, asks, memories) -> list[Reply]:
-        return [Reply(torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))])) for ask in asks]
+        return [
+            Reply(torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))]), links=self.links)
+            for ask in asks
+        ]
 
     def _answer(self, ask: Forward, node: int) -> torch.Tensor:
         path, at = [], node
@@ -227,9 +238,11 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
     return np.array(found)
 
 
-def p_value(options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, texts: int = 3000) -> float:
+def p_value(
+    options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, texts: int = 3000, links: Links | None = None
+) -> float:
     """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
-    toy, canvas = HoleToy(), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
+    toy, canvas = HoleToy(links=links), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
     expected = joint(toy, canvas, sampling)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(texts):
@@ -250,6 +263,33 @@ def p_value(options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, text
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.8, top_k=2)], ids=["T=1", "top_k"])
 def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Sampling):
     assert p_value(options, reject, sampling) > 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", [{}, {"length": 1}, {"length": 2, "ahead": 3}], ids=str)
+def test_links_leave_the_law_as_it_is(options: dict):
+    assert p_value(options, reject, links=random_links(3)) > 1e-4
+
+
+class ChainToy(HoleToy):
+    """Each token depends on its left neighbour alone, and by just what the links say."""
+
+    def __init__(self) -> None:
+        self.links = random_links(8, 2.0)
+
+    def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
+        left = int(tokens[hole - 1])
+        return torch.from_numpy(self.links(left) if left != HOLE else np.zeros(8, dtype=np.float32))
+
+
+@pytest.mark.parametrize("rule", [match, reject])
+def test_where_links_say_all_every_draft_is_right(rule: Rule):
+    """Of three drafts a call, asked for together and some of them calls ago; the first call has none."""
+    toy = ChainToy()
+    for ahead in (8, 30):
+        canvas = infilling([1, *[HOLE] * 29, 3, *[HOLE] * 12, 2])
+        _text, calls = fill(canvas, toy, {"length": 3, "ahead": ahead}, 0, SAMPLED, rule)
+        assert calls == 1 + 10, "41 holes, of which the first call fills one"
 
 
 def independent(asked: Forward, laws) -> tuple[np.ndarray, int]:

@@ -16,9 +16,10 @@ from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import Forward
 from saltus.holes import OPEN, fillings, laid_out, parsed
-from saltus.networks.any_subset import AnySubsetNetwork
+from saltus.networks.any_subset import AnySubsetNetwork, read_links, write_links
 from saltus.training.any_subset import AnySubsetCourse, Holes, alike, anywhere, pack_holes, together
 from saltus.training.draws import draws
+from saltus.training.links import LinkCourse, neighbours
 from saltus.training.packed_model import prepared, said
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
@@ -291,3 +292,55 @@ def test_a_course_learns():
         optimiser.step()
     assert float(course.loss(0).detach()) < first / 2
     assert set(course.report()) == {"bits at 20%", "bits at 95%"}
+
+
+def test_links_learn_what_stands_behind_what(tmp_path):
+    """Texts that count, of holes that a model without training knows nothing of."""
+    texts = [np.append(1, 10 + (start + np.arange(24)) % 20) for start in range(20)]
+    model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.002)
+    course = LinkCourse(AnySubsetCourse(model, texts, texts, steps=1, batch=6, holes=Holes(blank=BLANK)), rank=24)
+    before = course.report()
+    optimiser = torch.optim.AdamW(course.module.parameters(), lr=3e-2)
+    first = float(course.loss(0).detach())
+    for step in range(60):
+        optimiser.zero_grad()
+        course.loss(step).backward()
+        optimiser.step()
+    assert float(course.loss(0).detach()) < first / 4
+    assert course.report()["with"] != before["with"]
+    links = course.module.links()
+    assert all(links(token).argmax() == 10 + (token - 9) % 20 for token in range(10, 30))
+
+    write_links(links, tmp_path)
+    again = read_links(tmp_path, 300)
+    assert np.allclose(again.left, links.left, rtol=1e-2)
+    with pytest.raises(ValueError, match="of another vocabulary; delete it"):
+        read_links(tmp_path, 299)
+    (tmp_path / "links.safetensors").write_bytes(b"none")
+    with pytest.raises(ValueError, match="damaged"):
+        read_links(tmp_path, 300)
+
+
+def test_neighbours_are_holes_that_are_decided_one_after_the_other():
+    tokens = torch.arange(10, 18)[None]
+    ranks = torch.tensor([[0, 1, 2, 0, 3, 5, 4, -1]])
+    behind, before = neighbours(tokens, ranks)
+    assert behind.tolist() == [False, True, False, False, False]
+    assert before.tolist() == [11]
+
+
+def test_packed_rows_that_lag_do_not_know_the_last_holes():
+    model = prepared(tiny_llama(any_subset={"mask": MASK}))
+    dice = np.random.default_rng(0)
+    tokens = torch.from_numpy(dice.integers(4, 300, size=(1, 12)))
+    ranks = torch.tensor([[0, 0, 1, 2, 3, 0, 4, 5, 6, 0, 7, 0]])
+    lagging, keep, _ = pack_holes(tokens, ranks, MASK, lag=2)
+    with torch.no_grad():
+        rows = said(model, lagging, keep)
+    for number, hole in enumerate(np.flatnonzero(ranks[0] > 0).tolist()):
+        other = tokens.clone()
+        knew = (ranks[0] >= 0) & (ranks[0] < max(int(ranks[0, hole]) - 2, 1))
+        other[0, ~knew] = 5
+        packed, keep, _ = pack_holes(other, ranks, MASK, lag=2)
+        with torch.no_grad():
+            assert torch.allclose(said(model, packed, keep)[number], rows[number], atol=1e-5)

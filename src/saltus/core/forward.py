@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
+from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.sampling import Law, Sampling, choices, float_row, law, pick
 
@@ -140,6 +141,7 @@ class Reply:
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
     rows: int = 0  # of the whole call, other texts' included
     columns: Int[Tensor, "vocab"] | None = None  # ascending tokens that logits are of, where a drafter knows some only
+    links: Links | None = None  # of a network that was trained to say them
 
 
 @dataclass

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from saltus.core.auxiliary_groups import in_two_calls, uniforms_of
+from saltus.core.auxiliary_groups import in_two_calls, uniforms_of, with_groups
 from saltus.core.canvas import HOLE, Canvas
+from saltus.core.control import Controller
 from saltus.core.decode import Drafter
-from saltus.core.forward import Step
+from saltus.core.forward import Forward, Step
+from saltus.core.links import Links
 from saltus.core.noise import Noise
-from saltus.core.riding import Rider
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, pick, probability
+from saltus.core.sampling import Law, Sampling, float_row, law, pick, probability
 from saltus.core.tree import Branch
 
 SOURCE = "assd"
+REST = 32  # calls without drafts, where they did not pay
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,14 @@ class Assd:
 
     draft: Literal["self", "bigram"] = "self"
     length: int = 8  # holes drafted, at most
+    ahead: int = 16  # holes whose laws are asked for at once, by the call that verifies
     two_calls: bool = False  # draft in a call of its own, as the paper does
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"assd: length is {self.length}, but must be 1 or more")
+        if self.ahead < 2:
+            raise ValueError(f"assd: ahead is {self.ahead}, but must be 2 or more")
         if self.draft not in ("self", "bigram"):
             raise ValueError(f"assd: draft is {self.draft!r}, but must be self or bigram")
 
@@ -55,33 +63,91 @@ class Assd:
             return Bigram(noise, sampling, rule, self.length)
         if self.two_calls:
             return in_two_calls(noise, sampling, rule, "independent", self.length, source=SOURCE)
-        return SelfDrafter(noise, sampling, "independent", self.length, source=SOURCE, rule=rule)
+        return SelfDrafter(noise, sampling, rule, self.length, self.ahead)
 
 
 @dataclass
-class SelfDrafter(Rider):
-    """Laws of the holes behind every place where the accepted path may end, asked for in the call that verifies.
+class SelfDrafter:
+    """Draft from laws of the holes ahead, which were asked for in an earlier call that verified.
 
-    They do not know the token that the verifier itself decides there, which Algorithm 1's would; for that a round is
-    one call. Under `reject` drafts are drawn with uniforms of their own, and the laws are told to the rule.
+    They were asked for at once, so none knows the tokens of the others, nor what was decided since; the model's links
+    tell each draft the token to its left. (With those they hardly age: what a law lacks is that token.) Under `reject`
+    drafts are drawn with uniforms of their own, and the laws are told to the rule.
     """
 
-    rule: Rule = reject
+    noise: Noise
+    sampling: Sampling
+    rule: Rule
+    length: int
+    ahead: int
+    laws: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by position: logits, and how many tokens knew
+    links: Links | None = None
+    offered: int = 0  # drafts, in this step
+    idle: int = 0  # calls that are still to go without
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-        if self.rule is not reject:
-            return super().__call__(canvas, last, room)
-        if last is None or not room:
-            return []
-        laws = [last.laws[query] for query in last.asked.group(last.node)[1 : room + 1]]
-        uniforms = self.noise.at(f"{SOURCE}/{canvas.done}", canvas.open[: len(laws)]).tolist()
-        return [drawn(laws, uniforms)] if laws else []
+        if last is not None:
+            self._keep(last)
+        holes = canvas.open[: min(self.length, room)]
+        drawn = self.rule is reject
+        found = _Drafts(SOURCE, drawn)
+        stream = f"{SOURCE}/{canvas.done}" if drawn else "text"
+        uniforms = uniforms_of(self.noise, self.sampling, holes, stream)
+        text, context = canvas.tokens, None
+        if self.sampling.repetition_penalty != 1:
+            context = text[canvas.known]
+        for index, hole, u in zip(range(canvas.done, canvas.done + len(holes)), holes.tolist(), uniforms, strict=True):
+            if hole not in self.laws:
+                break
+            logits, knew = self.laws[hole]
+            row = float_row(logits)
+            if self.links is not None and index > knew and canvas.order[index - 1] == hole - 1:
+                row = row + self.links(found.tokens[-1] if found.tokens else int(text[hole - 1]))
+            seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
+            found.draw(law(torch.from_numpy(row), self.sampling, seen, index), u)
+        self.offered = len(found.tokens)
+        return found.branches()
+
+    def _keep(self, last: Step) -> None:
+        """What the step said of holes that are open still."""
+        canvas, self.links = last.canvas, last.reply.links
+        for hole, query in zip(canvas.open.tolist(), last.asked.group(-1), strict=False):
+            self.laws[hole] = (last.reply.logits[query + 1], canvas.done)
+        for hole in canvas.open[: len(last.tokens)].tolist():
+            self.laws.pop(hole, None)
+
+    def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
+        """Ask for the laws of the holes ahead, where those that are known will not do for the next drafts."""
+        if controller.adaptive and self.offered and not asked.drafts:
+            self.idle, self.offered = REST, 0
+        self.idle = max(self.idle - 1, 0)
+        holes = asked.canvas.open[: self.ahead].tolist()
+        needed = holes[1 : max(asked.depths, default=-1) + 2 + self.length]
+        if not controller.budget or self.idle or all(hole in self.laws for hole in needed):
+            return asked
+        return with_groups(asked, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
 
 
-def drawn(laws: Sequence[Law], uniforms: Sequence[float]) -> Branch:
-    """A draft from laws that do not depend on each other's tokens; nor do the chances that are stated."""
-    tokens = [pick(u, law) for u, law in zip(uniforms, laws, strict=True)]
-    return Branch(tokens, [float(law.weights.max()) / law.total for law in laws], SOURCE, list(laws))
+@dataclass
+class _Drafts:
+    """A branch in the making."""
+
+    source: str
+    drawn: bool  # with uniforms that are not the text's, for the rule `reject`?
+    tokens: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
+
+    def draw(self, law: Law, u: float) -> None:
+        """The next token; if its law is told to the rule, the chance that is stated does not depend on it."""
+        token = pick(u, law)
+        self.tokens.append(token)
+        self.laws.append(law)
+        self.chances.append(float(law.weights.max()) / law.total if self.drawn else probability(token, law))
+
+    def branches(self) -> list[Branch]:
+        laws = self.laws if self.drawn else None
+        return [Branch(self.tokens, self.chances, self.source, laws)] if self.tokens else []
 
 
 @dataclass
@@ -99,24 +165,17 @@ class Bigram:
         self._count(canvas, last)
         holes = canvas.open[: min(self.length, room)]
         text = canvas.tokens.copy()
-        own = self.rule is reject
-        uniforms = self.noise.at(f"{SOURCE}/{canvas.done}", holes).tolist() if own else self._uniforms(holes)
-        tokens, chances, laws = [], [], []
+        drawn = self.rule is reject
+        found = _Drafts(f"{SOURCE}/bigram", drawn)
+        uniforms = uniforms_of(self.noise, self.sampling, holes, f"{SOURCE}/{canvas.done}" if drawn else "text")
         for hole, u in zip(holes.tolist(), uniforms, strict=True):
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
-            law = Law(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64))
-            token = pick(u, law)
-            text[hole] = token
-            tokens.append(token)
-            laws.append(law)
-            chances.append(float(law.weights.max()) / law.total if own else probability(token, law))
-        return [Branch(tokens, chances, f"{SOURCE}/bigram", laws if own else None)] if tokens else []
-
-    def _uniforms(self, holes: np.ndarray) -> list[float]:
-        return uniforms_of(self.noise, self.sampling, holes)
+            found.draw(Law(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
+            text[hole] = found.tokens[-1]
+        return found.branches()
 
     def _count(self, canvas: Canvas, last: Step | None) -> None:
         """Pairs of decided neighbours that were not counted before."""

@@ -13,17 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.forward import AUXILIARY, Forward, Reply
+from saltus.core.links import Links
 from saltus.networks.attention import Part
 from saltus.networks.causal import ROWS, CausalNetwork, _Read
 from saltus.networks.memory import Memory
 
+LINKS = "links.safetensors"  # beside a model's weights
 ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that fills what is left over}
 
 
@@ -55,6 +62,7 @@ class AnySubsetNetwork(CausalNetwork):
     """
 
     any_subset = True
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         self.free = self.free or self.model.device.type == "cuda"
@@ -89,10 +97,11 @@ class AnySubsetNetwork(CausalNetwork):
 
     def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
         replies = super().forward(asks, memories)
-        places = [torch.tensor(wanted(ask)[1]) for ask in asks]
         return [
-            reply if len(place) == len(reply.logits) else replace(reply, logits=reply.logits[place])
-            for reply, place in zip(replies, places, strict=True)
+            replace(
+                reply, logits=rows_of(reply.logits, wanted(ask)[1]) if ask.queries else reply.logits, links=self.links
+            )
+            for reply, ask in zip(replies, asks, strict=True)
         ]
 
     def _recall(self, memory: Any, ask: Forward) -> int:
@@ -127,6 +136,34 @@ class AnySubsetNetwork(CausalNetwork):
         tokens = [*canvas.tokens[places].tolist(), *ask.tokens[:drafts], *[self.mask] * len(queries)]
         part = Part(memory, past, np.concatenate([places, nodes, asked]), visible)
         yield _Read(text, tokens, part, len(queries), ask.features)
+
+
+def read_links(folder: Path, vocab: int) -> Links | None:
+    """Those that a model's folder has. Errors: ValueError where they are damaged, or of another model."""
+    if not (folder / LINKS).is_file():
+        return None
+    try:
+        found = load_file(folder / LINKS)
+        links = Links(found["left"].float().numpy(), found["right"].float().numpy())
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{folder / LINKS} is damaged ({error}); delete it, or train the model again") from None
+    if {len(links.left), len(links.right)} != {vocab}:
+        raise ValueError(f"{folder / LINKS} is of a model of another vocabulary; delete it, or train the model again")
+    return links
+
+
+def write_links(links: Links, folder: Path) -> None:
+    """In bfloat16, beside the model's weights."""
+    parts = {name: torch.from_numpy(part).bfloat16() for name, part in vars(links).items()}
+    save_file(parts, folder / LINKS)
+
+
+def rows_of(logits: Float[Tensor, "rows vocab"], places: Sequence[int]) -> Float[Tensor, "places vocab"]:
+    """Some rows, some of them twice; on the CPU without torch, whose threads would wake for it."""
+    if logits.device.type != "cpu":
+        return logits[places]
+    bits = logits.view(torch.int16 if logits.element_size() == 2 else torch.int32).numpy()
+    return torch.from_numpy(bits[places]).view(logits.dtype)
 
 
 def wanted(ask: Forward) -> tuple[list[tuple[int, int]], list[int]]:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from saltus.core.canvas import continuation
 from saltus.core.forward import Forward
 from saltus.networks.adapters import CONFIG, PAPERS, load_adapter, read_papers
-from saltus.networks.any_subset import ANY_SUBSET, AnySubsetNetwork
+from saltus.networks.any_subset import ANY_SUBSET, AnySubsetNetwork, read_links
 from saltus.networks.causal import CausalNetwork
 from saltus.networks.fixed import width
 from saltus.networks.progress import Progress
@@ -67,6 +67,8 @@ def load_checkpoint(
                 f"{name} has no tokenizer that loads ({first_line(error)}); put its tokenizer files into {folder}"
             ) from error
     network = serve(model, name, exact, budget)
+    if network.any_subset:
+        network.links = read_links(folder, model.get_output_embeddings().weight.shape[0])
     if adapter is not None:
         network.attach(load_adapter(adapter, model, fingerprint(model), base))
     return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from saltus.core.forward import Forward, Reply
+from saltus.core.links import Links
 from saltus.networks.any_subset import wanted
 
 QUERIES = 16  # holes that one reading of the text can be asked for
@@ -49,6 +50,7 @@ class XlnetNetwork:
     free: bool = False
     any_subset = True
     blank: int | None = None
+    links: Links | None = None
     fixed: None = field(init=False, default=None)
     lean: None = field(init=False, default=None)
     adapter: None = field(init=False, default=None)
@@ -94,7 +96,7 @@ class XlnetNetwork:
             for (number, _), row in zip(reading.rows, self._read(ask, reading), strict=False):
                 logits[number] = row
         seconds = time.perf_counter() - started
-        return Reply(torch.stack([logits[row] for row in rows]), None, seconds, 1, len(found))
+        return Reply(torch.stack([logits[row] for row in rows]), None, seconds, 1, len(found), links=self.links)
 
     def _read(self, ask: Forward, reading: _Reading) -> torch.Tensor:
         """Logits of the holes asked in one reading, then of as many as are spare."""

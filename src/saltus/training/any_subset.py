@@ -111,13 +111,13 @@ def _count(length: int, share: float) -> int:
 
 
 def pack_holes(
-    tokens: Int[Tensor, "batch length"], ranks: Int[Tensor, "batch length"], mask: int
+    tokens: Int[Tensor, "batch length"], ranks: Int[Tensor, "batch length"], mask: int, lag: int = 0
 ) -> tuple[Packed, Int[Tensor, "asked"], Int[Tensor, "asked"]]:
     """Content rows, then a query row for each hole; the rows that are asked, through the batch, and their tokens.
 
     Content sees what was decided before it, and itself; what was given (rank 0) sees all that was. A query sees what
-    was decided before its hole, and itself. Tokens of rank −1 are no part of the text: nothing sees them, and they and
-    queries to spare see themselves alone.
+    was decided before its hole, but for the last `lag` holes, and itself. Tokens of rank −1 are no part of the text:
+    nothing sees them, and they and queries to spare see themselves alone.
     """
     batch, length = tokens.shape
     holes = ranks > 0
@@ -128,7 +128,8 @@ def pack_holes(
     content = ranks[:, None, :] <= ranks[:, :, None]
     visible = torch.zeros(batch, length + most, length + most, dtype=torch.bool, device=tokens.device)
     visible[:, :length, :length] = content
-    visible[:, length:, :length] = (ranks[:, None, :] < asked[:, :, None]) & real[:, :, None]
+    knew = (asked - lag).clamp_min(1)
+    visible[:, length:, :length] = (ranks[:, None, :] < knew[:, :, None]) & real[:, :, None]
     visible[:, :, :length] &= (ranks >= 0)[:, None]
     visible |= torch.eye(length + most, dtype=torch.bool, device=tokens.device)
     rows = torch.cat([tokens, torch.full_like(places, mask)], 1)
@@ -189,7 +190,17 @@ class AnySubsetCourse:
         filled: bool = False,
     ) -> Float[Tensor, ""]:
         """Of a hole, on average, where such shares of the texts are holes."""
-        device = self.model.device
+        logits, wanted = self.say(*self.lay(texts, shares, generator, filled))
+        return F.cross_entropy(logits, wanted)
+
+    def lay(
+        self,
+        texts: Sequence[Int[np.ndarray, "_"]],
+        shares: Sequence[float] | np.ndarray,
+        generator: np.random.Generator,
+        filled: bool = False,
+    ) -> tuple[Int[Tensor, "batch laid"], Int[Tensor, "batch laid"]]:
+        """Tokens, padded behind their ends, and ranks (see `pack_holes`)."""
         laid = [
             self.holes.lay(text, float(share), generator, filled) for text, share in zip(texts, shares, strict=True)
         ]
@@ -198,11 +209,17 @@ class AnySubsetCourse:
         for row, (text, holes) in enumerate(laid):
             tokens[row, : len(text)] = torch.from_numpy(text)
             ranks[row, : len(text)] = torch.from_numpy(self.holes.ranks(holes, generator))
+        return tokens.to(self.model.device), ranks.to(self.model.device)
+
+    def say(
+        self, tokens: Int[Tensor, "batch laid"], ranks: Int[Tensor, "batch laid"], lag: int = 0
+    ) -> tuple[Float[Tensor, "asked vocab"], Int[Tensor, "asked"]]:
+        """Logits of the holes, text by text in deciding order's places, and their tokens."""
         mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
-        packed, keep, wanted = pack_holes(tokens.to(device), ranks.to(device), mask)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+        packed, keep, wanted = pack_holes(tokens, ranks, mask, lag)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             logits = said(self.model, packed, keep)
-        return F.cross_entropy(logits.float(), wanted)
+        return logits.float(), wanted
 
 
 def alike(sizes: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator) -> Int[np.ndarray, "count"]:
