@@ -3,20 +3,24 @@
     python benchmarks/infilling.py --text tales.csv --out infilling [--model stories] [--judge smollm2-135m]
 
 `--text` is a table (.csv) with columns document_id and text, a sentence a row, that the model was not trained on; five
-sentences in a row are a story. Three tasks: the middle sentence is missing, the middle three are (holes that the model
-ends itself), or 95 % of the tokens are, anywhere. Every text is filled by all ways in turn, forwards and backwards.
+sentences in a row are a story. Four tasks: the middle sentence is missing, the middle three are (holes that the model
+ends itself), or 95 % of the tokens are, anywhere; and so in `--long` texts of 512 tokens, the paper's task. Every text
+is filled by all ways in turn, forwards and backwards.
 Under `match` all exact ways must fill the same, or the run ends; so quality is told once more for the rule `reject`,
 where texts differ and only the law is the same (ASSD, Table 1). Perplexity is the judge's, entropy that of a text's
 tokens, both with standard errors, ROUGE is F1 of what fills the holes.
 
 The wrong ways: *one step* draws every hole from its own law in one call; *no residual* (the procedure of σ-GPT) draws
-from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew.
+from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew;
+*without links* drafts do not know the token to their left. A causal model (`--causal`), for whole sentences, continues
+the left side by as many sentences as are missing.
 """
 
 import argparse
 import csv
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -45,15 +49,21 @@ from saltus.writing import Text, write
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
 SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever its length
+LONG = 512
 ROUGE = ("rouge1", "rouge2", "rougeL")
+LEFT_TO_RIGHT = "left to right"
+WITHOUT_LINKS = "one call without links"
+SENTENCE_END = re.compile(r"[.!?][\"'”’]*(?=\s|$)")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text with holes, and what stood there."""
+    """A text with holes, and what stood there; where sentences are missing, those before them and how many."""
 
     layout: Layout
     missing: str
+    before: str = ""
+    sentences: int = 0
 
 
 @dataclass
@@ -83,25 +93,48 @@ def windows(file: Path, count: int) -> list[list[str]]:
 def sentences(story: Sequence[str], missing: slice, engine: saltus.Engine) -> Task:
     gone = " ".join(story[missing])
     template = Template((" ".join(story[: missing.start]) + " ", " " + " ".join(story[missing.stop :])), (None,))
-    return Task(laid_out(template, engine.tokenizer, most=SENTENCE * (missing.stop - missing.start)), gone)
+    count = missing.stop - missing.start
+    return Task(
+        laid_out(template, engine.tokenizer, most=SENTENCE * count), gone, " ".join(story[: missing.start]), count
+    )
 
 
-def anywhere(story: Sequence[str], seed: int, engine: saltus.Engine) -> Task:
+def long_texts(file: Path, count: int) -> list[list[str]]:
+    """The beginnings of so many documents."""
+    told: dict[str, list[str]] = {}
+    with file.open(newline="", encoding="utf-8") as source:
+        for row in csv.DictReader(source):
+            told.setdefault(row["document_id"], []).append(" ".join(row["text"].split()))
+    return sorted(told.values(), key=lambda rows: -sum(map(len, rows)))[:count]
+
+
+def anywhere(story: Sequence[str], seed: int, engine: saltus.Engine, most: int | None = None) -> Task:
+    """Of the story, or of its first `most` tokens, 95 % are missing."""
     words = engine.tokenizer
-    tokens = np.array([words.bos_token_id, *words(" ".join(story)).input_ids, words.eos_token_id])
+    told = words(" ".join(story), add_special_tokens=False).input_ids
+    tokens = np.array([words.bos_token_id, *told, words.eos_token_id])[:most]
     holes = np.random.default_rng(seed).permutation(np.arange(1, len(tokens) - 1))[: round(0.95 * (len(tokens) - 2))]
     missing = decoded(tokens[np.sort(holes)].tolist(), words)
     tokens[holes] = HOLE
     return Task(Layout(infilling(tokens), (), ("",)), missing)
 
 
-def filled(engine: saltus.Engine, method: str, canvas: Canvas, seed: int, law: Sampling) -> Text:
+def filled(engine: saltus.Engine, method: str, canvas: Canvas, seed: int, law: Sampling, links: bool = True) -> Text:
     wrong = mock.patch("saltus.methods.assd.reject", no_residual)  # drafts as under reject, decided by another rule
     job = Text(canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, law, holes=canvas)
-    with wrong if engine.rule == NO_RESIDUAL else nullcontext():
+    without = mock.patch.object(engine.network, "links", None)
+    with wrong if engine.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
         for _ in write(engine._ensemble(method), [job], 1):
             pass
     return job
+
+
+def continued(engine: saltus.Engine, task: Task, seed: int, temperature: float) -> str:
+    """What a causal model writes behind the left side: as many sentences as are missing."""
+    room = SENTENCE * task.sentences
+    text = engine.generate(task.before, max_new_tokens=room, temperature=temperature, seed=seed, raw=True).text
+    ends = [found.end() for found in SENTENCE_END.finditer(text)]
+    return text[: ends[task.sentences - 1]] if len(ends) >= task.sentences else text
 
 
 def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, law: Sampling) -> list[int]:
@@ -110,7 +143,9 @@ def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, law: Sampling) ->
     asked = with_groups(Forward(canvas), [(-1, [math.nan] * count)], law.temperature)
     laws = Laws(asked, network.forward([asked], [network.memory()])[0], law, Noise(seed))
     uniforms = Noise(seed).at("text", canvas.order).tolist()
-    return [pick(u, laws[query]) for u, query in zip(uniforms, asked.group(-1), strict=True)]
+    tokens = [pick(u, laws[query]) for u, query in zip(uniforms, asked.group(-1), strict=True)]
+    end = next((i for i, token in enumerate(tokens) if law.closed(i, token)), count)
+    return tokens[:end] + [engine.network.blank] * (count - end)
 
 
 def no_residual(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
@@ -154,7 +189,9 @@ def main() -> None:
     parser.add_argument("--model", default="stories")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--judge", default="smollm2-135m", help="a causal model; none leaves perplexity out")
+    parser.add_argument("--causal", help="a causal model, to compare sentences with")
     parser.add_argument("--texts", type=int, default=30)
+    parser.add_argument("--long", type=int, default=4, help="texts of 512 tokens")
     parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15], help="holes drafted, at most")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--out", type=Path, required=True)
@@ -167,13 +204,18 @@ def main() -> None:
         "1 of 5": [sentences(story, slice(2, 3), engine) for story in stories],
         "3 of 5": [sentences(story, slice(1, 4), engine) for story in stories],
         "95 %": [anywhere(story, seed, engine) for seed, story in enumerate(stories)],
+        "512 tokens": [
+            anywhere(rows, seed, engine, LONG) for seed, rows in enumerate(long_texts(given.text, given.long))
+        ],
     }
+    causal = saltus.load(given.causal, PLAIN, profile=False) if given.causal else None
     rules.RULES[NO_RESIDUAL] = no_residual
     ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": replace(engine, ensembles={})}
     for length in given.lengths:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"length": length, "two_calls": True}),
             (f"one call, k = {length}", {"length": length}),
+            (f"{WITHOUT_LINKS}, k = {length}", {"length": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"length": length, "draft": "bigram"}),
         ):
             own = replace(engine, options={"assd": options}, budget=length, adaptive=False, ensembles={})
@@ -181,9 +223,12 @@ def main() -> None:
     table: list[dict[str, Any]] = []
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     for task, texts in tasks.items():
+        if not texts:
+            continue
         law = Sampling(
             given.temperature,
-            banned=tuple(token for token in special if task == "95 %" or token != engine.network.blank),
+            banned=tuple(token for token in special if not texts[0].sentences or token != engine.network.blank),
+            closing=((engine.network.blank, 0, len(texts[0].layout.canvas.order) - 1),) if texts[0].sentences else (),
         )
         for rule in ("match", "reject"):
             found: dict[str, list[dict[str, Any]]] = {}
@@ -200,20 +245,25 @@ def main() -> None:
                 for name in list(engines) if seed % 2 == 0 else list(engines)[::-1]:
                     method = PLAIN if name in (PLAIN, "no cache") else "assd"
                     began = time.perf_counter()
-                    job = filled(engines[name], method, canvas, seed, law)
+                    job = filled(engines[name], method, canvas, seed, law, not name.startswith(WITHOUT_LINKS))
                     taken = time.perf_counter() - began
                     said = job.tokens if said is None else said
                     if rule == "match" and job.tokens != said:
                         sys.exit(f"{name} filled text {seed} of {task} with other tokens than another way")
                     found.setdefault(name, []).append(
-                        {"tokens": job.tokens, "calls": job.asked["target"], "seconds": taken}
+                        {
+                            "tokens": job.tokens,
+                            "said": sum(len(call.tokens) - call.closed for call in job.calls),
+                            "calls": job.asked["target"],
+                            "seconds": taken,
+                        }
                     )
                 if rule == "reject":
                     found.setdefault("one step", []).append(
-                        {"tokens": one_step(engine, canvas, seed, law), "calls": 1, "seconds": 0.0}
+                        {"tokens": one_step(engine, canvas, seed, law), "said": 0, "calls": 1, "seconds": 0.0}
                     )
             for name, rows in found.items():
-                tokens, calls = sum(len(row["tokens"]) for row in rows), sum(row["calls"] for row in rows)
+                tokens, calls = (sum(row[key] for row in rows) for key in ("said", "calls"))
                 plain = found[PLAIN]
                 ratios = [a["seconds"] / b["seconds"] for a, b in zip(plain, rows, strict=True) if b["seconds"]]
                 told = {
@@ -225,6 +275,10 @@ def main() -> None:
                     told |= quality(engine, judge, scorer, texts, rows)
                 table.append(told)
                 print(json.dumps(told), flush=True)
+        if causal is not None and texts[0].sentences:
+            said = [continued(causal, one, seed, given.temperature) for seed, one in enumerate(texts)]
+            table.append({"task": task, "way": LEFT_TO_RIGHT, "texts": len(texts), **rouge(scorer, texts, said)})
+            print(json.dumps(table[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
     papers = {"machine": machine(), "commit": commit(), "command": sys.argv}
     (given.out / "infilling.json").write_text(json.dumps({"table": table, **papers}, indent=1) + "\n")
@@ -234,18 +288,22 @@ def quality(
     engine: saltus.Engine, judge: Judge | None, scorer: RougeScorer, tasks: Sequence[Task], rows: Sequence[dict]
 ) -> dict[str, str]:
     """Of the texts that a way filled."""
-    nats, entropies, rouges = [], [], []
+    nats, entropies = [], []
     for task, row in zip(tasks, rows, strict=True):
         canvas = task.layout.canvas
         tokens = canvas.fill(np.array(row["tokens"], dtype=np.int64)).tokens.tolist()
         with torch.inference_mode():
             nats += [judge.nats(decoded(tokens, engine.tokenizer))] if judge else []
         entropies.append(entropy([token for token in tokens if token not in engine.tokenizer.added_tokens_decoder]))
-        found = scorer.score(task.missing, decoded(row["tokens"], engine.tokenizer))
-        rouges.append([found[name].fmeasure for name in ROUGE])
     told = {"nats": mean(nats)} if judge else {}
     told["entropy"] = mean(entropies)
-    return told | {name: mean([row[i] for row in rouges]) for i, name in enumerate(ROUGE)}
+    return told | rouge(scorer, tasks, [decoded(row["tokens"], engine.tokenizer) for row in rows])
+
+
+def rouge(scorer: RougeScorer, tasks: Sequence[Task], said: Sequence[str]) -> dict[str, str]:
+    """Of what fills the holes."""
+    found = [scorer.score(task.missing, text) for task, text in zip(tasks, said, strict=True)]
+    return {name: mean([one[name].fmeasure for one in found]) for name in ROUGE}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saltus.networks.any_subset import ANY_SUBSET, write_links
@@ -91,6 +91,7 @@ def tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("\n", "isolated"), byte_level])
     made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet)
@@ -150,7 +151,7 @@ def main() -> None:
     border = max(int(len(told) * HELD_OUT), 1)
     learned, held_out = (
         [part for one in ids for part in cut(one, chosen.length)]
-        for ids in (words(told[border:]).input_ids, words(told[:border]).input_ids)
+        for ids in (words(part, add_special_tokens=False).input_ids for part in (told[border:], told[:border]))
     )
     if not (learned and held_out):
         sys.exit(f"no text that is held out has {SHORTEST} tokens; give longer texts")

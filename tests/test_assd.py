@@ -17,7 +17,7 @@ from saltus.core.forward import AUXILIARY, Forward, Reply
 from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Sampling, law, probabilities
+from saltus.core.sampling import Sampling, law, one_hot, probabilities
 from saltus.methods import make
 from saltus.networks.any_subset import AnySubsetNetwork
 from saltus.networks.xlnet import XlnetNetwork
@@ -232,7 +232,9 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
     for filling in itertools.product(range(vocab), repeat=len(canvas.order)):
         chance, now = 1.0, canvas
         for token in filling:
-            chance *= probabilities(law(toy.row(now.tokens, int(now.open[0])), sampling), vocab)[token]
+            closed = now.done > 0 and sampling.closed(now.done - 1, int(now.written[-1]))
+            said = one_hot(int(now.written[-1])) if closed else law(toy.row(now.tokens, int(now.open[0])), sampling)
+            chance *= probabilities(said, vocab)[token]
             now = now.fill(np.array([token]))
         found.append(chance)
     return np.array(found)
@@ -269,6 +271,29 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
 @pytest.mark.parametrize("options", [{}, {"length": 1}, {"length": 2, "ahead": 3}], ids=str)
 def test_links_leave_the_law_as_it_is(options: dict):
     assert p_value(options, reject, links=random_links(3)) > 1e-4
+
+
+CLOSING = Sampling(1.0, closing=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", [None, {}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
+def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
+    assert p_value(options, reject, CLOSING, links=random_links(3)) > 1e-4
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_closed_holes_are_filled_with_the_same_tokens_and_take_no_calls(options: dict):
+    network = tiny_network()
+    network.links = random_links()
+    tokens = np.array([5, 6, *[HOLE] * 12, 7, 8, *[HOLE] * 9, 9])
+    for seed in range(8):
+        first = fill(infilling(tokens), network, None, seed)[0][2]  # this token shall close holes
+        sampling = Sampling(1.0, closing=((first, 0, 11), (first, 12, 20)))
+        plain, calls = fill(infilling(tokens), network, None, seed, sampling)
+        assert plain[2:14] == [first] * 12
+        assert calls <= 10
+        assert fill(infilling(tokens), network, options, seed, sampling)[0] == plain
 
 
 class ChainToy(HoleToy):

@@ -143,6 +143,35 @@ def run(*words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_many_texts_are_filled_as_each_alone(filler: str):
+    engine = saltus.load(filler, "assd", profile=False)
+    texts = ["a [[3]] b [[…]] c.", "[[2]] the rest", "so [[…]]"]
+    together = engine.infill(texts, temperature=1.0, seed=3, logprobs=True)
+    for text, found in zip(texts, together, strict=True):
+        alone = engine.infill(text, temperature=1.0, seed=3, logprobs=True)
+        assert (found.text, found.tokens, found.logprobs) == (alone.text, alone.tokens, alone.logprobs)
+        assert len(found.logprobs) == len(found.tokens)
+    with pytest.raises(ValueError, match="text 1: there is no hole"):
+        engine.infill(["a [[3]] b", "none"])
+
+
+def test_behind_a_blank_an_open_hole_is_empty(filler: str):
+    engine = saltus.load(filler, "assd", profile=False)
+    ended = 0
+    for seed in range(40):
+        found = engine.infill("a [[…]] b", temperature=1.5, seed=seed, open_tokens=40)
+        if BLANK in found.tokens:
+            place = found.tokens.index(BLANK)
+            assert set(found.tokens[place:]) == {BLANK}
+            assert found.statistics.tokens == place + 1
+            assert (
+                found.tokens
+                == engine.infill("a [[…]] b", method="plain", temperature=1.5, seed=seed, open_tokens=40).tokens
+            )
+            ended += 0 < place < 39
+    assert ended > 2
+
+
 def test_the_command_fills_a_text(filler: str, tmp_path):
     code, out, _ = run("-m", filler, "--json", "the [[4]] cat")
     told = json.loads(out)

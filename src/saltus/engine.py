@@ -144,7 +144,8 @@ class _Job:
 
 
 def _statistics(text: Text) -> Statistics:
-    calls, tokens = text.asked["target"], len(text.tokens)
+    accepted = [len(call.tokens) - call.closed for call in text.calls]
+    calls, tokens = text.asked["target"], sum(accepted)
     later = text.calls[1:] or text.calls
     return Statistics(
         calls=calls,
@@ -153,7 +154,7 @@ def _statistics(text: Text) -> Statistics:
         seconds=text.seconds,
         tokens_per_second=tokens / text.seconds if text.seconds else 0.0,
         prefill_seconds=text.calls[0].seconds if calls else 0.0,
-        accepted=[len(call.tokens) for call in text.calls],
+        accepted=accepted,
         draft_calls=sum(text.asked.values()) - calls,
         ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
         nodes_per_call=statistics.fmean(call.nodes for call in text.calls) if calls else 0.0,
@@ -221,9 +222,17 @@ class Engine:
         job = self._job(prompt, **settings)
         return Stream(self._chunks(job, self._write([job], method)), job.generation)
 
+    @overload
+    def infill(  # pyright: ignore[reportOverlappingOverload]: a str is no sequence of texts here
+        self, text: str | Template, **settings: Any
+    ) -> Infilling: ...
+
+    @overload
+    def infill(self, text: Sequence[str | Template], **settings: Any) -> list[Infilling]: ...
+
     def infill(
         self,
-        text: str | Template,
+        text: Any,
         *,
         suffix: str | None = None,
         method: str | None = None,
@@ -231,11 +240,12 @@ class Engine:
         seed: int = 0,
         logprobs: bool = False,
         **sampling: Any,
-    ) -> Infilling:
+    ) -> Infilling | list[Infilling]:
         """Fill the holes of a text, `The [[8]] sat on the [[…]].`: of so many tokens, or of `open_tokens` at most.
 
-        With a `suffix` the text is a prefix, as it is, and what is missing stands between the two. Sampling settings
-        are those of `Settings`. Errors: ValueError of one line, for a model that writes from left to right, too.
+        With a `suffix` the text is a prefix, as it is, and what is missing stands between the two. A list of texts
+        gives a list, and their calls are shared. Sampling settings are those of `Settings`. Errors: ValueError of one
+        line, for a model that writes from left to right, too.
         """
         network = self.network
         if not network.any_subset:
@@ -245,29 +255,45 @@ class Engine:
             )
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
-        if suffix is None:
-            template = text if isinstance(text, Template) else parsed(text)
-        elif isinstance(text, Template):
-            raise ValueError("a template has its holes; leave out suffix, or give the text before the hole as a str")
-        else:
-            template = Template((text, suffix), (None,))
-        if None in template.holes and network.blank is None:
-            raise ValueError(f"{self.target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
-        layout = laid_out(template, self.tokenizer, open_tokens, self.target.context, as_is=suffix is not None)
-        canvas = layout.canvas
-        special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
-        holes = [hole for hole, span in zip(template.holes, layout.spans, strict=True) for _ in span]
-        fixed = [index for index, hole in enumerate(holes) if hole is not None]
-        banned = tuple(sorted({*special, *sampling.pop("banned", ())} - {network.blank}))
-        blanks = tuple((index, network.blank) for index in fixed) if network.blank is not None else ()
-        law = Sampling(**sampling, banned=banned, banned_at=blanks)
-        given = canvas.tokens[canvas.given].tolist()
-        job = Text(given, len(canvas.order), seed, law, logprobs=logprobs, holes=canvas)
-        for _ in write(self._ensemble(method or self.method), [job], 1):
+        many, jobs = not isinstance(text, str | Template), []
+        for number, one in enumerate(text if many else [text]):
+            try:
+                jobs.append(self._hole_job(_template(one, suffix), suffix is not None, open_tokens, seed, sampling))
+            except ValueError as error:
+                raise ValueError(f"text {number}: {error}") if many else error from error
+        for _, job in jobs:
+            job.logprobs = logprobs
+        for _ in write(self._ensemble(method or self.method), [job for _, job in jobs], self.batch_size):
             pass
-        found = fillings(layout, canvas.fill(np.array(job.tokens)).tokens.tolist(), self.tokenizer)
+        done = [self._infilled(layout, job) for layout, job in jobs]
+        return done if many else done[0]
+
+    def _hole_job(
+        self, template: Template, as_is: bool, most: int, seed: int, sampling: dict[str, Any]
+    ) -> tuple[Layout, Text]:
+        blank = self.network.blank
+        if None in template.holes and blank is None:
+            raise ValueError(f"{self.target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
+        layout = laid_out(template, self.tokenizer, most, self.target.context, as_is)
+        special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
+        settings = {**sampling, "banned": tuple(sorted({*special, *sampling.get("banned", ())} - {blank}))}
+        if blank is not None:  # it ends an open hole, and is in no other
+            first, blanks, closing = 0, [], []
+            for hole, span in zip(template.holes, layout.spans, strict=True):
+                indices = range(first, first := first + len(span))
+                if hole is None:
+                    closing.append((blank, indices[0], indices[-1]))
+                else:
+                    blanks += [(index, blank) for index in indices]
+            settings |= {"banned_at": tuple(blanks), "closing": tuple(closing)}
+        canvas = layout.canvas
+        given = canvas.tokens[canvas.given].tolist()
+        return layout, Text(given, len(canvas.order), seed, Sampling(**settings), holes=canvas)
+
+    def _infilled(self, layout: Layout, job: Text) -> Infilling:
+        found = fillings(layout, layout.canvas.fill(np.array(job.tokens)).tokens.tolist(), self.tokenizer)
         texts = ["".join(pieces) for pieces in found]
-        log_probabilities = job.log_probabilities if logprobs else None
+        log_probabilities = job.log_probabilities if job.logprobs else None
         return Infilling(
             layout, layout.text(texts), texts, found, job.tokens, list(job.calls), log_probabilities, _statistics(job)
         )
@@ -367,6 +393,15 @@ class Engine:
                     networks[name] = brought
             self.ensembles[method] = Ensemble(made, networks, self.rule, budget, self.adaptive, contexts, self.costs)
         return self.ensembles[method]
+
+
+def _template(text: str | Template, suffix: str | None) -> Template:
+    """Errors: ValueError for a text without holes, or a template and a suffix."""
+    if suffix is None:
+        return text if isinstance(text, Template) else parsed(text)
+    if isinstance(text, Template):
+        raise ValueError("a template has its holes; leave out suffix, or give the text before the hole as a str")
+    return Template((text, suffix), (None,))
 
 
 def _is_sequence(prompt: Any) -> bool:

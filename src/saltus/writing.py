@@ -31,6 +31,7 @@ class Call:
     nodes: int  # drafted tokens that it checked
     seconds: float  # wall time, of the whole batch where there is one
     read: int  # decided tokens that it read: the prompt, at first
+    closed: int = 0  # of the tokens, those that follow from the one before them, which closed a hole
 
 
 @dataclass
@@ -67,12 +68,14 @@ class Text:
 
     def record(self, step: Step) -> None:
         tokens = tuple(step.tokens.tolist())
-        self.calls.append(Call(len(self.calls), tokens, step.asked.drafts, step.reply.seconds, step.reply.read))
+        counted = step.asked.drafts, step.reply.seconds, step.reply.read, step.closed
+        self.calls.append(Call(len(self.calls), tokens, *counted))
         if self.logprobs:
             rows = [0, *(node + 1 for node in _ancestry(step))]
             self.log_probabilities += [
                 log_probability(step.reply.logits[row], token) for row, token in zip(rows, tokens, strict=False)
             ]
+            self.log_probabilities += [0.0] * step.closed
 
 
 def _ancestry(step: Step) -> list[int]:

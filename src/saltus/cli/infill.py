@@ -48,8 +48,7 @@ def infill(
 ) -> None:
     """Fill the holes of a text, several tokens a call, from the joint law of what is missing.
 
-    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model, and what
-    it leaves empty counts among the tokens.
+    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model.
 
     [bold]Examples[/bold]
 

@@ -133,7 +133,7 @@ def _branch(
     own = [laws[query] for query in ([-1, *chain[1:]] if known else chain)] if drawn else None
     if own is not None:
         tokens = [pick(u, law) for u, law in zip(uniforms, own, strict=True)]
-        chances = [float(law.weights.max()) / law.total for law in own]  # not to depend on the tokens
+        chances = [law.peak for law in own]  # not to depend on the tokens
         return Branch(tokens, [1.0, *chances[1:]] if known else chances, source, own)
     tokens, chances = ([laws.pick(-1)], [1.0]) if known else ([], [])
     for token, chance in said(laws, chain[known:], form, uniforms[known:]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.links import Links
 from saltus.core.noise import Noise
-from saltus.core.sampling import Law, Sampling, choices, float_row, law, pick
+from saltus.core.sampling import Law, Sampling, choices, float_row, law, one_hot, pick
 
 AUXILIARY = -1  # stands for the token of a node that is none
 TARGET = "target"  # the network whose text is written
@@ -162,7 +162,10 @@ class Laws:
             if self.sampling.repetition_penalty != 1.0:
                 context = np.concatenate([canvas.tokens[canvas.known], np.array(self.asked.path(node), dtype=np.int64)])
             index = canvas.done + self.depth(node)
-            self._laws[node] = self._law(self.reply.logits[node + 1], context, index)
+            if self.sampling.closing and node >= 0 and self.sampling.closed(index - 1, self.asked.tokens[node]):
+                self._laws[node] = one_hot(self.asked.tokens[node])
+            else:
+                self._laws[node] = self._law(self.reply.logits[node + 1], context, index)
         return self._laws[node]
 
     def _law(self, row: Tensor, context: np.ndarray | None, index: int) -> Law:
@@ -204,6 +207,7 @@ class Step:
     laws: Laws
     tokens: np.ndarray  # decided by the step
     node: int  # where the walk ended: -1, or the last accepted node
+    closed: int = 0  # tokens at the end that no law decided, but the one before them, which closed a hole
 
 
 Writer = Generator[Forward, Reply, None]

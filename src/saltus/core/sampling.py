@@ -34,6 +34,7 @@ class Sampling:
     banned: tuple[int, ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
     banned_at: tuple[tuple[int, int], ...] = ()  # pairs of a new token's index and a token that it may not be
+    closing: tuple[tuple[int, int, int], ...] = ()  # (token, first, last): of these indices, all behind it are the same
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
@@ -61,7 +62,11 @@ class Sampling:
     @property
     def by_values(self) -> bool:
         """Does the law depend on the logits' values alone, and not on which tokens they are of?"""
-        return self.repetition_penalty == 1 and not (self.banned or self.forced or self.banned_at)
+        return self.repetition_penalty == 1 and not (self.banned or self.forced or self.banned_at or self.closing)
+
+    def closed(self, index: int, token: int) -> int:
+        """How many tokens behind new token number `index` are the same, because it is this one."""
+        return next((last - index for end, first, last in self.closing if end == token and first <= index <= last), 0)
 
     @cached_property
     def _banned(self) -> np.ndarray:
@@ -118,6 +123,16 @@ class Law:
     @property
     def total(self) -> float:
         return float(self.borders[-1])
+
+    @cached_property
+    def mass(self) -> float:
+        """As `total`, but for rounding, and without an order of the tokens."""
+        return float(self.weights.sum())
+
+    @property
+    def peak(self) -> float:
+        """Probability of the likeliest token."""
+        return float(self.weights.max()) / self.mass
 
     def block(self, number: int) -> np.ndarray:
         """Inclusive running sums of one block of the rest: x = u · total in [c[i − 1], c[i]) picks its token i."""
@@ -216,6 +231,14 @@ def pick(u: float, law: Law) -> int:
     return place if law.tokens is None else int(law.tokens[place])
 
 
+def draw(u: float, law: Law) -> int:
+    """A token of the law by a uniform that nothing else knows: quicker than `pick`, since any order will do."""
+    sums = np.cumsum(law.weights)
+    place = int(np.searchsorted(sums, u * sums[-1], side="right"))
+    place = min(place, int(np.searchsorted(sums, sums[-1])))  # the last that has weight, should rounding go beyond
+    return place if law.tokens is None else int(law.tokens[place])
+
+
 def interval(token: int, law: Law) -> tuple[float, float]:
     """The inverse of pick: the u in [low, high) are exactly those that pick the token (none where low = high)."""
     place = token if law.tokens is None else int(np.searchsorted(law.tokens, token))
@@ -250,7 +273,7 @@ def _reach(x: float, total: float) -> float:
 
 def probability(token: int, law: Law) -> float:
     """Of one token."""
-    return float(_weights_at(np.array([token]), law)[0]) / law.total
+    return float(_weights_at(np.array([token]), law)[0]) / law.mass
 
 
 def probabilities(law: Law, vocab: int) -> np.ndarray:
@@ -266,7 +289,7 @@ def residual(target: Law, draft: Law) -> Law:
     Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
     """
     tokens = np.arange(len(target.weights)) if target.tokens is None else target.tokens
-    excess = target.weights / target.total - _weights_at(tokens, draft) / draft.total
+    excess = target.weights / target.mass - _weights_at(tokens, draft) / draft.mass
     more = excess > 0
     return Law(tokens[more], excess[more] / excess[more].sum()) if more.any() else target
 

@@ -20,7 +20,7 @@ from saltus.core.forward import Forward, Step
 from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, float_row, law, pick, probability
+from saltus.core.sampling import Law, Sampling, draw, float_row, law, pick, probability
 from saltus.core.tree import Branch
 
 SOURCE = "assd"
@@ -37,7 +37,7 @@ class Assd:
     """
 
     draft: Literal["self", "bigram"] = "self"
-    length: int = 8  # holes drafted, at most
+    length: int = 4  # holes drafted, at most
     ahead: int = 16  # holes whose laws are asked for at once, by the call that verifies
     two_calls: bool = False  # draft in a call of its own, as the paper does
 
@@ -72,7 +72,8 @@ class SelfDrafter:
 
     They were asked for at once, so none knows the tokens of the others, nor what was decided since; the model's links
     tell each draft the token to its left. (With those they hardly age: what a law lacks is that token.) Under `reject`
-    drafts are drawn with uniforms of their own, and the laws are told to the rule.
+    drafts are drawn with uniforms of their own, and the laws are told to the rule. (A hole keeps its uniform from call
+    to call, since a draft that was tested decides its hole, by itself or by what replaces it.)
     """
 
     noise: Noise
@@ -91,8 +92,7 @@ class SelfDrafter:
         holes = canvas.open[: min(self.length, room)]
         drawn = self.rule is reject
         found = _Drafts(SOURCE, drawn)
-        stream = f"{SOURCE}/{canvas.done}" if drawn else "text"
-        uniforms = uniforms_of(self.noise, self.sampling, holes, stream)
+        uniforms = uniforms_of(self.noise, self.sampling, holes, SOURCE if drawn else "text")
         text, context = canvas.tokens, None
         if self.sampling.repetition_penalty != 1:
             context = text[canvas.known]
@@ -104,7 +104,9 @@ class SelfDrafter:
             if self.links is not None and index > knew and canvas.order[index - 1] == hole - 1:
                 row = row + self.links(found.tokens[-1] if found.tokens else int(text[hole - 1]))
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
-            found.draw(law(torch.from_numpy(row), self.sampling, seen, index), u)
+            found.add(law(torch.from_numpy(row), self.sampling, seen, index), u)
+            if self.sampling.closed(index, found.tokens[-1]):
+                break
         self.offered = len(found.tokens)
         return found.branches()
 
@@ -138,12 +140,12 @@ class _Drafts:
     chances: list[float] = field(default_factory=list)
     laws: list[Law] = field(default_factory=list)
 
-    def draw(self, law: Law, u: float) -> None:
+    def add(self, law: Law, u: float) -> None:
         """The next token; if its law is told to the rule, the chance that is stated does not depend on it."""
-        token = pick(u, law)
+        token = draw(u, law) if self.drawn else pick(u, law)
         self.tokens.append(token)
         self.laws.append(law)
-        self.chances.append(float(law.weights.max()) / law.total if self.drawn else probability(token, law))
+        self.chances.append(law.peak if self.drawn else probability(token, law))
 
     def branches(self) -> list[Branch]:
         laws = self.laws if self.drawn else None
@@ -167,13 +169,13 @@ class Bigram:
         text = canvas.tokens.copy()
         drawn = self.rule is reject
         found = _Drafts(f"{SOURCE}/bigram", drawn)
-        uniforms = uniforms_of(self.noise, self.sampling, holes, f"{SOURCE}/{canvas.done}" if drawn else "text")
+        uniforms = uniforms_of(self.noise, self.sampling, holes, SOURCE if drawn else "text")
         for hole, u in zip(holes.tolist(), uniforms, strict=True):
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
-            found.draw(Law(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
+            found.add(Law(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
             text[hole] = found.tokens[-1]
         return found.branches()
 

@@ -1,0 +1,147 @@
+"""A missing line of code, filled by a model that sees both sides: pass@1 on HumanEval's single lines.
+
+    python benchmarks/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
+
+Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
+seed. Beside it: a causal model that continues the left side (`--causal`), and a line that is left empty, since some
+programs pass without theirs. Of long programs the nearest `--context` tokens are read, a third of them behind the hole.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+import saltus
+from saltus.evaluation import programs, sandbox
+from saltus.evaluation.machine import commit, machine
+
+OPEN = 32  # tokens that a line may have
+
+
+@dataclass
+class Answers:
+    """What a way filled in, and what that took."""
+
+    lines: list[str]
+    tokens: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+
+def trimmed(engine: saltus.Engine, text: str, tokens: int, right: bool = False) -> str:
+    """The lines nearest to the hole that have so many tokens at most."""
+    kept: list[str] = []
+    lines = text.splitlines(keepends=True)
+    for line in lines if right else lines[::-1]:
+        tokens -= len(engine.tokenizer(line, add_special_tokens=False).input_ids)
+        if tokens < 0:
+            break
+        kept.append(line)
+    return "".join(kept if right else kept[::-1])
+
+
+def infilled(
+    engine: saltus.Engine, method: str, rows: list[dict], seed: int, temperature: float, context: int
+) -> Answers:
+    """Each task's line, which the model ends itself; its line end is given."""
+    found = Answers([])
+    for row in track(rows, f"{method}, seed {seed}"):
+        before = trimmed(engine, row["prompt"], context * 2 // 3)
+        behind = "\n" + trimmed(engine, row["suffix"], context // 3, right=True)
+        began = time.perf_counter()
+        one = engine.infill(before, suffix=behind, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
+        found.seconds += time.perf_counter() - began
+        found.lines.append(one.fillings[0])
+        found.tokens += len(one.tokens)
+        found.calls += len(one.steps)
+    return found
+
+
+def continued(engine: saltus.Engine, rows: list[dict], seed: int, temperature: float, context: int) -> Answers:
+    """What a causal model writes behind the left side, up to the line's end."""
+    found = Answers([])
+    for row in track(rows, f"left to right, seed {seed}"):
+        before = trimmed(engine, row["prompt"], context)
+        began = time.perf_counter()
+        one = engine.generate(before, max_new_tokens=OPEN, seed=seed, temperature=temperature, stop=["\n"], raw=True)
+        found.seconds += time.perf_counter() - began
+        found.lines.append(one.text.partition("\n")[0])
+        found.tokens += len(one.tokens)
+        found.calls += len(one.steps)
+    return found
+
+
+def passed(rows: list[dict], lines: list[str]) -> list[bool]:
+    """By each task's tests."""
+    made = [programs.infilling(row, line + "\n") for row, line in zip(rows, lines, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        return [verdict.passed for verdict in pool.map(sandbox.run, made)]
+
+
+def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:
+    engine = saltus.load(given.model, "assd", profile=False)
+    for method in ("assd", "plain"):
+        yield method, lambda seed, method=method: infilled(engine, method, rows, seed, given.temperature, given.context)
+    if given.causal:
+        other = saltus.load(given.causal, "plain", profile=False)
+        yield "left to right", lambda seed: continued(other, rows, seed, given.temperature, given.context)
+    yield "an empty line", lambda _seed: Answers([""] * len(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=Path, required=True, help="of HumanEval infilling, .jsonl or .jsonl.gz")
+    parser.add_argument("--model", required=True, help="an any-subset model of code")
+    parser.add_argument("--causal", help="a causal model, to compare with")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--limit", type=int, help="tasks, evenly spread; all otherwise")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    opened: Any = gzip.open if given.tasks.suffix == ".gz" else open
+    with opened(given.tasks, "rt", encoding="utf-8") as source:
+        rows = [json.loads(line) for line in source]
+    count = min(given.limit or len(rows), len(rows))
+    rows = [rows[i * len(rows) // count] for i in range(count)]
+    table = []
+    for name, fill in ways(given, rows):
+        found = [fill(seed) for seed in range(given.seeds)]
+        right = [one for answers in found for one in passed(rows, answers.lines)]
+        same = [
+            line.strip() == row["canonical_solution"].strip()
+            for answers in found
+            for row, line in zip(rows, answers.lines, strict=True)
+        ]
+        share = sum(right) / len(right)
+        tokens, calls = (sum(getattr(answers, key) for answers in found) for key in ("tokens", "calls"))
+        table.append(
+            {
+                "way": name,
+                "tasks": len(rows),
+                "seeds": given.seeds,
+                "pass@1": round(share, 4),
+                "error": round(math.sqrt(share * (1 - share) / len(right)), 4),
+                "the very line": round(sum(same) / len(same), 4),
+                "tokens_per_call": round(tokens / calls, 3) if calls else None,
+                "seconds": round(sum(answers.seconds for answers in found), 1),
+            }
+        )
+        print(json.dumps(table[-1]), flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    papers = {"machine": machine(), "commit": commit(), "command": sys.argv}
+    (given.out / "infilling_code.json").write_text(json.dumps({"table": table, **papers}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
