@@ -15,6 +15,7 @@ Tokens are byte-level pieces, a line's end one of its own, so that any text come
 a hole between two tokens; of the stories white space is made single spaces. Behind what fills a hole there may be
 `blank` tokens: so the model learns that a hole may be longer, and can end one of unknown length by itself.
 
+`--begin` goes on from weights, of an XLNet, too, which keeps its own tokens and has no blanks.
 `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
 """
 
@@ -30,15 +31,16 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saltus.networks.any_subset import ANY_SUBSET, write_links
-from saltus.training.any_subset import AnySubsetCourse, Holes
+from saltus.networks.loading import serves_holes
+from saltus.training.any_subset import AnySubsetCourse, Holes, XlnetCourse
 from saltus.training.draws import draws
 from saltus.training.links import LinkCourse
 from saltus.training.loop import Progress, Schedule, train
@@ -48,6 +50,7 @@ SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<blank>"]
 PAD, BOS, EOS, MASK, BLANK = range(len(SPECIAL))
 HELD_OUT = 0.01
 SENTENCES = 12  # of a table that make a story, at most
+LINE_END = "Ċ"  # how byte-level pieces write it
 SHORTEST = 16  # tokens of a text
 LEFT_OUT = {"test", "tests", "site-packages", "dist-packages"}  # folders within one that is given
 
@@ -101,23 +104,52 @@ def tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     )
 
 
+def fresh(chosen: argparse.Namespace, told: Sequence[str]) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A small model that has learned nothing, and the tokens of these texts."""
+    words = tokenizer(told, chosen.vocabulary)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=chosen.hidden, intermediate_size=int(chosen.hidden * 8 / 3) // 32 * 32,
+        num_hidden_layers=chosen.layers, num_attention_heads=max(chosen.hidden // 64, 1),
+        max_position_embeddings=4 * chosen.length, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    if not chosen.left_to_right:
+        setattr(config, ANY_SUBSET, {"mask": MASK, "blank": BLANK})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.copy_(torch.from_numpy(draws(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
+    return model, words
+
+
+def begun(folder: Path) -> tuple[Any, Any]:
+    """A model that has learned something, in float32, and its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not serves_holes(model):
+        sys.exit(f"{folder} holds a model that writes from left to right; begin with an XLNet or an any-subset model")
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
 def cut(tokens: list[int], length: int) -> list[np.ndarray]:
-    """A story in equal texts of at most `length` tokens, the first behind <bos>, the last before <eos>."""
-    parts = np.array_split(np.array([BOS, *tokens, EOS]), math.ceil((len(tokens) + 2) / length))
+    """A story in equal texts of at most `length` tokens."""
+    parts = np.array_split(np.array(tokens), math.ceil(len(tokens) / length))
     return [part for part in parts if len(part) >= SHORTEST]
 
 
 class LeftToRight(AnySubsetCourse):
     """Say the next token of the same texts."""
 
-    def nats(self, texts, shares, generator, filled=False) -> torch.Tensor:
-        """Of a token, on average."""
-        rows = [torch.from_numpy(text) for text in texts]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-        keep = (tokens[:, 1:] != PAD).flatten().nonzero()[:, 0]
+    def say(self, tokens: torch.Tensor, ranks: torch.Tensor, lag: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of all tokens but the first, and the tokens."""
+        real = ranks[:, 1:] >= 0
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            logits = said(self.model, causal(tokens[:, :-1]), keep)
-        return F.cross_entropy(logits.float(), tokens[:, 1:].flatten()[keep])
+            logits = said(self.model, causal(tokens[:, :-1]), real.flatten().nonzero()[:, 0])
+        return logits.float(), tokens[:, 1:][real]
+
+    def report(self) -> dict[str, float]:
+        """Bits of a token."""
+        return {"bits": super().report()["bits at 20%"]}
 
 
 def main() -> None:
@@ -132,11 +164,12 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type=float, help="of learning; 0.003, or 0.0001 from weights that are given")
+    parser.add_argument("--begin", type=Path, help="a folder to begin with: of an XLNet, or of a model trained by this")
     parser.add_argument("--spread", choices=["narrow", "wide"], default="wide", help="shares of a text that are holes")
     parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
-    parser.add_argument("--links", type=int, default=600, help="steps in which it learns what neighbours say, to draft")
+    parser.add_argument("--links", type=int, default=600, help="steps in which it learns to draft, behind the others")
     parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
@@ -147,35 +180,26 @@ def main() -> None:
         sys.exit(f"only {len(told)} stories or functions; give longer texts, by --text or --code")
     generator = draws(chosen.seed, "texts")
     told = [told[place] for place in generator.permutation(len(told))]
-    words = tokenizer(told, chosen.vocabulary)
+    model, words = begun(chosen.begin) if chosen.begin else fresh(chosen, told)
     border = max(int(len(told) * HELD_OUT), 1)
     learned, held_out = (
-        [part for one in ids for part in cut(one, chosen.length)]
+        [part for one in ids for part in cut([words.bos_token_id, *one, words.eos_token_id], chosen.length)]
         for ids in (words(part, add_special_tokens=False).input_ids for part in (told[border:], told[:border]))
     )
     if not (learned and held_out):
         sys.exit(f"no text that is held out has {SHORTEST} tokens; give longer texts")
     count = sum(map(len, learned))
     print(f"{len(learned):,} texts of {count / len(learned):.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=chosen.hidden, intermediate_size=int(chosen.hidden * 8 / 3) // 32 * 32,
-        num_hidden_layers=chosen.layers, num_attention_heads=max(chosen.hidden // 64, 1),
-        max_position_embeddings=4 * chosen.length, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    if not chosen.left_to_right:
-        setattr(config, ANY_SUBSET, {"mask": MASK, "blank": BLANK})
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2:
-                weight.copy_(torch.from_numpy(draws(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
-    newline = words.convert_tokens_to_ids("Ċ") if chosen.code else None  # how byte-level pieces write a line's end
-    holes = Holes(chosen.spread, order=chosen.order, blank=BLANK, newline=newline)
-    kind = LeftToRight if chosen.left_to_right else AnySubsetCourse
+    newline = words.convert_tokens_to_ids(LINE_END) if chosen.code and LINE_END in words.get_vocab() else None
+    blank = (getattr(model.config, ANY_SUBSET, None) or {}).get("blank")
+    holes = Holes(chosen.spread, order=chosen.order, blank=blank, newline=newline)
+    kind = (
+        LeftToRight if chosen.left_to_right else XlnetCourse if model.config.model_type == "xlnet" else AnySubsetCourse
+    )
     course = kind(model, learned, held_out, chosen.steps, chosen.batch, holes, chosen.half, chosen.seed)
     settings = {key: str(value) for key, value in vars(chosen).items() if key not in ("work", "out", "every")}
-    schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon", half=chosen.half)
+    optimiser, rate = ("adamw", 1e-4) if chosen.begin else ("muon", 3e-3)
+    schedule = Schedule(chosen.steps, chosen.rate or rate, every=chosen.every, optimiser=optimiser, half=chosen.half)
 
     def report(now: Progress) -> None:
         found = ", ".join(f"{name} {value:.2f}" for name, value in now.found.items())
@@ -191,7 +215,8 @@ def main() -> None:
         train(course.module, course.loss, schedule, work / "checkpoint.pt", settings, report, course.report)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
-    if not chosen.left_to_right:
+    links = None
+    if kind is AnySubsetCourse and chosen.links:
         linked = LinkCourse(course)
         print(f"links, in {chosen.links:,} steps", file=sys.stderr)
         schedule = Schedule(chosen.links, 1e-2, every=chosen.every)
@@ -199,11 +224,12 @@ def main() -> None:
             train(linked.module, linked.loss, schedule, work / "links.pt", settings, report, linked.report)
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command goes on from the last checkpoint")
+        links = linked.module.links()
     model.to(torch.bfloat16)
     model.save_pretrained(chosen.out)
     words.save_pretrained(chosen.out)
-    if not chosen.left_to_right:
-        write_links(linked.module.links(), chosen.out)
+    if links is not None:
+        write_links(links, chosen.out)
     print(f"written: {chosen.out}", file=sys.stderr)
 
 

@@ -7,7 +7,14 @@ import jaxtyping
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+    XLNetLMHeadModel,
+    set_seed,
+)
 
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (
@@ -81,6 +88,13 @@ def space_tokenizer() -> PreTrainedTokenizerFast:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def tiny_xlnet(seed: int = 0) -> XLNetLMHeadModel:
+    """Random, with laws that are far from flat."""
+    set_seed(seed)
+    settings = {"vocab_size": 300, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.4}
+    return XLNetLMHeadModel(XLNetConfig(**settings))
 
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:

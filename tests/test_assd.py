@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import XLNetConfig, XLNetLMHeadModel, set_seed
 
-from conftest import tiny_llama
+from conftest import tiny_llama, tiny_xlnet
 from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.control import Controller
 from saltus.core.decode import run, speculate
@@ -159,15 +158,9 @@ def test_texts_in_a_batch_are_those_alone():
         assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
 
 
-def tiny_xlnet(seed: int = 0) -> XlnetNetwork:
-    set_seed(seed)
-    settings = {"vocab_size": 300, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.4}
-    return XlnetNetwork(XLNetLMHeadModel(XLNetConfig(**settings)))
-
-
 def test_xlnet_sees_what_it_may():
     """A row does not change with what its query may not see, and does with what it may."""
-    network, canvas = tiny_xlnet(), text_with_holes()
+    network, canvas = XlnetNetwork(tiny_xlnet()), text_with_holes()
 
     def rows(canvas: Canvas, *nodes: int) -> torch.Tensor:
         uniforms = (None,) * len(nodes) + (np.nan,) * 2
@@ -189,7 +182,7 @@ def test_xlnet_sees_what_it_may():
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
 def test_xlnet_fills_the_same_whatever_the_method(options: dict, sampling: Sampling):
-    network, canvas = tiny_xlnet(), text_with_holes(24, 14)
+    network, canvas = XlnetNetwork(tiny_xlnet()), text_with_holes(24, 14)
     plain, calls = fill(canvas, network, None, 0, sampling)
     assert calls == 14
     assert fill(canvas, network, options, 0, sampling)[0] == plain

@@ -2,26 +2,28 @@
 
 import inspect
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import XLNetConfig, XLNetLMHeadModel, set_seed
 from typer.testing import CliRunner
 
 import saltus
-from conftest import byte_tokenizer, space_tokenizer, tiny_llama
+from conftest import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from saltus.cli.app import app
 from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import Forward
 from saltus.holes import OPEN, fillings, laid_out, parsed
 from saltus.networks.any_subset import AnySubsetNetwork, read_links, write_links
-from saltus.training.any_subset import AnySubsetCourse, Holes, alike, anywhere, pack_holes, together
+from saltus.networks.xlnet import XlnetNetwork
+from saltus.training.any_subset import AnySubsetCourse, Holes, XlnetCourse, alike, anywhere, pack_holes, together
 from saltus.training.draws import draws
 from saltus.training.links import LinkCourse, neighbours
 from saltus.training.packed_model import prepared, said
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "assd.py"
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
 
 
@@ -125,9 +127,7 @@ def test_a_model_that_writes_from_left_to_right_is_refused(tiny_folder):
 
 
 def test_xlnet_fills_holes(tmp_path):
-    set_seed(0)
-    shape = {"vocab_size": 300, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "initializer_range": 0.4}
-    XLNetLMHeadModel(XLNetConfig(**shape)).save_pretrained(tmp_path)
+    tiny_xlnet().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     engine = saltus.load(str(tmp_path), "assd")
     text = "the [[4]] sat on the [[3]]."
@@ -373,3 +373,64 @@ def test_packed_rows_that_lag_do_not_know_the_last_holes():
         packed, keep, _ = pack_holes(other, ranks, MASK, lag=2)
         with torch.no_grad():
             assert torch.allclose(said(model, packed, keep)[number], rows[number], atol=1e-5)
+
+
+def test_an_xlnet_is_trained_as_it_is_asked():
+    """Rows of its two streams, in one call, are what the network says hole by hole."""
+    model = tiny_xlnet()
+    network, dice = XlnetNetwork(model), draws(0, "test")
+    text = dice.integers(4, 300, size=20)
+    course = XlnetCourse(model, [text], [text], steps=1, batch=1, holes=Holes(warm_up=0.0))
+    tokens, ranks = course.lay([text, text[:14]], [0.5, 0.3], dice)
+    course.module.eval()
+    with torch.no_grad():
+        logits, wanted = course.say(tokens, ranks)
+    rows, targets = iter(logits), iter(wanted.tolist())
+    for said_, order in zip(tokens.numpy(), ranks.numpy(), strict=True):
+        size = int((order >= 0).sum())
+        holes = np.flatnonzero(order > 0)
+        canvas = infilling(np.where(order[:size] > 0, HOLE, said_[:size]))
+        for hole in holes:
+            own = network.forward([Forward(canvas)], [network.memory()])[0].logits[0]
+            torch.testing.assert_close(next(rows), own, rtol=1e-3, atol=1e-3)
+            assert next(targets) == said_[hole]
+            canvas = canvas.fill(said_[[hole]])
+    assert float(course.nats([text], [0.5], dice).detach()) > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--left-to-right"]], ids=["any subset", "left to right"])
+def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tmp_path):
+    """A few steps on this package's own functions: the tokens bring all of them back, and holes are lines."""
+    folder = Path(saltus.__file__).parent
+    small = [
+        "--steps",
+        "2",
+        "--links",
+        "2",
+        "--batch",
+        "4",
+        "--length",
+        "48",
+        "--vocabulary",
+        "400",
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+    ]
+    command = ["train", "assd", "--recipe", str(RECIPE), "--", "--code", str(folder), *small, *more]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    engine = saltus.load(str(tmp_path / "model"), "plain", profile=False)
+    for file in (folder / "holes.py", folder / "core" / "sampling.py"):
+        source = "\t" + file.read_text(encoding="utf-8")
+        tokens = engine.tokenizer(source, add_special_tokens=False).input_ids
+        assert engine.tokenizer.decode(tokens) == source
+        assert tokens.count(engine.tokenizer.convert_tokens_to_ids("Ċ")) == source.count("\n")
+    if more:
+        assert engine.generate("def f(x):\n", max_new_tokens=4, raw=True).tokens
+        return
+    assert engine.network.links is not None
+    before, behind = "def f(x):\n    y = 1\n", "\n    return x\n"
+    found = engine.infill(before, suffix=behind, method="assd")
+    assert found.text == before + found.fillings[0] + behind

@@ -171,13 +171,17 @@ class AnySubsetCourse:
 
     @torch.no_grad()
     def report(self) -> dict[str, float]:
-        """Bits of a hole, of held-out texts, where so large a part of them is holes; none of them blanks."""
+        """Bits of a hole, of held-out texts, where so large a part is holes, without blanks, decided as at use."""
         self.module.eval()
         found = {}
         for share in (0.2, 0.95):
             generator = draws(1, "exam")
             parts = [self.held_out[i : i + self.batch] for i in range(0, 4 * self.batch, self.batch)]
-            nats = [float(self.nats(part, [share] * len(part), generator, filled=True)) for part in parts if part]
+            nats = []
+            for part in filter(None, parts):
+                tokens, ranks = self.lay(part, [share] * len(part), generator, filled=True)
+                logits, wanted = self.say(tokens, from_left_to_right(ranks))
+                nats.append(float(F.cross_entropy(logits, wanted)))
             found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
         return found
@@ -220,6 +224,37 @@ class AnySubsetCourse:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             logits = said(self.model, packed, keep)
         return logits.float(), wanted
+
+
+@dataclass(eq=False)
+class XlnetCourse(AnySubsetCourse):
+    """The same, for an XLNet of Hugging Face: its two streams are told who sees whom (Yang et al. 2019)."""
+
+    def __post_init__(self) -> None:
+        self.sizes = np.array([len(text) for text in self.texts])
+        self.module = self.model.requires_grad_(True)
+
+    def say(
+        self, tokens: Int[Tensor, "batch laid"], ranks: Int[Tensor, "batch laid"], lag: int = 0
+    ) -> tuple[Float[Tensor, "asked vocab"], Int[Tensor, "asked"]]:
+        """Logits of the holes and their tokens; content lags as queries do, since the streams share their mask."""
+        holes = ranks > 0
+        knew = (ranks - lag).clamp_min(1)
+        hidden = (ranks[:, None, :] >= knew[:, :, None]) | (ranks < 0)[:, None, :]
+        places = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, : int(holes.sum(1).max())]
+        mapping = F.one_hot(places, tokens.shape[1])
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = self.model(
+                input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
+            ).logits
+        real = holes.gather(1, places)
+        return logits[real].float(), tokens.gather(1, places)[real]
+
+
+def from_left_to_right(ranks: Int[Tensor, "batch laid"]) -> Int[Tensor, "batch laid"]:
+    """The same holes, decided in lattice order."""
+    holes = ranks > 0
+    return torch.where(holes, holes.cumsum(1), ranks)
 
 
 def alike(sizes: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator) -> Int[np.ndarray, "count"]:
