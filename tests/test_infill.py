@@ -402,23 +402,9 @@ def test_an_xlnet_is_trained_as_it_is_asked():
 def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tmp_path):
     """A few steps on this package's own functions: the tokens bring all of them back, and holes are lines."""
     folder = Path(saltus.__file__).parent
-    small = [
-        "--steps",
-        "2",
-        "--links",
-        "2",
-        "--batch",
-        "4",
-        "--length",
-        "48",
-        "--vocabulary",
-        "400",
-        "--hidden",
-        "64",
-        "--layers",
-        "1",
-    ]
-    command = ["train", "assd", "--recipe", str(RECIPE), "--", "--code", str(folder), *small, *more]
+    small = {"steps": 2, "links": 2, "batch": 4, "length": 48, "vocabulary": 400, "hidden": 64, "layers": 1}
+    sizes = [word for name, value in small.items() for word in (f"--{name}", str(value))]
+    command = ["train", "assd", "--recipe", str(RECIPE), "--", "--code", str(folder), *sizes, *more]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     engine = saltus.load(str(tmp_path / "model"), "plain", profile=False)
