@@ -15,7 +15,7 @@ Tokens are byte-level pieces, a line's end one of its own, so that any text come
 a hole between two tokens; of the stories white space is made single spaces. Behind what fills a hole there may be
 `blank` tokens: so the model learns that a hole may be longer, and can end one of unknown length by itself.
 
-`--begin` goes on from weights, of an XLNet, too, which keeps its own tokens and has no blanks.
+`--from` goes on from weights, of an XLNet, too, which keeps its own tokens and has no blanks.
 `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
 """
 
@@ -158,14 +158,14 @@ def main() -> None:
     parser.add_argument("--code", type=Path, action="append", default=[], help="a folder of Python programs")
     parser.add_argument("--work", type=Path, help="checkpoint; beside the model otherwise")
     parser.add_argument("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=192, help="tokens of a text")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, help="of learning; 0.003, or 0.0001 from weights that are given")
-    parser.add_argument("--begin", type=Path, help="a folder to begin with: of an XLNet, or of a model trained by this")
+    parser.add_argument("--from", dest="begin", type=Path, help="a folder: an XLNet, or a model trained by this")
     parser.add_argument("--spread", choices=["narrow", "wide"], default="wide", help="shares of a text that are holes")
     parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
