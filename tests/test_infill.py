@@ -251,7 +251,7 @@ def test_a_text_is_laid_out_with_blanks_behind_what_fills_its_holes():
     seen = 0
     for share in (0.05, 0.5, 0.99):
         for _ in range(20):
-            laid, taken = Holes(spans=1.0, open=1.0, blank=blank).lay(text, share, generator)
+            laid, taken = Holes(spans=1.0, blank=blank).lay(text, share, generator, 1.0)
             assert (laid[laid != blank] == text).all()
             assert taken[laid == blank].all()
             assert not taken[[0, -1]].any()
@@ -259,7 +259,7 @@ def test_a_text_is_laid_out_with_blanks_behind_what_fills_its_holes():
             assert taken[behind - 1].all()
             seen += len(behind)
             assert taken[laid != blank].sum() == max(round(share * 48), 1)
-            filled, _ = Holes(spans=1.0, open=1.0, blank=blank).lay(text, share, generator, filled=True)
+            filled, _ = Holes(spans=1.0, blank=blank).lay(text, share, generator)
             assert (filled == text).all()
     assert seen > 100
 

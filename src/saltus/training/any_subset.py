@@ -35,7 +35,10 @@ class Holes:
     warm_up: float = 0.2  # share of the steps in which holes grow from 15 % of a text
     spans: float = 0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
     order: Order = "lattice"
-    open: float = 0.4  # share of the texts with spans whose holes are too long: blanks fill what is left over
+    open: tuple[float, float] = (
+        0.4,
+        0.9,
+    )  # share of texts with spans whose holes end in blanks: at first, from half on
     blank: int | None = None
     newline: int | None = None  # a token; spans are then whole lines, as in code
 
@@ -48,9 +51,9 @@ class Holes:
         return generator.permutation(low + (high - low) * places)
 
     def lay(
-        self, text: Int[np.ndarray, "length"], share: float, generator: np.random.Generator, filled: bool = False
+        self, text: Int[np.ndarray, "length"], share: float, generator: np.random.Generator, open_: float = 0.0
     ) -> tuple[Int[np.ndarray, "laid"], Bool[np.ndarray, "laid"]]:
-        """A text and which of its tokens are holes, with blanks behind what fills them, unless all are to be `filled`.
+        """A text and which of its tokens are holes; if these are spans, `open_` is the chance that they end in blanks.
 
         The first and the last token are never holes: they begin and end texts.
         """
@@ -67,7 +70,7 @@ class Holes:
             chosen = np.append(together(int(lines[-1]) + 1, share, generator), False)
             holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of the last one is given
             holes = holes if holes.any() else np.arange(len(text)) == 1
-        if filled or self.blank is None or generator.random() >= self.open:
+        if not open_ or self.blank is None or generator.random() >= open_:
             return text, holes
         starts = np.flatnonzero(holes[1:] & ~holes[:-1]) + 1
         stops = np.flatnonzero(holes[:-1] & ~holes[1:]) + 1
@@ -167,7 +170,8 @@ class AnySubsetCourse:
         """Nats of a hole, on average."""
         generator = draws(self.seed, "holes", step)
         texts = [self.texts[place] for place in alike(self.sizes, self.batch, generator)]
-        return self.nats(texts, self.holes.shares(self.batch, step / self.steps, generator), generator)
+        shares = self.holes.shares(self.batch, step / self.steps, generator)
+        return self.nats(texts, shares, generator, self.holes.open[2 * step >= self.steps])
 
     @torch.no_grad()
     def report(self) -> dict[str, float]:
@@ -179,7 +183,7 @@ class AnySubsetCourse:
             parts = [self.held_out[i : i + self.batch] for i in range(0, 4 * self.batch, self.batch)]
             nats = []
             for part in filter(None, parts):
-                tokens, ranks = self.lay(part, [share] * len(part), generator, filled=True)
+                tokens, ranks = self.lay(part, [share] * len(part), generator)
                 logits, wanted = self.say(tokens, from_left_to_right(ranks))
                 nats.append(float(F.cross_entropy(logits, wanted)))
             found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
@@ -191,10 +195,10 @@ class AnySubsetCourse:
         texts: Sequence[Int[np.ndarray, "_"]],
         shares: Sequence[float] | np.ndarray,
         generator: np.random.Generator,
-        filled: bool = False,
+        open_: float = 0.0,
     ) -> Float[Tensor, ""]:
         """Of a hole, on average, where such shares of the texts are holes."""
-        logits, wanted = self.say(*self.lay(texts, shares, generator, filled))
+        logits, wanted = self.say(*self.lay(texts, shares, generator, open_))
         return F.cross_entropy(logits, wanted)
 
     def lay(
@@ -202,12 +206,10 @@ class AnySubsetCourse:
         texts: Sequence[Int[np.ndarray, "_"]],
         shares: Sequence[float] | np.ndarray,
         generator: np.random.Generator,
-        filled: bool = False,
+        open_: float = 0.0,
     ) -> tuple[Int[Tensor, "batch laid"], Int[Tensor, "batch laid"]]:
         """Tokens, padded behind their ends, and ranks (see `pack_holes`)."""
-        laid = [
-            self.holes.lay(text, float(share), generator, filled) for text, share in zip(texts, shares, strict=True)
-        ]
+        laid = [self.holes.lay(text, float(share), generator, open_) for text, share in zip(texts, shares, strict=True)]
         tokens = torch.zeros(len(laid), max(len(text) for text, _ in laid), dtype=torch.long)
         ranks = torch.full_like(tokens, -1)
         for row, (text, holes) in enumerate(laid):

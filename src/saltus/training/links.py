@@ -48,7 +48,8 @@ class LinkCourse:
         """Nats of a hole whose left neighbour is one."""
         course, generator = self.course, draws(self.course.seed, "links", step)
         texts = [course.texts[place] for place in alike(course.sizes, course.batch, generator)]
-        tokens, ranks = course.lay(texts, course.holes.shares(course.batch, 1.0, generator), generator)
+        shares = course.holes.shares(course.batch, 1.0, generator)
+        tokens, ranks = course.lay(texts, shares, generator, course.holes.open[1])
         behind, before = neighbours(tokens, ranks)
         logits, wanted = self._said(tokens, ranks, int(generator.integers(1, self.ahead + 1)))
         return F.cross_entropy(logits[behind] + self.module(before), wanted[behind])
@@ -62,7 +63,7 @@ class LinkCourse:
             texts = course.held_out[start : start + course.batch]
             if not texts:
                 break
-            tokens, ranks = course.lay(texts, [0.5] * len(texts), generator, filled=True)
+            tokens, ranks = course.lay(texts, [0.5] * len(texts), generator)
             behind, before = neighbours(tokens, ranks)
             own = self._said(tokens, ranks, 0)[0][behind].softmax(-1)
             logits = self._said(tokens, ranks, self.ahead // 2)[0][behind]
