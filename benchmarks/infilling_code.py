@@ -53,7 +53,7 @@ def trimmed(engine: saltus.Engine, text: str, tokens: int, right: bool = False) 
 def infilled(
     engine: saltus.Engine, method: str, rows: list[dict], seed: int, temperature: float, context: int
 ) -> Answers:
-    """Each task's line, which the model ends itself; its line end is given."""
+    """Each task's line: the first of what fills the hole. A line end behind it is given; the model ends the hole."""
     found = Answers([])
     for row in track(rows, f"{method}, seed {seed}"):
         before = trimmed(engine, row["prompt"], context * 2 // 3)
@@ -61,7 +61,7 @@ def infilled(
         began = time.perf_counter()
         one = engine.infill(before, suffix=behind, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
         found.seconds += time.perf_counter() - began
-        found.lines.append(one.fillings[0])
+        found.lines.append(one.fillings[0].partition("\n")[0])
         found.tokens += len(one.tokens)
         found.calls += len(one.steps)
     return found

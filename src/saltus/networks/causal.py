@@ -63,10 +63,12 @@ class CausalNetwork:
     fixed: Fixed | None = field(init=False, default=None)
     adapter: Adapter | None = field(init=False, default=None)
     busy: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
+    device: torch.device = field(init=False)  # a model looks through its weights for it, each time
 
     def __post_init__(self) -> None:
+        self.device = self.model.device
         self.model.set_attn_implementation(attention.NAME)
-        shaped = not self.free and (self.model.device.type == "cuda" if self.shaped is None else self.shaped)
+        shaped = not self.free and (self.device.type == "cuda" if self.shaped is None else self.shaped)
         if shaped and (why := unfit(self.model)):
             log.warning("%s: calls round as their shapes have it, and texts may differ by that", why)
             self.free, shaped = True, False
@@ -75,9 +77,8 @@ class CausalNetwork:
         self.model.eval()
         self.layers = self.model.config.get_text_config().num_hidden_layers
         if shaped:
-            device = self.model.device
-            graphs = device.type == "cuda"
-            self.fixed = Fixed(self._evaluate, self.layers, device, self.width, graphs=graphs)
+            graphs = self.device.type == "cuda"
+            self.fixed = Fixed(self._evaluate, self.layers, self.device, self.width, graphs=graphs)
         elif not self.free and supports(self.model):
             self.lean = Lean(self.model, self.rows)
 
@@ -114,7 +115,7 @@ class CausalNetwork:
         with self.busy:
             if self.fixed is None:
                 return self._forward(asks, memories)
-            with native.in_charge() if self.model.device.type == "cpu" else torch.cuda.device(self.model.device):
+            with native.in_charge() if self.device.type == "cpu" else torch.cuda.device(self.device):
                 return [self.fixed.forward(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
 
     def _can_answer_queries(self) -> None:
@@ -153,8 +154,8 @@ class CausalNetwork:
         for ask, memory in zip(asks, memories, strict=True):
             memory.tokens = self.read(ask.canvas).copy()
             memory.tree = ask if ask.tokens else None
-        if self.model.device.type == "cuda":  # so that seconds are those of the call
-            torch.cuda.current_stream(self.model.device).synchronize()
+        if self.device.type == "cuda":  # so that seconds are those of the call
+            torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - started
         rows = sum(read) + sum(len(ask.tokens) for ask in asks)
         return [
@@ -189,7 +190,7 @@ class CausalNetwork:
         call = Call([read.part for read in reads], self.layers, self.free)
         gate = self._gate(reads)
         features = any(read.features for read in reads)
-        device = self.model.device
+        device = self.device
         if self.lean is not None:
             rows = torch.tensor(wanted, dtype=torch.long)
             return self.lean(torch.tensor(tokens), torch.from_numpy(positions), call, rows, features, gate, self.taps)
@@ -215,7 +216,7 @@ class CausalNetwork:
             uniforms += read.uniforms
             temperatures += [read.temperature] * len(read.uniforms)
             guesses += read.guesses
-        device = self.model.device
+        device = self.device
         places, own = torch.tensor(rows, dtype=torch.long, device=device), torch.tensor(guesses, device=device)
         told, warm = (torch.tensor(x, dtype=torch.float64, device=device) for x in (uniforms, temperatures))
         return Gate(places, told, warm, own)
