@@ -62,7 +62,7 @@ def infilled(
         one = engine.infill(before, suffix=behind, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
         found.seconds += time.perf_counter() - began
         found.lines.append(one.fillings[0].partition("\n")[0])
-        found.tokens += len(one.tokens)
+        found.tokens += one.statistics.tokens
         found.calls += len(one.steps)
     return found
 

@@ -1,4 +1,4 @@
-"""Train a small any-subset model from scratch, on stories or on code: it fills holes anywhere (saltus infill).
+"""Train a small any-subset model, on stories or on code: it fills holes anywhere (saltus infill).
 
     saltus train assd -- --text stories.txt --text tales.csv --out my-stories
     saltus infill -m my-stories "Once upon a time there was a [[3]] who [[…]]. They lived happily."
@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saltus.networks.any_subset import ANY_SUBSET, write_links
+from saltus.networks.folders import LINKS
 from saltus.networks.loading import serves_holes
 from saltus.training.any_subset import AnySubsetCourse, Holes, XlnetCourse
 from saltus.training.draws import draws
@@ -82,10 +83,10 @@ def functions(folder: Path) -> Iterator[str]:
                 tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, OSError):
             continue
-        lines = source.splitlines(keepends=True)
+        lines = source.split("\n")
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 2:
-                yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).rstrip() + "\n"
+                yield textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).rstrip() + "\n"
 
 
 def tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
@@ -143,7 +144,7 @@ class LeftToRight(AnySubsetCourse):
     def say(self, tokens: torch.Tensor, ranks: torch.Tensor, lag: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of all tokens but the first, and the tokens."""
         real = ranks[:, 1:] >= 0
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             logits = said(self.model, causal(tokens[:, :-1]), real.flatten().nonzero()[:, 0])
         return logits.float(), tokens[:, 1:][real]
 
@@ -180,10 +181,13 @@ def main() -> None:
         sys.exit(f"only {len(told)} stories or functions; give longer texts, by --text or --code")
     generator = draws(chosen.seed, "texts")
     told = [told[place] for place in generator.permutation(len(told))]
+    if chosen.left_to_right and chosen.begin:
+        sys.exit("--left-to-right begins from nothing; leave out --from")
     model, words = begun(chosen.begin) if chosen.begin else fresh(chosen, told)
+    first, last = ([] if end is None else [end] for end in (words.bos_token_id, words.eos_token_id))
     border = max(int(len(told) * HELD_OUT), 1)
     learned, held_out = (
-        [part for one in ids for part in cut([words.bos_token_id, *one, words.eos_token_id], chosen.length)]
+        [part for one in ids for part in cut([*first, *one, *last], chosen.length)]
         for ids in (words(part, add_special_tokens=False).input_ids for part in (told[border:], told[:border]))
     )
     if not (learned and held_out):
@@ -228,6 +232,7 @@ def main() -> None:
     model.to(torch.bfloat16)
     model.save_pretrained(chosen.out)
     words.save_pretrained(chosen.out)
+    (chosen.out / LINKS).unlink(missing_ok=True)  # of what was there before
     if links is not None:
         write_links(links, chosen.out)
     print(f"written: {chosen.out}", file=sys.stderr)

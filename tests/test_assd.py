@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from saltus.core.forward import AUXILIARY, Forward, Reply
 from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Sampling, law, one_hot, probabilities
+from saltus.core.sampling import Law, Sampling, law, one_hot, probabilities
 from saltus.methods import make
 from saltus.networks.any_subset import AnySubsetNetwork
 from saltus.networks.xlnet import XlnetNetwork
@@ -287,6 +288,50 @@ def test_closed_holes_are_filled_with_the_same_tokens_and_take_no_calls(options:
         assert plain[2:14] == [first] * 12
         assert calls <= 10
         assert fill(infilling(tokens), network, options, seed, sampling)[0] == plain
+
+
+class WaveringToy:
+    """Holes at positions 1 to 10, closed by token 2; the laws of two of them change once a hole before is decided."""
+
+    canvas = infilling([1, *[HOLE] * 10, 0])
+    sampling = Sampling(1.0, closing=((2, 0, 9),))
+
+    def memory(self) -> object:
+        return object()
+
+    def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
+        decided = tokens[1] != HOLE
+        law_ = {
+            2: (0.85, 0.1, 0.05) if decided else (0.1, 0.85, 0.05),
+            3: (0.7, 0.1, 0.2) if decided else (0.3, 0.2, 0.5),
+        }
+        return torch.tensor(law_.get(hole, (0.5, 0.49, 0.01))).log()
+
+    forward, _answer, links = HoleToy.forward, HoleToy._answer, None
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", [{}, {"length": 3, "ahead": 7}, {"two_calls": True}], ids=str)
+def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
+    """A blank that was drafted and not reached decides when laws are asked for: the next draws must not know it."""
+    toy, counts = WaveringToy(), np.zeros(3)
+    for seed in range(2000):
+        text, _calls = fill(toy.canvas, toy, options, seed, toy.sampling, reject)
+        if 2 not in text[1:3]:
+            counts[text[3]] += 1
+    assert stats.chisquare(counts, counts.sum() * np.array([0.7, 0.1, 0.2])).pvalue > 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyPatch):
+    """As were it forgotten that a draft is linked to the one before it."""
+
+    def reject_unlinked(asked: Forward, laws) -> tuple[np.ndarray, int]:
+        flat = tuple(None if one is None else Law(None, np.ones(3)) for one in asked.drafted or ())
+        return reject(replace(asked, drafted=flat or None), laws)
+
+    monkeypatch.setattr("saltus.methods.assd.reject", reject_unlinked)
+    assert p_value({}, reject_unlinked, links=random_links(3)) < 1e-6
 
 
 class ChainToy(HoleToy):

@@ -52,7 +52,7 @@ class Statistics:
     """What a text took. Seconds are wall time; in a batch they are shared with the other texts."""
 
     calls: int  # of the target
-    tokens: int  # written, the end token included
+    tokens: int  # written, the end token included; not those that follow from a hole's end
     tokens_per_call: float  # of the target, those in which a method drafts by it included
     seconds: float  # prefill included
     tokens_per_second: float
@@ -278,14 +278,14 @@ class Engine:
         special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
         settings = {**sampling, "banned": tuple(sorted({*special, *sampling.get("banned", ())} - {blank}))}
         if blank is not None:  # it ends an open hole, and is in no other
-            first, blanks, closing = 0, [], []
+            first, blanks, ends = 0, list(sampling.get("banned_at", ())), []
             for hole, span in zip(template.holes, layout.spans, strict=True):
                 indices = range(first, first := first + len(span))
                 if hole is None:
-                    closing.append((blank, indices[0], indices[-1]))
+                    ends.append((blank, indices[0], indices[-1]))
                 else:
                     blanks += [(index, blank) for index in indices]
-            settings |= {"banned_at": tuple(blanks), "closing": tuple(closing)}
+            settings |= {"banned_at": tuple(blanks), "closing": tuple(ends)}
         canvas = layout.canvas
         given = canvas.tokens[canvas.given].tolist()
         return layout, Text(given, len(canvas.order), seed, Sampling(**settings), holes=canvas)

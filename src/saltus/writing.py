@@ -71,9 +71,10 @@ class Text:
         counted = step.asked.drafts, step.reply.seconds, step.reply.read, step.closed
         self.calls.append(Call(len(self.calls), tokens, *counted))
         if self.logprobs:
+            decided = tokens[: len(tokens) - step.closed]
             rows = [0, *(node + 1 for node in _ancestry(step))]
             self.log_probabilities += [
-                log_probability(step.reply.logits[row], token) for row, token in zip(rows, tokens, strict=False)
+                log_probability(step.reply.logits[row], token) for row, token in zip(rows, decided, strict=False)
             ]
             self.log_probabilities += [0.0] * step.closed
 

@@ -233,7 +233,7 @@ def assd(
         typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE),
     ] = "recipes/assd.py",
 ) -> None:
-    """Train a model that fills holes anywhere, from scratch.
+    """Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
 
     [dim]Give the same command again after an interruption: it goes on from the last
     checkpoint, with the outcome that it would have had.[/dim]
@@ -242,7 +242,9 @@ def assd(
 
         saltus train assd -- --text stories.txt --steps 2000 --out my-stories
 
-        saltus train assd --recipe recipes/assd.py -- --help
+        saltus train assd -- --code /usr/lib/python3.12 --length 320 --out my-code
+
+        saltus train assd -- --help
 
     Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
     """

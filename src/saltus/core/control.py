@@ -209,7 +209,7 @@ class Controller:
         if self.costs.seconds:
             spent = drafting + self.costs.of(len(step.asked.tokens) + 1)
             pace = self.shifts.awake if drafting or step.asked.guided else self.shifts.asleep
-            pace.observe(len(decided), spent / self.costs.of(1))
+            pace.observe(len(decided) - step.closed, spent / self.costs.of(1))
 
 
 def _same_drafter(one: str, other: str) -> bool:

@@ -92,9 +92,10 @@ def speculate(
         reply = yield asked
         laws = Laws(asked, reply, sampling, noise)
         tokens, node = rule(asked, laws)
-        closed = sampling.closed(canvas.done + len(tokens) - 1, int(tokens[-1])) if sampling.closing else 0
+        closed = laws.closed(tokens) if sampling.closing else 0
         tokens = np.append(tokens, tokens[-1:].repeat(closed))
         end = stop(canvas, tokens) if stop else None
+        closed = closed if end is None else max(closed - (len(tokens) - end), 0)
         last = Step(canvas, asked, reply, laws, tokens[:end], node, closed)
         controller.observe(offered, last, drafting)
         canvas = canvas.fill(last.tokens)

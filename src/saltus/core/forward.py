@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,7 +33,7 @@ class Forward:
     for the token *of that position*, where a token's are for the next. A query that has a token is a *guess* (Jacobi
     Forcing): it reads this token's embedding too, and its logits are for the next position. Queries stand behind all
     tokens, and only queries hang from them; no rule, drafter or memory ever takes one for text. To a network that fills
-    holes anywhere, positions are those of the open holes in turn, and a query, told no uniform, is a blank (ASSD).
+    holes anywhere, positions are those of the open holes in turn, and a query, told no uniform, is a mask (ASSD).
     """
 
     canvas: Canvas
@@ -179,6 +179,14 @@ class Laws:
         whole[columns] = float_row(row)
         return law(torch.from_numpy(whole), self.sampling, context, index)
 
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """Does what follows the last of these, decided by the call, follow from it?"""
+        return bool(self.sampling.closing and self.closed(tokens))
+
+    def closed(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """How many tokens do."""
+        return self.sampling.closed(self.asked.canvas.done + len(tokens) - 1, int(tokens[-1]))
+
     def depth(self, node: int) -> int:
         """How many tokens stand before the hole that this law is for: that of a query without one is its own place."""
         return self.asked.depths[node] + (self.asked.tokens[node] != AUXILIARY) if node >= 0 else 0
@@ -206,7 +214,7 @@ class Step:
     reply: Reply
     laws: Laws
     tokens: np.ndarray  # decided by the step
-    node: int  # where the walk ended: -1, or the last accepted node
+    node: int  # where the walk ended: -1, or the last accepted node; behind it one token more, unless it closed a hole
     closed: int = 0  # tokens at the end that no law decided, but the one before them, which closed a hole
 
 

@@ -34,7 +34,6 @@ class Rider:
     form: Form = "one-hot"
     length: int = 8  # drafts of a group, at most
     most: int = 32  # queries of a call, at most
-    source: str = SOURCE
     offered: list[int] = field(default_factory=list, init=False)  # drafts of the last step
     learned: list[bool] = field(default_factory=list, init=False)  # were those right, as far as is known?
     idle: int = field(default=0, init=False)  # calls without queries
@@ -51,7 +50,7 @@ class Rider:
                 chances.append(chance)
         before, self.offered = self.offered, tokens
         self.learned = [] if last is None else compared(before, last.tokens.tolist())
-        return [Branch(tokens[:room], chances[:room], self.source)] if tokens and room else []
+        return [Branch(tokens[:room], chances[:room], SOURCE)] if tokens and room else []
 
     def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
         """Hang groups into the tree that is about to be verified; `chances` are those of its nodes, if the parent is.
@@ -63,8 +62,8 @@ class Rider:
             return asked
         for depth, right in enumerate(self.learned):
             if controller.adaptive:
-                controller.acceptance.observe(f"{self.source}/{depth}", EVEN, right)
-        odds = [controller.calibrated(f"{self.source}/{depth}", EVEN) for depth in range(self.length)]
+                controller.acceptance.observe(f"{SOURCE}/{depth}", EVEN, right)
+        odds = [controller.calibrated(f"{SOURCE}/{depth}", EVEN) for depth in range(self.length)]
         ends, reached = endings(asked, chances)
         left = len(asked.canvas.open) - 1
         room = [left, *(left - depth - 1 for depth in asked.depths)]

@@ -26,6 +26,8 @@ def match(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
         if child is None:
             break
         node = child
+        if laws.closes(tokens):
+            break
     return np.array(tokens, dtype=np.int64), node
 
 
@@ -49,6 +51,8 @@ def reject(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
             target = residual(target, draft)
         else:
             tokens.append(pick(laws.noise.at("text", [position])[0], target))
+            break
+        if laws.closes(tokens):
             break
     return np.array(tokens, dtype=np.int64), node
 

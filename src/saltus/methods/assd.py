@@ -1,4 +1,4 @@
-"""Propose what the model says of each hole alone, or what stood between such neighbours before; it verifies itself."""
+"""Propose what the model said of holes ahead, or what stood behind such a token before; it verifies itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saltus.core.forward import Forward, Step
 from saltus.core.links import Links
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, draw, float_row, law, pick, probability
+from saltus.core.sampling import Law, Sampling, draw, float_row, law, log_probability, pick, probability
 from saltus.core.tree import Branch
 
 SOURCE = "assd"
@@ -31,21 +31,22 @@ REST = 32  # calls without drafts, where they did not pay
 class Assd:
     """Any-subset speculative decoding (ASSD, Guo and Ermon 2025): fill several holes in a call, from the joint law.
 
-    The model's laws of the next holes, each given the decided text alone, are drafts that the same model verifies
-    (Alg. 1); in the very calls that verify, so that a round is one call and not two. Or drafts are drawn from pairs of
-    neighbours counted in the text (Alg. 2), which any model can verify, a causal one too.
+    Drafts are of the model's laws of the next holes, each given what was decided alone, and the same model verifies
+    them (Alg. 1). It is asked for the laws of many holes in a call that verifies, so that a round is one call and not
+    two. Or drafts are drawn from pairs of neighbours counted in the text (Alg. 2), which any model can verify, a causal
+    one too.
     """
 
     draft: Literal["self", "bigram"] = "self"
     length: int = 4  # holes drafted, at most
-    ahead: int = 16  # holes whose laws are asked for at once, by the call that verifies
+    ahead: int = 16  # holes whose laws are asked for at once, by a call that verifies; at least two for each drafted
     two_calls: bool = False  # draft in a call of its own, as the paper does
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"assd: length is {self.length}, but must be 1 or more")
-        if self.ahead < 2:
-            raise ValueError(f"assd: ahead is {self.ahead}, but must be 2 or more")
+        if self.ahead < 1:
+            raise ValueError(f"assd: ahead is {self.ahead}, but must be 1 or more")
         if self.draft not in ("self", "bigram"):
             raise ValueError(f"assd: draft is {self.draft!r}, but must be self or bigram")
 
@@ -63,7 +64,7 @@ class Assd:
             return Bigram(noise, sampling, rule, self.length)
         if self.two_calls:
             return in_two_calls(noise, sampling, rule, "independent", self.length, source=SOURCE)
-        return SelfDrafter(noise, sampling, rule, self.length, self.ahead)
+        return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length))
 
 
 @dataclass
@@ -72,8 +73,8 @@ class SelfDrafter:
 
     They were asked for at once, so none knows the tokens of the others, nor what was decided since; the model's links
     tell each draft the token to its left. (With those they hardly age: what a law lacks is that token.) Under `reject`
-    drafts are drawn with uniforms of their own, and the laws are told to the rule. (A hole keeps its uniform from call
-    to call, since a draft that was tested decides its hole, by itself or by what replaces it.)
+    drafts are drawn with uniforms of their own, and the laws are told to the rule. These uniforms are others in each
+    call: what was drawn may have a say in when laws are asked for, so a law must not meet them again.
     """
 
     noise: Noise
@@ -81,10 +82,10 @@ class SelfDrafter:
     rule: Rule
     length: int
     ahead: int
-    laws: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by position: logits, and how many tokens knew
+    laws: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # logits of a hole, and how many tokens they knew
     links: Links | None = None
-    offered: int = 0  # drafts, in this step
-    idle: int = 0  # calls that are still to go without
+    first: int | None = None  # of the drafts of this step, if there are any
+    idle: int = 0  # calls that are still to go without asking
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         if last is not None:
@@ -92,22 +93,23 @@ class SelfDrafter:
         holes = canvas.open[: min(self.length, room)]
         drawn = self.rule is reject
         found = _Drafts(SOURCE, drawn)
-        uniforms = uniforms_of(self.noise, self.sampling, holes, SOURCE if drawn else "text")
+        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
         text, context = canvas.tokens, None
         if self.sampling.repetition_penalty != 1:
             context = text[canvas.known]
         for index, hole, u in zip(range(canvas.done, canvas.done + len(holes)), holes.tolist(), uniforms, strict=True):
             if hole not in self.laws:
                 break
-            logits, knew = self.laws[hole]
-            row = float_row(logits)
+            said, knew = self.laws[hole]
+            row = float_row(said)
             if self.links is not None and index > knew and canvas.order[index - 1] == hole - 1:
                 row = row + self.links(found.tokens[-1] if found.tokens else int(text[hole - 1]))
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
-            found.add(law(torch.from_numpy(row), self.sampling, seen, index), u)
+            logits = torch.from_numpy(row)
+            found.add(law(logits, self.sampling, seen, index), u, logits if self.sampling.greedy else None)
             if self.sampling.closed(index, found.tokens[-1]):
                 break
-        self.offered = len(found.tokens)
+        self.first = found.tokens[0] if found.tokens else None
         return found.branches()
 
     def _keep(self, last: Step) -> None:
@@ -120,14 +122,22 @@ class SelfDrafter:
 
     def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
         """Ask for the laws of the holes ahead, where those that are known will not do for the next drafts."""
-        if controller.adaptive and self.offered and not asked.drafts:
-            self.idle, self.offered = REST, 0
+        taken = any(asked.tokens[node] == self.first for node in asked.children(-1))
+        if controller.adaptive and self.first is not None and not taken:
+            self.idle = REST
         self.idle = max(self.idle - 1, 0)
         holes = asked.canvas.open[: self.ahead].tolist()
         needed = holes[1 : max(asked.depths, default=-1) + 2 + self.length]
         if not controller.budget or self.idle or all(hole in self.laws for hole in needed):
             return asked
         return with_groups(asked, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
+
+
+def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, drawn: bool) -> list[float]:
+    """Those of the text, or for drafts that are drawn others, which no other call has."""
+    if not drawn:
+        return uniforms_of(noise, sampling, holes)
+    return noise.at(SOURCE, canvas.done * len(canvas.order) + np.arange(len(holes))).tolist()
 
 
 @dataclass
@@ -140,12 +150,19 @@ class _Drafts:
     chances: list[float] = field(default_factory=list)
     laws: list[Law] = field(default_factory=list)
 
-    def add(self, law: Law, u: float) -> None:
-        """The next token; if its law is told to the rule, the chance that is stated does not depend on it."""
+    def add(self, law: Law, u: float, logits: Tensor | None = None) -> None:
+        """The next token; if its law is told to the rule, the chance that is stated does not depend on it.
+
+        A greedy law is always certain: its `logits` say how much that is worth.
+        """
         token = draw(u, law) if self.drawn else pick(u, law)
         self.tokens.append(token)
         self.laws.append(law)
-        self.chances.append(law.peak if self.drawn else probability(token, law))
+        if self.drawn:
+            self.chances.append(law.peak)
+        else:
+            sure = probability(token, law) if logits is None else math.exp(log_probability(logits, token))
+            self.chances.append(sure)
 
     def branches(self) -> list[Branch]:
         laws = self.laws if self.drawn else None
@@ -169,7 +186,7 @@ class Bigram:
         text = canvas.tokens.copy()
         drawn = self.rule is reject
         found = _Drafts(f"{SOURCE}/bigram", drawn)
-        uniforms = uniforms_of(self.noise, self.sampling, holes, SOURCE if drawn else "text")
+        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
         for hole, u in zip(holes.tolist(), uniforms, strict=True):
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:

@@ -28,10 +28,10 @@ from saltus.core.forward import AUXILIARY, Forward, Reply
 from saltus.core.links import Links
 from saltus.networks.attention import Part
 from saltus.networks.causal import ROWS, CausalNetwork, _Read
+from saltus.networks.folders import LINKS
 from saltus.networks.memory import Memory
 
-LINKS = "links.safetensors"  # beside a model's weights
-ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that fills what is left over}
+ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that ends an open hole}
 
 
 @dataclass
@@ -147,8 +147,8 @@ def read_links(folder: Path, vocab: int) -> Links | None:
         links = Links(found["left"].float().numpy(), found["right"].float().numpy())
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{folder / LINKS} is damaged ({error}); delete it, or train the model again") from None
-    if {len(links.left), len(links.right)} != {vocab}:
-        raise ValueError(f"{folder / LINKS} is of a model of another vocabulary; delete it, or train the model again")
+    if links.left.shape != links.right.shape or len(links.left) != vocab:
+        raise ValueError(f"{folder / LINKS} is of another model; delete it, or train the model again")
     return links
 
 

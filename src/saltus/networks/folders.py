@@ -14,6 +14,7 @@ WEIGHTS = (
     re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     re.compile(r"[^/]+\.safetensors"),
 )
+LINKS = "links.safetensors"  # beside the weights of an any-subset model
 # What a configuration says about the file, not about the function that the network computes.
 VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 

@@ -15,7 +15,7 @@ from saltus.networks.fetching import (
     require_space,
     write_note,
 )
-from saltus.networks.folders import WEIGHTS, check_folder
+from saltus.networks.folders import LINKS, WEIGHTS, check_folder
 from saltus.networks.progress import Progress, Stage
 
 PATIENCE = 6.0  # seconds that the hub has to answer a first question
@@ -101,6 +101,7 @@ def _ask_hub(hub_id: str, revision: str | None) -> dict[str, int]:
             f"{hub_id} holds no weights that Transformers loads; choose a repository with safetensors files"
         )
     aside = [n for n in sizes if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
+    aside += [LINKS] if LINKS in sizes else []
     return {n: sizes[n] for n in {*names, *aside}}
 
 

@@ -35,10 +35,8 @@ class Holes:
     warm_up: float = 0.2  # share of the steps in which holes grow from 15 % of a text
     spans: float = 0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
     order: Order = "lattice"
-    open: tuple[float, float] = (
-        0.4,
-        0.9,
-    )  # share of texts with spans whose holes end in blanks: at first, from half on
+    # share of the texts with spans whose holes end in blanks, as they do that are too long: at first, and from half on
+    open: tuple[float, float] = (0.4, 0.9)
     blank: int | None = None
     newline: int | None = None  # a token; spans are then whole lines, as in code
 
@@ -148,7 +146,7 @@ def pack_holes(
 class AnySubsetCourse:
     """Fill the holes of texts, each given the text and the holes before it.
 
-    Texts are of any length; `held_out` ones are examined. Of the `steps` the holes' warm-up is a share.
+    Texts have three tokens or more; `held_out` ones are examined. Of the `steps` the holes' warm-up is a share.
     """
 
     model: Any  # a Llama of Hugging Face, whose configuration names its mask

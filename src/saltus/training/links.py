@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.links import Links
-from saltus.training.any_subset import AnySubsetCourse, alike
+from saltus.training.any_subset import AnySubsetCourse, alike, from_left_to_right
 from saltus.training.draws import draws
 
 
@@ -28,7 +28,7 @@ class LinkModel(nn.Module):
         return self.left[before] @ self.right.T
 
     def links(self) -> Links:
-        return Links(*(weight.detach().numpy() for weight in (self.left, self.right)))
+        return Links(*(weight.detach().cpu().numpy() for weight in (self.left, self.right)))
 
 
 @dataclass(eq=False)
@@ -42,7 +42,8 @@ class LinkCourse:
 
     def __post_init__(self) -> None:
         self.course.module.requires_grad_(False).eval()
-        self.module = LinkModel(self.course.model.get_output_embeddings().weight.shape[0], self.rank, self.course.seed)
+        words = self.course.model.get_output_embeddings().weight
+        self.module = LinkModel(len(words), self.rank, self.course.seed).to(words.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """Nats of a hole whose left neighbour is one."""
@@ -50,8 +51,11 @@ class LinkCourse:
         texts = [course.texts[place] for place in alike(course.sizes, course.batch, generator)]
         shares = course.holes.shares(course.batch, 1.0, generator)
         tokens, ranks = course.lay(texts, shares, generator, course.holes.open[1])
+        ranks = from_left_to_right(ranks)
         behind, before = neighbours(tokens, ranks)
         logits, wanted = self._said(tokens, ranks, int(generator.integers(1, self.ahead + 1)))
+        if not len(before):
+            return self.module.right.sum() * 0
         return F.cross_entropy(logits[behind] + self.module(before), wanted[behind])
 
     @torch.no_grad()
@@ -64,6 +68,7 @@ class LinkCourse:
             if not texts:
                 break
             tokens, ranks = course.lay(texts, [0.5] * len(texts), generator)
+            ranks = from_left_to_right(ranks)
             behind, before = neighbours(tokens, ranks)
             own = self._said(tokens, ranks, 0)[0][behind].softmax(-1)
             logits = self._said(tokens, ranks, self.ahead // 2)[0][behind]
