@@ -255,6 +255,12 @@ def test_a_hub_id_is_downloaded_once_with_what_is_needed_of_it(hub, ask):
     assert (Path(found) / "tokenizer.json").exists()
 
 
+def test_links_come_with_an_any_subset_model(hub, ask):
+    hub.files["links.safetensors"] = b"links"
+    found, _stages = ask("o/m", hub.server.server_port)
+    assert (Path(found) / "links.safetensors").read_bytes() == b"links"
+
+
 def test_a_download_that_broke_off_is_not_taken_for_a_model(hub, ask, tmp_path):
     hub.broken = "tokenizer.json"
     assert "broke off" in ask("o/m", hub.server.server_port)[0]
