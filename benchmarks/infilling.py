@@ -265,7 +265,11 @@ def main() -> None:
             for name, rows in found.items():
                 tokens, calls = (sum(row[key] for row in rows) for key in ("said", "calls"))
                 plain = found[PLAIN]
-                ratios = [a["seconds"] / b["seconds"] for a, b in zip(plain, rows, strict=True) if b["seconds"]]
+                ratios = [  # of the time for a token, since under reject holes end where they will
+                    a["seconds"] / a["said"] * b["said"] / b["seconds"]
+                    for a, b in zip(plain, rows, strict=True)
+                    if b["seconds"]
+                ]
                 told = {
                     "task": task, "rule": rule, "way": name, "texts": len(rows), "tokens": tokens, "calls": calls,
                     "tokens_per_call": round(tokens / calls, 3), "seconds": round(sum(r["seconds"] for r in rows), 2),

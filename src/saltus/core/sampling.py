@@ -279,7 +279,7 @@ def probability(token: int, law: Law) -> float:
 def probabilities(law: Law, vocab: int) -> np.ndarray:
     """Of all tokens, float64."""
     dense = np.zeros(vocab)
-    dense[slice(len(law.weights)) if law.tokens is None else law.tokens] = law.weights / law.total
+    dense[slice(len(law.weights)) if law.tokens is None else law.tokens] = law.weights / law.mass
     return dense
 
 
