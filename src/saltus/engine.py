@@ -16,7 +16,7 @@ from saltus import methods, profiles
 from saltus.core.control import Costs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
-from saltus.holes import OPEN, Layout, Template, fillings, laid_out, parsed
+from saltus.holes import OPEN, Layout, Template, as_template, blank_rules, fillings, laid_out
 from saltus.networks.loading import Checkpoint, first_line, load_checkpoint, same_vocabulary
 from saltus.networks.progress import Progress
 from saltus.networks.sources import DEFAULT
@@ -258,7 +258,7 @@ class Engine:
         many, jobs = not isinstance(text, str | Template), []
         for number, one in enumerate(text if many else [text]):
             try:
-                jobs.append(self._hole_job(_template(one, suffix), suffix is not None, open_tokens, seed, sampling))
+                jobs.append(self._hole_job(as_template(one, suffix), suffix is not None, open_tokens, seed, sampling))
             except ValueError as error:
                 raise ValueError(f"text {number}: {error}") if many else error from error
         for _, job in jobs:
@@ -277,15 +277,9 @@ class Engine:
         layout = laid_out(template, self.tokenizer, most, self.target.context, as_is)
         special = {token for token, kind in self.tokenizer.added_tokens_decoder.items() if kind.special}
         settings = {**sampling, "banned": tuple(sorted({*special, *sampling.get("banned", ())} - {blank}))}
-        if blank is not None:  # it ends an open hole, and is in no other
-            first, blanks, ends = 0, list(sampling.get("banned_at", ())), []
-            for hole, span in zip(template.holes, layout.spans, strict=True):
-                indices = range(first, first := first + len(span))
-                if hole is None:
-                    ends.append((blank, indices[0], indices[-1]))
-                else:
-                    blanks += [(index, blank) for index in indices]
-            settings |= {"banned_at": tuple(blanks), "closing": tuple(ends)}
+        if blank is not None:
+            banned_at, ends = blank_rules(layout, template.holes, blank)
+            settings |= {"banned_at": (*sampling.get("banned_at", ()), *banned_at), "closing": ends}
         canvas = layout.canvas
         given = canvas.tokens[canvas.given].tolist()
         return layout, Text(given, len(canvas.order), seed, Sampling(**settings), holes=canvas)
@@ -393,15 +387,6 @@ class Engine:
                     networks[name] = brought
             self.ensembles[method] = Ensemble(made, networks, self.rule, budget, self.adaptive, contexts, self.costs)
         return self.ensembles[method]
-
-
-def _template(text: str | Template, suffix: str | None) -> Template:
-    """Errors: ValueError for a text without holes, or a template and a suffix."""
-    if suffix is None:
-        return text if isinstance(text, Template) else parsed(text)
-    if isinstance(text, Template):
-        raise ValueError("a template has its holes; leave out suffix, or give the text before the hole as a str")
-    return Template((text, suffix), (None,))
 
 
 def _is_sequence(prompt: Any) -> bool:

@@ -38,6 +38,15 @@ def parsed(text: str) -> Template:
     return Template(tuple(parts[::2]), holes)
 
 
+def as_template(text: str | Template, suffix: str | None = None) -> Template:
+    """Of a text with marks, or of what stands before and behind a hole. Errors: ValueError as `parsed`."""
+    if suffix is None:
+        return text if isinstance(text, Template) else parsed(text)
+    if isinstance(text, Template):
+        raise ValueError("a template has its holes; leave out suffix, or give the text before the hole as a str")
+    return Template((text, suffix), (None,))
+
+
 @dataclass(frozen=True)
 class Layout:
     """A template as tokens on a canvas, and where its holes stand."""
@@ -80,6 +89,20 @@ def laid_out(
     if not any(token != HOLE for token in tokens):
         raise ValueError("the text is only holes, and the model has no token that begins one; write a word")
     return Layout(infilling(np.array(tokens, dtype=np.int64)), tuple(spans), tuple(pieces))
+
+
+def blank_rules(
+    layout: Layout, holes: Sequence[int | None], blank: int
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
+    """Where a blank ends a hole, and where it may not be: `banned_at` and `closing` of `Sampling`."""
+    first, banned, closing = 0, [], []
+    for hole, span in zip(holes, layout.spans, strict=True):
+        indices = range(first, first := first + len(span))
+        if hole is None:
+            closing.append((blank, indices[0], indices[-1]))
+        else:
+            banned += [(index, blank) for index in indices]
+    return tuple(banned), tuple(closing)
 
 
 def fillings(layout: Layout, tokens: Sequence[int], tokenizer: Any) -> list[list[str]]:

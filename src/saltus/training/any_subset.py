@@ -24,7 +24,7 @@ Order = Literal["lattice", "any"]
 SPREADS = {"narrow": (0.9, 0.99), "wide": (0.05, 0.99)}  # shares of a text that are holes, at the end of the warm-up
 FIRST = 0.15  # share of a text that is holes, at first
 MOST = 24  # blanks behind what fills a hole, at most, and as many more as its tokens
-ALIKE = 24  # tokens by which the texts of a batch may differ in length, unless there are too few
+ALIKE = 24  # tokens by which lengths are blurred before texts of like length are taken together
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ class AnySubsetCourse:
         generator = draws(self.seed, "holes", step)
         texts = [self.texts[place] for place in alike(self.sizes, self.batch, generator)]
         shares = self.holes.shares(self.batch, step / self.steps, generator)
-        return self.nats(texts, shares, generator, self.holes.open[2 * step >= self.steps])
+        logits, wanted = self.say(*self.lay(texts, shares, generator, self.holes.open[2 * step >= self.steps]))
+        return F.cross_entropy(logits, wanted)
 
     @torch.no_grad()
     def report(self) -> dict[str, float]:
@@ -187,17 +188,6 @@ class AnySubsetCourse:
             found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
         return found
-
-    def nats(
-        self,
-        texts: Sequence[Int[np.ndarray, "_"]],
-        shares: Sequence[float] | np.ndarray,
-        generator: np.random.Generator,
-        open_: float = 0.0,
-    ) -> Float[Tensor, ""]:
-        """Of a hole, on average, where such shares of the texts are holes."""
-        logits, wanted = self.say(*self.lay(texts, shares, generator, open_))
-        return F.cross_entropy(logits, wanted)
 
     def lay(
         self,
@@ -258,7 +248,10 @@ def from_left_to_right(ranks: Int[Tensor, "batch laid"]) -> Int[Tensor, "batch l
 
 
 def alike(sizes: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator) -> Int[np.ndarray, "count"]:
-    """Texts of about one length, so that little of a batch is padding; each text is as likely as any other."""
+    """Texts of about one length, so that little of a batch is padding; each text is as likely as any other.
+
+    For that the longest and the shortest are neighbours, too, now and then.
+    """
     order = np.argsort(sizes + generator.uniform(0, ALIKE, len(sizes)))
     first = int(generator.integers(len(sizes)))
     return order[(first + np.arange(count)) % len(sizes)]
