@@ -12,7 +12,7 @@ tokens, both with standard errors, ROUGE is F1 of what fills the holes.
 
 The wrong ways: *one step* draws every hole from its own law in one call; *no residual* (the procedure of σ-GPT) draws
 from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew;
-*without links* drafts do not know the token to their left. A causal model (`--causal`), for whole sentences, continues
+*without links* drafts do not know the tokens to their left. A causal model (`--causal`), for whole sentences, continues
 the left side by as many sentences as are missing.
 """
 

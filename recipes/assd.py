@@ -8,8 +8,8 @@
 
 `--text` is a plain text, its stories parted by <|endoftext|> or empty lines, or a table (.csv) with columns document_id
 and text, a sentence a row. `--code` is a folder, whose Python functions are learned, one by one, but those of tests and
-installed packages. A hundredth of the texts is held out. A run that was killed goes on where it was when the same
-command is given again.
+installed packages, or a file of lines in JSON with a program each (`code`, and what it is to do, `text`), as MBPP is. A
+hundredth of the texts is held out. A run that was killed goes on where it was when the same command is given again.
 
 Tokens are byte-level pieces, a line's end one of its own, so that any text comes back as it was, and a missing line is
 a hole between two tokens; of the stories white space is made single spaces. Behind what fills a hole there may be
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import json
 import math
 import re
 import sys
@@ -41,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from saltus.networks.any_subset import ANY_SUBSET, write_links
 from saltus.networks.folders import LINKS
 from saltus.networks.loading import serves_holes
-from saltus.training.any_subset import AnySubsetCourse, Holes, XlnetCourse
+from saltus.training.any_subset import SPREADS, AnySubsetCourse, Holes, XlnetCourse
 from saltus.training.draws import draws
 from saltus.training.links import LinkCourse
 from saltus.training.loop import Progress, Schedule, train
@@ -70,6 +71,20 @@ def stories(file: Path) -> list[str]:
         ]
     parts = re.split(r"<\|endoftext\|>|\n\s*\n", file.read_text(encoding="utf-8", errors="ignore"))
     return [" ".join(part.split()) for part in parts if len(part.split()) >= 8]
+
+
+def programs(source: Path) -> Iterator[str]:
+    """Of a file, each behind what it is to do, or a folder's functions."""
+    if source.is_dir():
+        yield from functions(source)
+        return
+    try:
+        with source.open(encoding="utf-8") as lines:
+            for row in map(json.loads, filter(str.strip, lines)):
+                told = f'"""{row["text"]}"""\n' if row.get("text") else ""
+                yield told + "\n".join(row["code"].expandtabs(4).splitlines()).rstrip() + "\n"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        sys.exit(f"{source} holds no programs ({error}); give a folder, or lines of JSON with code and text")
 
 
 def functions(folder: Path) -> Iterator[str]:
@@ -156,7 +171,7 @@ class LeftToRight(AnySubsetCourse):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", default=[], help="of stories")
-    parser.add_argument("--code", type=Path, action="append", default=[], help="a folder of Python programs")
+    parser.add_argument("--code", type=Path, action="append", default=[], help="a folder of Python programs, or .jsonl")
     parser.add_argument("--work", type=Path, help="checkpoint; beside the model otherwise")
     parser.add_argument("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
     parser.add_argument("--steps", type=int, default=3000)
@@ -167,16 +182,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, help="of learning; 0.003, or 0.0001 from weights that are given")
     parser.add_argument("--from", dest="begin", type=Path, help="a folder: an XLNet, or a model trained by this")
-    parser.add_argument("--spread", choices=["narrow", "wide"], default="wide", help="shares of a text that are holes")
+    parser.add_argument("--spread", choices=list(SPREADS), default="wide", help="shares of a text that are holes")
+    parser.add_argument("--spans", type=float, default=0.5, help="share of the texts whose holes are spans")
     parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
-    parser.add_argument("--links", type=int, default=600, help="steps in which it learns to draft, behind the others")
+    parser.add_argument("--links", type=int, default=800, help="steps in which it learns to draft, behind the others")
     parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     told = [story for file in chosen.text for story in stories(file)]
-    told += dict.fromkeys(one for folder in chosen.code for one in functions(folder))
+    told += dict.fromkeys(one for source in chosen.code for one in programs(source))
     if len(told) < 200:
         sys.exit(f"only {len(told)} stories or functions; give longer texts, by --text or --code")
     generator = draws(chosen.seed, "texts")
@@ -196,7 +212,7 @@ def main() -> None:
     print(f"{len(learned):,} texts of {count / len(learned):.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
     newline = words.convert_tokens_to_ids(LINE_END) if chosen.code and LINE_END in words.get_vocab() else None
     blank = (getattr(model.config, ANY_SUBSET, None) or {}).get("blank")
-    holes = Holes(chosen.spread, order=chosen.order, blank=blank, newline=newline)
+    holes = Holes(chosen.spread, spans=chosen.spans, order=chosen.order, blank=blank, newline=newline)
     kind = (
         LeftToRight if chosen.left_to_right else XlnetCourse if model.config.model_type == "xlnet" else AnySubsetCourse
     )

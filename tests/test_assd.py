@@ -19,6 +19,7 @@ from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Law, Sampling, law, one_hot, probabilities
 from saltus.methods import make
+from saltus.methods.assd import SelfDrafter, _Said
 from saltus.networks.any_subset import AnySubsetNetwork
 from saltus.networks.xlnet import XlnetNetwork
 from saltus.training.draws import draws
@@ -31,8 +32,14 @@ def tiny_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
     return AnySubsetNetwork(tiny_llama(seed, any_subset={"mask": MASK}, **changes).to(dtype))
 
 
-def random_links(vocab: int = 300, scale: float = 1.0) -> Links:
-    return Links(*(scale * draws(0, side).normal(size=(vocab, 2)).astype(np.float32) for side in ("left", "right")))
+def random_links(vocab: int = 300, scale: float = 1.0, hidden: int = 32, told: float = 0.1) -> Links:
+    """Of rank 2."""
+
+    def table(name: str, *shape: int) -> np.ndarray:
+        return draws(0, name).normal(size=shape).astype(np.float32)
+
+    tables = {name: np.float32(scale) * table(name, vocab, 2) for name in ("left", "before", "right")}
+    return Links(**tables, told=np.float32(told) * table("told", hidden, 3))
 
 
 def text_with_holes(length: int = 40, holes: int = 25, seed: int = 0) -> Canvas:
@@ -90,12 +97,20 @@ def by_hand(network: AnySubsetNetwork, canvas: Canvas, drafts: list[int], hole: 
 def test_a_row_is_the_law_of_its_hole_given_what_its_path_says():
     network, canvas = tiny_network(), text_with_holes()
     holes = canvas.open
-    asked = Forward(canvas, (7, 9, 8, AUXILIARY, AUXILIARY), (-1, 0, -1, 0, 3), uniforms=(None,) * 3 + (np.nan,) * 2)
+    uniforms = (None,) * 3 + (np.nan,) * 2
+    asked = Forward(canvas, (7, 9, 8, AUXILIARY, AUXILIARY), (-1, 0, -1, 0, 3), features=True, uniforms=uniforms)
     reply = network.forward([asked], [network.memory()])[0]
     wanted = [([], 0), ([7], 1), ([7, 9], 2), ([8], 1), ([7], 1), ([7], 2)]
     assert len(reply.logits) == len(wanted)
+    assert_features_say_the_logits(network, reply)
     for row, (drafts, hole) in zip(reply.logits, wanted, strict=True):
         torch.testing.assert_close(row, by_hand(network, canvas, drafts, int(holes[hole])), rtol=1e-3, atol=1e-3)
+
+
+def assert_features_say_the_logits(network: AnySubsetNetwork, reply: Reply) -> None:
+    """The state in each row is that of the same row's law."""
+    with torch.no_grad():
+        torch.testing.assert_close(network.model.lm_head(reply.features), reply.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,14 +164,21 @@ def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dic
             assert calls <= len(canvas.order)
 
 
-def test_texts_in_a_batch_are_those_alone():
-    network = tiny_network()
+@pytest.mark.parametrize("free", [False, True], ids=["exact", "free"])
+def test_texts_in_a_batch_are_those_alone(free: bool):
+    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), free=free)
     canvases = [text_with_holes(seed=seed, length=30 + 7 * seed) for seed in range(3)]
     memories = [network.memory() for _ in canvases]
-    asks = [Forward(canvas, (5, 6), (-1, 0)) for canvas in canvases]
+    asks = [Forward(canvas, (5, 6), (-1, 0), features=seed > 0) for seed, canvas in enumerate(canvases)]
     together = network.forward(asks, memories)
     for ask, reply in zip(asks, together, strict=True):
-        assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+        alone = network.forward([ask], [network.memory()])[0]
+        if free:
+            torch.testing.assert_close(reply.logits, alone.logits, rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(reply.logits, alone.logits)
+        if ask.features:
+            assert_features_say_the_logits(network, reply)
 
 
 def test_xlnet_sees_what_it_may():
@@ -205,10 +227,20 @@ class HoleToy:
         return self.logits[left, right]
 
     def forward(self, asks, memories) -> list[Reply]:
-        return [
-            Reply(torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))]), links=self.links)
-            for ask in asks
-        ]
+        return [self._reply(ask) for ask in asks]
+
+    def _reply(self, ask: Forward) -> Reply:
+        rows = torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))])
+        states = torch.stack([self.state(self._hole(ask, node)) for node in range(-1, len(ask.tokens))])
+        return Reply(rows, states if self.links is not None else None, links=self.links)
+
+    @staticmethod
+    def state(hole: int) -> torch.Tensor:
+        """What the links are told of a hole."""
+        return torch.from_numpy(draws(0, "hole", hole).normal(size=3).astype(np.float32))
+
+    def _hole(self, ask: Forward, node: int) -> int:
+        return int(ask.canvas.open[0 if node < 0 else ask.depths[node] + (ask.tokens[node] != AUXILIARY)])
 
     def _answer(self, ask: Forward, node: int) -> torch.Tensor:
         path, at = [], node
@@ -216,8 +248,7 @@ class HoleToy:
             if ask.tokens[at] != AUXILIARY:
                 path.insert(0, ask.tokens[at])
             at = ask.parents[at]
-        hole = 0 if node < 0 else ask.depths[node] + (ask.tokens[node] != AUXILIARY)
-        return self.row(ask.canvas.fill(np.array(path, dtype=np.int64)).tokens, int(ask.canvas.open[hole]))
+        return self.row(ask.canvas.fill(np.array(path, dtype=np.int64)).tokens, self._hole(ask, node))
 
 
 def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
@@ -264,7 +295,7 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"length": 1}, {"length": 2, "ahead": 3}], ids=str)
 def test_links_leave_the_law_as_it_is(options: dict):
-    assert p_value(options, reject, links=random_links(3)) > 1e-4
+    assert p_value(options, reject, links=random_links(3, hidden=3)) > 1e-4
 
 
 CLOSING = Sampling(1.0, closing=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
@@ -273,7 +304,7 @@ CLOSING = Sampling(1.0, closing=((2, 0, 1), (2, 2, 3)))  # token 2 ends both hol
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [None, {}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
-    assert p_value(options, reject, CLOSING, links=random_links(3)) > 1e-4
+    assert p_value(options, reject, CLOSING, links=random_links(3, hidden=3)) > 1e-4
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
@@ -307,7 +338,10 @@ class WaveringToy:
         }
         return torch.tensor(law_.get(hole, (0.5, 0.49, 0.01))).log()
 
-    forward, _answer, links = HoleToy.forward, HoleToy._answer, None
+    forward, _reply, _answer, _hole, state = (
+        HoleToy.forward, HoleToy._reply, HoleToy._answer, HoleToy._hole, staticmethod(HoleToy.state)
+    )  # fmt: skip
+    links = None
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -331,18 +365,21 @@ def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyP
         return reject(replace(asked, drafted=flat or None), laws)
 
     monkeypatch.setattr("saltus.methods.assd.reject", reject_unlinked)
-    assert p_value({}, reject_unlinked, links=random_links(3)) < 1e-6
+    assert p_value({}, reject_unlinked, links=random_links(3, hidden=3)) < 1e-6
 
 
 class ChainToy(HoleToy):
-    """Each token depends on its left neighbour alone, and by just what the links say."""
+    """Each token depends on its place and the two to its left, by just what the links say."""
 
     def __init__(self) -> None:
-        self.links = random_links(8, 2.0)
+        self.links = random_links(8, 1.5, hidden=3, told=1.0)
+        self.links.told[:, -1] = 0  # what is known already is as sharp as what is added
 
     def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
-        left = int(tokens[hole - 1])
-        return torch.from_numpy(self.links(left) if left != HOLE else np.zeros(8, dtype=np.float32))
+        said = np.zeros(2, dtype=np.float32)
+        for table, token in ((self.links.left, tokens[hole - 1]), (self.links.before, tokens[hole - 2])):
+            said += 0 if token == HOLE else table[token]
+        return torch.from_numpy(self.links.right @ (said * self.links.weights(self.state(hole)[None].numpy())[0, :-1]))
 
 
 @pytest.mark.parametrize("rule", [match, reject])
@@ -350,9 +387,39 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
     """Of three drafts a call, asked for together and some of them calls ago; the first call has none."""
     toy = ChainToy()
     for ahead in (8, 30):
-        canvas = infilling([1, *[HOLE] * 29, 3, *[HOLE] * 12, 2])
+        canvas = infilling([1, 0, *[HOLE] * 29, 3, 5, *[HOLE] * 12, 2])
         _text, calls = fill(canvas, toy, {"length": 3, "ahead": ahead}, 0, SAMPLED, rule)
         assert calls == 1 + 10, "41 holes, of which the first call fills one"
+
+
+def test_links_add_what_a_law_did_not_know():
+    """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
+    links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
+    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, links=links)
+    weights, logits = links.weights(np.ones((1, 3), dtype=np.float32))[0], torch.arange(8.0)
+    for index, knew, new, wanted in (
+        (1, 1, [6], None),  # the token to its left is known
+        (1, 0, [6], (6, None)),  # what stands before that is given
+        (2, 0, [6, 7], None),  # a given one is its left neighbour
+        (3, 2, [6, 7, 5], (5, None)),
+        (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
+    ):
+        found = drafter._linked(_Said(logits, knew, weights), order, index, new[-2:])
+        expected = logits.numpy() if wanted is None else links(logits.numpy(), weights, *wanted)
+        np.testing.assert_array_equal(found.numpy(), expected)
+    row = np.arange(5)
+    for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
+        found = drafter._linked(_Said(logits, knew, weights), row, 3, [6, 7])
+        np.testing.assert_array_equal(found.numpy(), links(logits.numpy(), weights, *wanted))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_links_that_say_nothing_finite_leave_the_law():
+    links = random_links(8, hidden=3)
+    links.left[6] = np.inf
+    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, links=links)
+    said = _Said(torch.arange(8.0), 0, links.weights(np.ones((1, 3), dtype=np.float32))[0])
+    assert drafter._linked(said, np.arange(5), 1, [6]) is said.logits
 
 
 def independent(asked: Forward, laws) -> tuple[np.ndarray, int]:

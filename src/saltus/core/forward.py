@@ -39,7 +39,7 @@ class Forward:
     canvas: Canvas
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    features: bool = False  # the last hidden states are wanted too, those of the decided tokens it reads included
+    features: bool = False  # the last hidden states are wanted too (see `Reply`)
     to: str = TARGET
     drafted: tuple[Law | None, ...] | None = None
     uniforms: tuple[float | None, ...] | None = None
@@ -136,7 +136,7 @@ class Reply:
     """What the network answered."""
 
     logits: Float[Tensor, "rows vocab"]  # row 0 follows the decided text, row i + 1 follows node i
-    features: Float[Tensor, "states hidden"] | None = None  # of the tokens that were read, then of the nodes
+    features: Float[Tensor, "states hidden"] | None = None  # of the tokens read, then of the nodes; any-subset: of rows
     seconds: float = 0.0  # wall time of the call that carried it
     read: int = 0  # decided tokens that the call had to read (the prompt, at first)
     rows: int = 0  # of the whole call, other texts' included

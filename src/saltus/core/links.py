@@ -1,4 +1,4 @@
-"""What a token says of the one behind it, where that one was asked about before the token was known."""
+"""What two tokens say of the one behind them, where its law was asked for before they were known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,26 @@ from jaxtyping import Float
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """Scores of neighbours, of low rank: `right[b] · left[a]` is added to the logit of b behind a.
+    """How the logits of a hole change by the tokens to its left: by scores of neighbours, of low rank.
 
-    Laws of several holes that were asked for at once do not know each other's tokens. With the links a draft goes from
-    each to the next, as a chain with pairwise potentials does.
+    To the logit of b, times a sharpness, comes `right[b] · (w * (left[a] + before[z]))`, of b behind a behind z.
+    The weights w and the sharpness are of the hole: 1 + its state (the network's last, which says the law) times
+    `told`. Laws of several holes that were asked for at once do not know each other's tokens; with the links a draft
+    goes from each to the next, as a chain with pairwise potentials does.
     """
 
     left: Float[np.ndarray, "vocab rank"]
+    before: Float[np.ndarray, "vocab rank"]
     right: Float[np.ndarray, "vocab rank"]
+    told: Float[np.ndarray, "hidden weights"]  # a weight for each of the rank, and the sharpness
 
-    def __call__(self, token: int) -> Float[np.ndarray, "vocab"]:
-        return self.right @ self.left[token]
+    def weights(self, states: Float[np.ndarray, "holes hidden"]) -> Float[np.ndarray, "holes weights"]:
+        """Of holes, by their states; the last column is the sharpness."""
+        return 1 + states @ self.told
+
+    def __call__(
+        self, logits: Float[np.ndarray, "vocab"], weights: Float[np.ndarray, "weights"], left: int, before: int | None
+    ) -> Float[np.ndarray, "vocab"]:
+        """Logits behind `left`, and behind `before` if the law did not know the token two to the left either."""
+        said = self.left[left] if before is None else self.left[left] + self.before[before]
+        return logits * weights[-1] + self.right @ (said * weights[:-1])

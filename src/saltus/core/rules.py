@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from saltus.core.forward import Forward, Laws
-from saltus.core.sampling import one_hot, pick, probability, residual
+from saltus.core.sampling import draw, one_hot, pick, probability, residual
 
 Rule = Callable[[Forward, Laws], tuple[np.ndarray, int]]
 
@@ -39,7 +39,7 @@ def reject(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
     """
     node, tokens = -1, []
     for position in asked.canvas.open:
-        target = laws[node]
+        target = own = laws[node]
         for sibling, child in enumerate(asked.children(node)):
             token = asked.tokens[child]
             draft = (asked.drafted[child] if asked.drafted else None) or one_hot(token)
@@ -50,7 +50,8 @@ def reject(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
                 break
             target = residual(target, draft)
         else:
-            tokens.append(pick(laws.noise.at("text", [position])[0], target))
+            u = laws.noise.at("text", [position])[0]
+            tokens.append(pick(u, target) if target is own else draw(u, target))  # without drafts as `match` does
             break
         if laws.closes(tokens):
             break

@@ -48,7 +48,8 @@ class Sampling:
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
-        check(min(map(min, self.forced), default=0) >= 0, "forced", "indices and token ids start at 0")
+        for name in ("forced", "banned_at", "closing"):
+            check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
 
     @property
     def greedy(self) -> bool:
@@ -88,9 +89,9 @@ class Sampling:
 class Law:
     """The law of one token, as unnormalised weights in token order.
 
-    `tokens` are the ascending ids that have weights, or None where all of the vocabulary has. Tokens are *picked* in
-    another order: the likely ones first, by falling weight, then the others by their ids. So a small uniform means
-    the likeliest token, whatever its id, and two laws that nearly agree nearly always pick the same.
+    `tokens` are the ascending ids that have weights, be they 0, or None where all of the vocabulary has. Tokens are
+    *picked* in another order: the likely ones first, by falling weight, then the others by their ids. So a small
+    uniform means the likeliest token, whatever its id, and two laws that nearly agree nearly always pick the same.
     """
 
     tokens: np.ndarray | None
@@ -233,10 +234,20 @@ def pick(u: float, law: Law) -> int:
 
 def draw(u: float, law: Law) -> int:
     """A token of the law by a uniform that nothing else knows: quicker than `pick`, since any order will do."""
-    sums = np.cumsum(law.weights)
-    place = int(np.searchsorted(sums, u * sums[-1], side="right"))
-    place = min(place, int(np.searchsorted(sums, sums[-1])))  # the last that has weight, should rounding go beyond
-    return place if law.tokens is None else int(law.tokens[place])
+    starts = np.arange(0, len(law.weights), BLOCK)
+    borders = np.cumsum(np.add.reduceat(law.weights, starts))
+    block, x = _drawn(borders, u * borders[-1])
+    start = block * BLOCK
+    place, _ = _drawn(np.cumsum(law.weights[start : start + BLOCK]), x)
+    return start + place if law.tokens is None else int(law.tokens[start + place])
+
+
+def _drawn(sums: np.ndarray, x: float) -> tuple[int, float]:
+    """Where x falls among running sums, the last that grows should rounding lie beyond, and how far into it."""
+    place = int(np.searchsorted(sums, x, side="right"))
+    if place == len(sums):
+        place = int(np.searchsorted(sums, sums[-1]))
+    return place, x - float(sums[place - 1]) if place else x
 
 
 def interval(token: int, law: Law) -> tuple[float, float]:
@@ -288,10 +299,13 @@ def residual(target: Law, draft: Law) -> Law:
 
     Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
     """
-    tokens = np.arange(len(target.weights)) if target.tokens is None else target.tokens
-    excess = target.weights / target.mass - _weights_at(tokens, draft) / draft.mass
-    more = excess > 0
-    return Law(tokens[more], excess[more] / excess[more].sum()) if more.any() else target
+    if target.tokens is None and draft.tokens is None and len(target.weights) == len(draft.weights):
+        likely = draft.weights
+    else:
+        tokens = np.arange(len(target.weights)) if target.tokens is None else target.tokens
+        likely = _weights_at(tokens, draft)
+    excess = np.maximum(target.weights - likely * (target.mass / draft.mass), 0)
+    return Law(target.tokens, excess) if excess.any() else target
 
 
 def _weights_at(tokens: np.ndarray, law: Law) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -67,12 +67,21 @@ class Assd:
         return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length))
 
 
+@dataclass(frozen=True, eq=False)
+class _Said:
+    """A hole's law, asked for ahead."""
+
+    logits: Tensor
+    knew: int  # how many of the new tokens were decided
+    weights: np.ndarray | None  # of the links
+
+
 @dataclass
 class SelfDrafter:
     """Draft from laws of the holes ahead, which were asked for in an earlier call that verified.
 
     They were asked for at once, so none knows the tokens of the others, nor what was decided since; the model's links
-    tell each draft the token to its left. (With those they hardly age: what a law lacks is that token.) Under `reject`
+    tell each draft the tokens to its left. (With those they hardly age: what a law lacks is those.) Under `reject`
     drafts are drawn with uniforms of their own, and the laws are told to the rule. These uniforms are others in each
     call: what was drawn may have a say in when laws are asked for, so a law must not meet them again.
     """
@@ -82,7 +91,7 @@ class SelfDrafter:
     rule: Rule
     length: int
     ahead: int
-    laws: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # logits of a hole, and how many tokens they knew
+    laws: dict[int, _Said] = field(default_factory=dict)  # of holes
     links: Links | None = None
     first: int | None = None  # of the drafts of this step, if there are any
     idle: int = 0  # calls that are still to go without asking
@@ -94,29 +103,37 @@ class SelfDrafter:
         drawn = self.rule is reject
         found = _Drafts(SOURCE, drawn)
         uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
-        text, context = canvas.tokens, None
-        if self.sampling.repetition_penalty != 1:
-            context = text[canvas.known]
+        context = canvas.tokens[canvas.known] if self.sampling.repetition_penalty != 1 else None
+        latest = canvas.tokens[canvas.order[max(canvas.done - 2, 0) : canvas.done]].tolist()
         for index, hole, u in zip(range(canvas.done, canvas.done + len(holes)), holes.tolist(), uniforms, strict=True):
             if hole not in self.laws:
                 break
-            said, knew = self.laws[hole]
-            row = float_row(said)
-            if self.links is not None and index > knew and canvas.order[index - 1] == hole - 1:
-                row = row + self.links(found.tokens[-1] if found.tokens else int(text[hole - 1]))
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
-            logits = torch.from_numpy(row)
+            logits = self._linked(self.laws[hole], canvas.order, index, [*latest, *found.tokens])
             found.add(law(logits, self.sampling, seen, index), u, logits if self.sampling.greedy else None)
             if self.sampling.closed(index, found.tokens[-1]):
                 break
         self.first = found.tokens[0] if found.tokens else None
         return found.branches()
 
+    def _linked(self, said: _Said, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
+        """Logits of new token number `index` behind the last of the new ones, where these were not known to its law."""
+        unknown = index - said.knew
+        if said.weights is None or self.links is None or not unknown or order[index - 1] != order[index] - 1:
+            return said.logits
+        before = new[-2] if unknown > 1 and order[index - 2] == order[index] - 2 else None
+        row = self.links(float_row(said.logits), said.weights, new[-1], before)
+        return torch.from_numpy(row) if math.isfinite(row.max()) else said.logits  # broken links break no text
+
     def _keep(self, last: Step) -> None:
         """What the step said of holes that are open still."""
-        canvas, self.links = last.canvas, last.reply.links
-        for hole, query in zip(canvas.open.tolist(), last.asked.group(-1), strict=False):
-            self.laws[hole] = (last.reply.logits[query + 1], canvas.done)
+        canvas, reply, queries = last.canvas, last.reply, last.asked.group(-1)
+        self.links = reply.links
+        weights: Sequence[np.ndarray | None] = [None] * len(queries)
+        if self.links is not None and reply.features is not None and queries:
+            weights = list(self.links.weights(float_row(reply.features[[query + 1 for query in queries]])))
+        for hole, query, own in zip(canvas.open.tolist(), queries, weights, strict=False):
+            self.laws[hole] = _Said(reply.logits[query + 1], canvas.done, own)
         for hole in canvas.open[: len(last.tokens)].tolist():
             self.laws.pop(hole, None)
 
@@ -130,7 +147,8 @@ class SelfDrafter:
         needed = holes[1 : max(asked.depths, default=-1) + 2 + self.length]
         if not controller.budget or self.idle or all(hole in self.laws for hole in needed):
             return asked
-        return with_groups(asked, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
+        asked = with_groups(asked, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
+        return replace(asked, features=self.links is not None or not self.laws)
 
 
 def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, drawn: bool) -> list[float]:

@@ -12,7 +12,7 @@ here too; that it was trained for any subset, its configuration says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +96,18 @@ class AnySubsetNetwork(CausalNetwork):
         raise ValueError("drafters and heads read states of a causal model, which this one is not; draft with assd")
 
     def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Reply]:
-        replies = super().forward(asks, memories)
-        return [
-            replace(
-                reply, logits=rows_of(reply.logits, wanted(ask)[1]) if ask.queries else reply.logits, links=self.links
-            )
-            for reply, ask in zip(replies, asks, strict=True)
-        ]
+        return [self._replied(*one) for one in zip(asks, super().forward(asks, memories), strict=True)]
+
+    def _replied(self, ask: Forward, reply: Reply) -> Reply:
+        """Its rows as they were asked for; features are those of the rows, since drafts are not of what was read."""
+        if not ask.queries and reply.features is None:
+            return replace(reply, links=self.links)
+        asked, rows = wanted(ask)
+        features = None if reply.features is None else reply.features[len(reply.features) - len(asked) :]
+        if ask.queries:
+            features = None if features is None else rows_of(features, rows)
+            reply = replace(reply, logits=rows_of(reply.logits, rows))
+        return replace(reply, features=features, links=self.links)
 
     def _recall(self, memory: Any, ask: Forward) -> int:
         return memory.recall_placed(ask.canvas)
@@ -138,16 +143,17 @@ class AnySubsetNetwork(CausalNetwork):
         yield _Read(text, tokens, part, len(queries), ask.features)
 
 
-def read_links(folder: Path, vocab: int) -> Links | None:
-    """Those that a model's folder has. Errors: ValueError where they are damaged, or of another model."""
+def read_links(folder: Path, vocab: int, hidden: int) -> Links | None:
+    """Those of a model's folder. Errors: ValueError where they are damaged or fit other words or states."""
     if not (folder / LINKS).is_file():
         return None
     try:
         found = load_file(folder / LINKS)
-        links = Links(found["left"].float().numpy(), found["right"].float().numpy())
-    except (SafetensorError, KeyError) as error:
+        links = Links(*(found[part.name].float().numpy() for part in fields(Links)))
+        (_, rank) = links.left.shape
+    except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{folder / LINKS} is damaged ({error}); delete it, or train the model again") from None
-    if links.left.shape != links.right.shape or len(links.left) != vocab:
+    if [part.shape for part in vars(links).values()] != [(vocab, rank)] * 3 + [(hidden, rank + 1)]:
         raise ValueError(f"{folder / LINKS} is of another model; delete it, or train the model again")
     return links
 
@@ -158,12 +164,12 @@ def write_links(links: Links, folder: Path) -> None:
     save_file(parts, folder / LINKS)
 
 
-def rows_of(logits: Float[Tensor, "rows vocab"], places: Sequence[int]) -> Float[Tensor, "places vocab"]:
+def rows_of(table: Float[Tensor, "rows size"], places: Sequence[int]) -> Float[Tensor, "places size"]:
     """Some rows, some of them twice; on the CPU without torch, whose threads would wake for it."""
-    if logits.device.type != "cpu":
-        return logits[places]
-    bits = logits.view(torch.int16 if logits.element_size() == 2 else torch.int32).numpy()
-    return torch.from_numpy(bits[places]).view(logits.dtype)
+    if table.device.type != "cpu":
+        return table[places]
+    bits = table.view(torch.int16 if table.element_size() == 2 else torch.int32).numpy()
+    return torch.from_numpy(bits[places]).view(table.dtype)
 
 
 def wanted(ask: Forward) -> tuple[list[tuple[int, int]], list[int]]:

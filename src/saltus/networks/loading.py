@@ -68,7 +68,7 @@ def load_checkpoint(
             ) from error
     network = serve(model, name, exact, budget)
     if network.any_subset:
-        network.links = read_links(folder, model.get_output_embeddings().weight.shape[0])
+        network.links = read_links(folder, *model.get_output_embeddings().weight.shape)
     if adapter is not None:
         network.attach(load_adapter(adapter, model, fingerprint(model), base))
     return Checkpoint(name, network, tokenizer, ends_of(model, tokenizer), context_of(model))

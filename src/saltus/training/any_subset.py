@@ -21,7 +21,9 @@ from saltus.training.windows import Packed
 Order = Literal["lattice", "any"]
 """Holes are decided from left to right (Eq. 4), or in any permutation, which the paper's ablation compares."""
 
-SPREADS = {"narrow": (0.9, 0.99), "wide": (0.05, 0.99)}  # shares of a text that are holes, at the end of the warm-up
+SPREADS = {"few": (0.05, 0.6), "narrow": (0.9, 0.99), "wide": (0.05, 0.99)}
+"""Shares of a text that are holes, at the end of the warm-up."""
+
 FIRST = 0.15  # share of a text that is holes, at first
 MOST = 24  # blanks behind what fills a hole, at most, and as many more as its tokens
 ALIKE = 24  # tokens by which lengths are blurred before texts of like length are taken together
@@ -31,7 +33,7 @@ ALIKE = 24  # tokens by which lengths are blurred before texts of like length ar
 class Holes:
     """Which tokens of a text are holes: how many, whether they stand together, and whether they are all needed."""
 
-    spread: Literal["narrow", "wide"] = "wide"
+    spread: Literal["few", "narrow", "wide"] = "wide"
     warm_up: float = 0.2  # share of the steps in which holes grow from 15 % of a text
     spans: float = 0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
     order: Order = "lattice"
