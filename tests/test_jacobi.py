@@ -17,7 +17,7 @@ from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, law, pick
 from saltus.methods.jacobi import EACH, Guess, Iterate, Jacobi, Pool, Window, path
-from saltus.testing import Toy, toy, writing
+from saltus.testing import Toy, listening, toy, writing
 
 PROMPT = [1, 2, 3, 4]
 SAMPLED = Sampling(temperature=1.0)
@@ -256,20 +256,14 @@ def test_a_chain_goes_on_along_the_branch_that_the_text_took():
 
 def test_jacobi_stays_off_the_uniforms_that_judge_it():
     """Under `reject` the text's uniforms and those of acceptance must not have shaped the drafts."""
-    heard: set[str] = set()
-
-    class Listening(Noise):
-        def at(self, stream, positions):
-            heard.add(stream)
-            return super().at(stream, positions)
-
+    heard: list[tuple[str, int]] = []
     noise = Noise(0)
-    drafter = Jacobi().drafter(Listening(0), SAMPLED, reject)
+    drafter = Jacobi().drafter(listening(heard)(0), SAMPLED, reject)
     run(
         speculate(continuation(PROMPT, 20), noise, SAMPLED, [drafter], lambda step: None, reject),
         {"target": toy(sharp=1.0)},
     )
-    assert heard == {"jacobi/guess"}
+    assert {stream for stream, _ in heard} == {"jacobi/guess"}
 
 
 def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():

@@ -21,7 +21,7 @@ def test_a_uniform_does_not_depend_on_what_else_is_asked_or_in_which_order(seed,
     assert np.array_equal(Noise(seed).at("text", [places[i] for i in shuffled]), together[shuffled])
     _block.cache_clear()
     alone = [Noise(seed).at("text", [place])[0] for place in places]
-    assert together.tolist() == alone
+    assert together.tolist() == alone == [Noise(seed).one("text", place) for place in places]
 
 
 def test_looking_across_the_border_of_a_block_gives_what_each_side_gives():

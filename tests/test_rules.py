@@ -14,7 +14,7 @@ from saltus.core.forward import Forward, Laws, Reply
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Law, Sampling, pick, probabilities
-from saltus.testing import toy, writing
+from saltus.testing import listening, toy, writing
 
 VOCAB = 4
 SAMPLED = Sampling(temperature=1.0)
@@ -83,8 +83,8 @@ def test_a_token_without_probability_is_never_accepted():
     assert found[2:].sum() == 0
 
     class Zero(Noise):
-        def at(self, stream, positions):
-            return np.zeros(np.shape(positions))
+        def one(self, stream, position):
+            return 0.0
 
     asked = Forward(continuation([1, 2], 2), (2,), (-1,))
     reply = Reply(torch.tensor([[0.0, 0.0, -math.inf, 0.0]] * 2))
@@ -120,19 +120,13 @@ def test_rejecting_goes_on_with_the_residual_exactly():
 def test_every_draw_of_a_rule_has_a_stream_and_a_position_of_its_own():
     """Were one used twice, decisions would depend on each other."""
     used: list[tuple[str, int]] = []
-
-    class Listening(Noise):
-        def at(self, stream, positions):
-            used.extend((stream, int(position)) for position in np.atleast_1d(positions))
-            return super().at(stream, positions)
-
     target, streams = toy(vocab=VOCAB, sharp=2.0), set()
     for seed in range(60):
         used.clear()
         first, second = seed % 4, seed // 4 % 4
         drafted = (law(1.0, 1.0, 1.0, 1.0),) * 4
         asked = Forward(continuation([1, 2], 4), (first, second, 0, 3), (-1, -1, 0, 1), drafted=drafted)
-        reject(asked, Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, Listening(seed)))
+        reject(asked, Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, listening(used)(seed)))
         assert len(set(used)) == len(used) > 0
         streams |= {stream for stream, _ in used}
     assert streams == {"text", "accept/0", "accept/1"}

@@ -5,11 +5,10 @@ import pytest
 
 from saltus import testing
 from saltus.core.control import Controller
-from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, probabilities
 from saltus.methods.small_model import SmallModel
-from saltus.testing import student, toy, writing
+from saltus.testing import listening, student, toy, writing
 
 PROMPT = [1, 2, 3]
 SAMPLED = Sampling(temperature=1.0)
@@ -104,14 +103,8 @@ def test_under_reject_chances_do_not_depend_on_the_token_that_was_drawn():
 def test_drafts_are_drawn_with_fresh_uniforms_in_each_step():
     """A uniform that a draft has used once is spent: what was decided since may know it."""
     used: list[tuple[str, int]] = []
-
-    class Listening(Noise):
-        def at(self, stream, positions):
-            used.extend((stream, int(position)) for position in np.atleast_1d(positions))
-            return super().at(stream, positions)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "Noise", Listening)
+        patch.setattr(testing, "Noise", listening(used))
         write(30, error=1.0, sampling=SAMPLED, rule=reject)
     assert len(set(used)) == len(used)
 

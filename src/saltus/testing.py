@@ -238,3 +238,18 @@ def joint(target: Toy, prompt: Sequence[int], length: int, sampling: Sampling) -
             grown += [([*text, token], weight * following[token]) for token in range(vocab)]
         texts = grown
     return np.array([weight for _, weight in texts])
+
+
+def listening(used: list[tuple[str, int]]) -> type[Noise]:
+    """A noise that notes which uniforms it was asked for: their streams and positions."""
+
+    class Listening(Noise):
+        def at(self, stream, positions):
+            used.extend((stream, int(position)) for position in np.atleast_1d(positions))
+            return super().at(stream, positions)
+
+        def one(self, stream, position):
+            used.append((stream, int(position)))
+            return super().one(stream, position)
+
+    return Listening

@@ -69,6 +69,7 @@ def speculate(
     """Write one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft)."""
     controller = controller or Controller(adaptive=False)
     features = any(isinstance(drafter, Listens) and drafter.features for drafter in drafters)
+    riders = [drafter for drafter in drafters if isinstance(drafter, Rides)]
     last: Step | None = None
     while len(canvas.open):
         room = min(len(canvas.open) - 1, controller.budget)  # the law after the last node decides one hole more
@@ -85,10 +86,9 @@ def speculate(
         tree = offered.cut(controller.size(offered))
         laws = tree.laws if any(tree.laws) else None
         asked = Forward(canvas, tree.tokens, tree.parents, features, drafted=laws)
-        for drafter in drafters:
-            if isinstance(drafter, Rides):
-                chances = [controller.calibrated(*one) for one in zip(tree.sources, tree.chances, strict=True)]
-                asked = drafter.ride(asked, chances, controller)
+        for rider in riders:
+            chances = [controller.calibrated(*one) for one in zip(tree.sources, tree.chances, strict=True)]
+            asked = rider.ride(asked, chances, controller)
         reply = yield asked
         laws = Laws(asked, reply, sampling, noise)
         tokens, node = rule(asked, laws)

@@ -199,8 +199,7 @@ class Laws:
                 tokens = found if columns is None else columns.cpu().numpy()[found]
                 self._picks |= dict(enumerate(tokens.tolist(), start=-1))
             else:
-                open_ = self.asked.canvas.open
-                u = self.noise.at("text", open_[self.depth(node) : self.depth(node) + 1])[0]
+                u = self.noise.one("text", self.asked.canvas.open[self.depth(node)])
                 self._picks[node] = pick(u, self[node])
         return self._picks[node]
 

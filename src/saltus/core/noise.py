@@ -39,6 +39,11 @@ class Noise:
             out[here] = _block(self.seed, stream, int(block))[positions[here] % BLOCK]
         return out
 
+    def one(self, stream: str, position: int | np.integer) -> float:
+        """The uniform of one position ≥ 0."""
+        block, word = divmod(int(position), BLOCK)
+        return float(_block(self.seed, stream, block)[word])
+
 
 @lru_cache(maxsize=1024)
 def _block(seed: int, stream: str, block: int) -> np.ndarray:

@@ -39,19 +39,19 @@ def reject(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
     """
     node, tokens = -1, []
     for position in asked.canvas.open:
-        target = own = laws[node]
+        target = laws[node]
         for sibling, child in enumerate(asked.children(node)):
             token = asked.tokens[child]
             draft = (asked.drafted[child] if asked.drafted else None) or one_hot(token)
-            u = laws.noise.at(f"accept/{sibling}", [position])[0]
+            u = laws.noise.one(f"accept/{sibling}", position)
             if u * probability(token, draft) < probability(token, target):
                 tokens.append(token)
                 node = child
                 break
             target = residual(target, draft)
         else:
-            u = laws.noise.at("text", [position])[0]
-            tokens.append(pick(u, target) if target is own else draw(u, target))  # without drafts as `match` does
+            u = laws.noise.one("text", position)
+            tokens.append(draw(u, target) if asked.drafts else pick(u, target))  # without drafts as `match` does
             break
         if laws.closes(tokens):
             break

@@ -360,8 +360,8 @@ def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | Non
         scores = scores.copy()
         scores[seen] = np.where(values < 0, values * penalty, values / penalty)
     if sampling.banned:
-        scores = scores.copy()
-        scores[sampling._banned[sampling._banned < len(scores)]] = -np.inf
+        scores, banned = scores.copy(), sampling._banned
+        scores[banned if banned[-1] < len(scores) else banned[banned < len(scores)]] = -np.inf
     return scores
 
 

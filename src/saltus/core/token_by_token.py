@@ -37,7 +37,7 @@ def token_by_token(
         answers = Laws(asked, reply, sampling, noise)
         if rule is reject:
             law = answers[-1]
-            token, chance = pick(noise.at(stream, asked.canvas.open[:1])[0], law), law.peak
+            token, chance = pick(noise.one(stream, asked.canvas.open[0]), law), law.peak
             laws.append(law)
         else:
             token = answers.pick(-1)

@@ -127,13 +127,13 @@ class SelfDrafter:
 
     def _keep(self, last: Step) -> None:
         """What the step said of holes that are open still."""
-        canvas, reply, queries = last.canvas, last.reply, last.asked.group(-1)
-        self.links = reply.links
-        weights: Sequence[np.ndarray | None] = [None] * len(queries)
-        if self.links is not None and reply.features is not None and queries:
-            weights = list(self.links.weights(float_row(reply.features[[query + 1 for query in queries]])))
-        for hole, query, own in zip(canvas.open.tolist(), queries, weights, strict=False):
-            self.laws[hole] = _Said(reply.logits[query + 1], canvas.done, own)
+        canvas, reply, self.links = last.canvas, last.reply, last.reply.links
+        if queries := last.asked.group(-1):
+            weights: Sequence[np.ndarray | None] = [None] * len(queries)
+            if self.links is not None and reply.features is not None:
+                weights = list(self.links.weights(float_row(reply.features[[query + 1 for query in queries]])))
+            for hole, query, own in zip(canvas.open[: len(queries)].tolist(), queries, weights, strict=True):
+                self.laws[hole] = _Said(reply.logits[query + 1], canvas.done, own)
         for hole in canvas.open[: len(last.tokens)].tolist():
             self.laws.pop(hole, None)
 
