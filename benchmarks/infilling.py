@@ -8,7 +8,8 @@ ends itself), or 95 % of the tokens are, anywhere; and so in `--long` texts of 5
 is filled by all ways in turn, forwards and backwards.
 Under `match` all exact ways must fill the same, or the run ends; so quality is told once more for the rule `reject`,
 where texts differ and only the law is the same (ASSD, Table 1). Perplexity is the judge's, entropy that of a text's
-tokens, both with standard errors, ROUGE is F1 of what fills the holes.
+tokens, both with standard errors, ROUGE is F1 of what fills the holes. With `--own` the model itself says its nats of
+a hole's tokens, those included that follow from a blank and have none: a sharper test. That takes time of its own.
 
 The wrong ways: *one step* draws every hole from its own law in one call; *no residual* (the procedure of σ-GPT) draws
 from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew;
@@ -119,9 +120,11 @@ def anywhere(story: Sequence[str], seed: int, engine: saltus.Engine, most: int |
     return Task(Layout(infilling(tokens), (), ("",)), missing)
 
 
-def filled(engine: saltus.Engine, method: str, canvas: Canvas, seed: int, law: Sampling, links: bool = True) -> Text:
+def filled(
+    engine: saltus.Engine, method: str, canvas: Canvas, seed: int, law: Sampling, links: bool = True, own: bool = False
+) -> Text:
     wrong = mock.patch("saltus.methods.assd.reject", no_residual)  # drafts as under reject, decided by another rule
-    job = Text(canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, law, holes=canvas)
+    job = Text(canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, law, logprobs=own, holes=canvas)
     without = mock.patch.object(engine.network, "links", None)
     with wrong if engine.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
         for _ in write(engine._ensemble(method), [job], 1):
@@ -194,6 +197,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=4, help="texts of 512 tokens")
     parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15], help="holes drafted, at most")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--own", action="store_true", help="the model's own nats of what it fills in, and no times")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     engine = saltus.load(given.model, PLAIN, profile=False)
@@ -245,7 +249,8 @@ def main() -> None:
                 for name in list(engines) if seed % 2 == 0 else list(engines)[::-1]:
                     method = PLAIN if name in (PLAIN, "no cache") else "assd"
                     began = time.perf_counter()
-                    job = filled(engines[name], method, canvas, seed, law, not name.startswith(WITHOUT_LINKS))
+                    linked = not name.startswith(WITHOUT_LINKS)
+                    job = filled(engines[name], method, canvas, seed, law, linked, given.own)
                     taken = time.perf_counter() - began
                     said = job.tokens if said is None else said
                     if rule == "match" and job.tokens != said:
@@ -255,7 +260,8 @@ def main() -> None:
                             "tokens": job.tokens,
                             "said": sum(len(call.tokens) - call.closed for call in job.calls),
                             "calls": job.asked["target"],
-                            "seconds": taken,
+                            "seconds": 0.0 if given.own else taken,
+                            "own": -float(np.mean(job.log_probabilities)) if given.own else 0.0,
                         }
                     )
                 if rule == "reject":
@@ -275,6 +281,8 @@ def main() -> None:
                     "tokens_per_call": round(tokens / calls, 3), "seconds": round(sum(r["seconds"] for r in rows), 2),
                     "speedup": round(float(np.median(ratios)), 3) if ratios else None,
                 }  # fmt: skip
+                if given.own and name != "one step":
+                    told["own_nats"] = mean([row["own"] for row in rows])
                 if name == PLAIN or rule == "reject":
                     told |= quality(engine, judge, scorer, texts, rows)
                 table.append(told)

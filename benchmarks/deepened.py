@@ -1,0 +1,45 @@
+"""Write a model that says just what another says, and takes longer: with layers behind its own that add nothing.
+
+    python benchmarks/deepened.py --model stories --layers 54 --out deep
+    python benchmarks/infilling.py --model deep ...
+
+So it can be seen how what a method gains goes with the time of a call, while drafts and laws stay as they are.
+"""
+
+import argparse
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from saltus.networks.folders import LINKS
+from saltus.networks.sources import resolve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="stories", help="a Llama")
+    parser.add_argument("--layers", type=int, default=54, help="that are added")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    folder = resolve(given.model)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for _ in range(given.layers):
+        layer = copy.deepcopy(model.model.layers[-1])
+        with torch.no_grad():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.layer_idx = len(model.model.layers)
+        model.model.layers.append(layer)
+    model.config.num_hidden_layers += given.layers
+    model.save_pretrained(given.out)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(given.out)
+    if (folder / LINKS).is_file():
+        shutil.copy(folder / LINKS, given.out)
+    print(f"written: {given.out}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters")
+
+
+if __name__ == "__main__":
+    main()
