@@ -38,7 +38,7 @@ class Assd:
     """
 
     draft: Literal["self", "bigram"] = "self"
-    length: int = 4  # holes drafted, at most
+    length: int = 2  # holes drafted, at most
     ahead: int = 16  # holes whose laws are asked for at once, by a call that verifies; at least two for each drafted
     two_calls: bool = False  # draft in a call of its own, as the paper does
 
