@@ -295,7 +295,7 @@ def probabilities(law: Law, vocab: int) -> np.ndarray:
 
 
 def residual(target: Law, draft: Law) -> Law:
-    """Law of the replacement after a rejection: (P − Q)₊, normalised (Leviathan et al. 2023, Alg. 1).
+    """Law of the replacement after a rejection: (P − Q)₊ (Leviathan et al. 2023, Alg. 1), with weights of any sum.
 
     Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
     """
