@@ -21,46 +21,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.networks.circuits import Circuit, Reader, chain, independent, mixture, surprises, tree
-from saltus.networks.heads import LIKELY
-from saltus.training.draws import draws
+from saltus.networks.draft_models.circuits import (
+    Circuit,
+    CircuitFilter,
+    chain_circuit,
+    independent_circuit,
+    mixture_circuit,
+    token_losses,
+    tree_circuit,
+)
+from saltus.networks.draft_models.heads import MAX_CANDIDATE_TOKENS
+from saltus.training.data.seeded_generator import seeded_generator
 
 MADE: dict[str, Callable[[int, int], Circuit]] = {
-    "ff": lambda window, rank: independent(window),
-    "cp": mixture,
-    "hmm": chain,
-    "btree": tree,
+    "ff": lambda window, rank: independent_circuit(window),
+    "cp": mixture_circuit,
+    "hmm": chain_circuit,
+    "btree": tree_circuit,
 }
 
 
 def parameters(circuit: Circuit, batch: tuple[int, ...], draft: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """start, steps, and the laws of tokens (leaves, where no vocabulary is given)."""
-    dice, rank = draws(0, "circuit"), circuit.rank
-    sizes = (rank,), (circuit.latents - 1, rank, rank), (circuit.window, rank, *((draft,) if draft else ()))
+    dice, rank = seeded_generator(0, "circuit"), circuit.rank
+    sizes = (rank,), (circuit.num_latents - 1, rank, rank), (circuit.window, rank, *((draft,) if draft else ()))
     start, steps, leaves = (torch.from_numpy(dice.normal(size=(*batch, *size))).float() for size in sizes)
     return start.log_softmax(-1), steps.log_softmax(-1), leaves.log_softmax(-1)
 
 
 def drafting(circuit: Circuit, draft: int) -> Callable[[], None]:
     start, steps, logs = (part.numpy() for part in parameters(circuit, (), draft))
-    laws = np.exp(logs)
+    distributions = np.exp(logs)
 
     def run() -> None:
-        reader = Reader(circuit, start, steps)
-        for law in laws:  # as `HeadNetwork` does it
-            token = int(np.log(np.exp(reader.expected) @ law).argmax())
-            reader.read(np.log(law[:, token]))
+        reader = CircuitFilter(circuit, start, steps)
+        for distribution in distributions:  # as `HeadNetwork` does it
+            token = int(np.log(np.exp(reader.state_log_weights) @ distribution).argmax())
+            reader.observe(np.log(distribution[:, token]))
 
     return run
 
 
 def drawing(circuit: Circuit) -> Callable[[], None]:
     start, steps, leaves = parameters(circuit, (1,))
-    uniforms = torch.from_numpy(draws(1, "uniforms").random((1, circuit.latents)))
+    uniforms = torch.from_numpy(seeded_generator(1, "uniforms").random((1, circuit.num_latents)))
 
     @torch.inference_mode()
     def run() -> None:
-        circuit.sample(start, steps, torch.zeros_like(leaves), uniforms)
+        circuit.sample_states(start, steps, torch.zeros_like(leaves), uniforms)
 
     return run
 
@@ -69,7 +77,7 @@ def training(circuit: Circuit, windows: int) -> Callable[[], None]:
     start, steps, leaves = (part.requires_grad_() for part in parameters(circuit, (windows,)))
 
     def run() -> None:
-        surprises(circuit, start, steps, leaves).sum().backward()
+        token_losses(circuit, start, steps, leaves).sum().backward()
 
     return run
 
@@ -90,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", default="4,8,16,32,64")
     parser.add_argument("--ranks", default="8")
-    parser.add_argument("--draft", type=int, default=LIKELY, help="tokens that a law is over")
+    parser.add_argument("--draft", type=int, default=MAX_CANDIDATE_TOKENS, help="tokens that a law is over")
     parser.add_argument("--batch", type=int, default=320, help="windows of a training step")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path)

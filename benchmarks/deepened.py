@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from saltus.networks.folders import LINKS
-from saltus.networks.sources import resolve
+from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
+from saltus.networks.loading.sources import resolve
 
 
 def main() -> None:
@@ -36,8 +36,8 @@ def main() -> None:
     model.config.num_hidden_layers += given.layers
     model.save_pretrained(given.out)
     AutoTokenizer.from_pretrained(folder).save_pretrained(given.out)
-    if (folder / LINKS).is_file():
-        shutil.copy(folder / LINKS, given.out)
+    if (folder / PAIRWISE_CORRECTION_FILE).is_file():
+        shutil.copy(folder / PAIRWISE_CORRECTION_FILE, given.out)
     print(f"written: {given.out}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters")
 
 

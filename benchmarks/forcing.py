@@ -30,8 +30,8 @@ import torch
 
 import saltus
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.evaluation.machine import commit, machine
+from saltus.core.forward import ForwardInputs
+from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, RECYCLED = "plain", 4  # candidates
 WINDOWS, LENGTH = 64, 256
@@ -44,15 +44,15 @@ def bits(engine: saltus.Engine, text: bytes) -> float:
     for start in range(0, step * WINDOWS, step):
         tokens = torch.tensor([engine.tokenizer(text[start : start + LENGTH].decode(errors="ignore")).input_ids])
         with torch.inference_mode():
-            memory = engine.network.memory()
+            kv_cache = engine.network.new_kv_cache()
             half = tokens.shape[1] // 2
             logits = []
             for at in range(half, tokens.shape[1], 120):
                 chain = tuple(tokens[0, at : at + 120].tolist())
-                ask = Forward(continuation(tokens[0, :at].numpy(), 1), chain, tuple(range(-1, len(chain) - 1)))
-                logits.append(engine.network.forward([ask], [memory])[0].logits[: len(chain)].float())
-        laws = torch.cat(logits).log_softmax(-1)
-        found.append(float(-laws.gather(-1, tokens[0, half:, None]).mean()))
+                inputs = ForwardInputs(continuation(tokens[0, :at].numpy(), 1), chain, tuple(range(-1, len(chain) - 1)))
+                logits.append(engine.network.forward([inputs], [kv_cache])[0].logits[: len(chain)].float())
+        distributions = torch.cat(logits).log_softmax(-1)
+        found.append(float(-distributions.gather(-1, tokens[0, half:, None]).mean()))
     return statistics.fmean(found) / math.log(2)
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     questions = [json.loads(line) for line in given.prompts.read_text().splitlines()]
-    asked = questions[: given.texts]
+    inputs = questions[: given.texts]
     grades = []
     held = read_end(given.text) if given.text else None
     sides: list[tuple[str, saltus.Engine]] = []
@@ -130,7 +130,7 @@ def main() -> None:
             chosen |= {"model": name} if name in given.adapter else {}
             budget = min(given.block * blocks + 3 * candidates, 128) if given.whole else 32
             engines[name, f"{blocks} blocks" + ", recycling" * bool(candidates)] = replace(
-                engine, options={"jacobi": chosen}, budget=budget, adaptive=not given.whole, ensembles={}
+                engine, options={"jacobi": chosen}, budget=budget, adaptive=not given.whole, decoding_setups={}
             )
         engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}
@@ -138,9 +138,9 @@ def main() -> None:
     for temperature in (0.0, given.temperature):
         how = {"max_new_tokens": given.tokens, "temperature": temperature, "ignore_eos": True}
         for key in order:
-            engines[key].generate(asked[-1]["prompt"], method=PLAIN if key[1] == PLAIN else "jacobi", **how)
+            engines[key].generate(inputs[-1]["prompt"], method=PLAIN if key[1] == PLAIN else "jacobi", **how)
         for number in range(given.rounds):
-            for place, question in enumerate(asked):
+            for place, question in enumerate(inputs):
                 texts: dict[str, list[int]] = {}
                 for key in order if (number + place) % 2 == 0 else order[::-1]:
                     began = time.perf_counter()
@@ -169,8 +169,8 @@ def main() -> None:
         "table": table,
         "grades": grades,
         "bits": quality,
-        "machine": machine(),
-        "commit": commit(),
+        "machine": machine_info(),
+        "commit": git_commit(),
         "command": sys.argv,
     }
     (given.out / "forcing.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -28,10 +28,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import saltus
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.methods import available, make
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.sources import resolve
+from saltus.core.forward import ForwardInputs
+from saltus.methods import available_methods, make_methods
+from saltus.networks.loading.sources import resolve
+from saltus.networks.models.causal import CausalNetwork
 
 PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -78,9 +78,9 @@ class Run:
         """By fixed shapes on any device."""
         engine = saltus.load(self.folder, "plain", device=self.args.device, dtype=dtype, **settings)
         if not self.cuda:
-            network = CausalNetwork(engine.network.model, shaped=True)
+            network = CausalNetwork(engine.network.model, fixed_shapes=True)
             engine.target = dataclasses.replace(engine.target, network=network)
-            engine.ensembles.clear()
+            engine.decoding_setups.clear()
         return engine
 
     def wait(self) -> float:
@@ -152,40 +152,40 @@ def bits(run: Run, share: float) -> None:
             plain = alone(network, tokens, prompt)
             rows = different = 0
             worst = 0.0
-            memory, canvas = network.memory(), continuation(tokens[:prompt], 49)
-            while len(canvas.decided) < length:
-                ask, trunk = scattered(canvas, tokens, draws, vocab)
-                got = network.forward([ask], [memory])[0].logits[trunk].float().cpu()
-                gaps = (got - plain[canvas.done : canvas.done + len(trunk)]).abs().amax(-1)
+            kv_cache, canvas = network.new_kv_cache(), continuation(tokens[:prompt], 49)
+            while len(canvas.decided_prefix) < length:
+                inputs, trunk = scattered(canvas, tokens, draws, vocab)
+                got = network.forward([inputs], [kv_cache])[0].logits[trunk].float().cpu()
+                gaps = (got - plain[canvas.num_decided : canvas.num_decided + len(trunk)]).abs().amax(-1)
                 rows, different, worst = (
                     rows + len(gaps), different + int((gaps > 0).sum()), max(worst, float(gaps.max()))
                 )  # fmt: skip
-                canvas = canvas.fill(tokens[len(canvas.decided) :][: int(draws.integers(1, len(trunk) + 1))])
+                canvas = canvas.fill(tokens[len(canvas.decided_prefix) :][: int(draws.integers(1, len(trunk) + 1))])
             run.note("bits", dtype=dtype, prompt=prompt, rows=rows, different=different, worst_gap=worst)
-        if run.cuda and network.fixed.graphs:
-            network.fixed.graphs = False
+        if run.cuda and network.fixed_shape_runner.use_cuda_graphs:
+            network.fixed_shape_runner.use_cuda_graphs = False
             same = torch.equal(alone(network, tokens[:60], 40), alone_again(network, tokens[:60], 40))
             run.note("graph_bits", dtype=dtype, same_as_without=same)
 
 
 def alone(network, tokens, prompt: int) -> torch.Tensor:
     """Logits after the prompt and after each token behind it, one token a call."""
-    memory, canvas, rows = network.memory(), continuation(tokens[:prompt], len(tokens) - prompt + 1), []
+    kv_cache, canvas, rows = network.new_kv_cache(), continuation(tokens[:prompt], len(tokens) - prompt + 1), []
     for token in [*tokens[prompt:], None]:
-        rows.append(network.forward([Forward(canvas)], [memory])[0].logits[0].float().cpu())
+        rows.append(network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0].float().cpu())
         canvas = canvas if token is None else canvas.fill(np.array([token]))
     return torch.stack(rows)
 
 
 def alone_again(network, tokens, prompt: int) -> torch.Tensor:
     """The same from graphs."""
-    network.fixed.graphs = True
+    network.fixed_shape_runner.use_cuda_graphs = True
     return alone(network, tokens, prompt)
 
 
-def scattered(canvas, tokens, draws, vocab: int) -> tuple[Forward, list[int]]:
+def scattered(canvas, tokens, draws, vocab: int) -> tuple[ForwardInputs, list[int]]:
     """A tree of 16 nodes, some of which say what follows, and the rows of logits behind those."""
-    nodes, parents, trunk, at = [], [], [-1], len(canvas.decided)
+    nodes, parents, trunk, at = [], [], [-1], len(canvas.decided_prefix)
     while len(nodes) < 16:
         if draws.random() < 0.5:
             parents.append(trunk[-1])
@@ -194,15 +194,15 @@ def scattered(canvas, tokens, draws, vocab: int) -> tuple[Forward, list[int]]:
         else:
             parents.append(int(draws.integers(-1, len(nodes))) if nodes else -1)
             nodes.append(int(draws.integers(3, vocab)))
-    return Forward(canvas, tuple(nodes), tuple(parents)), [node + 1 for node in trunk]
+    return ForwardInputs(canvas, tuple(nodes), tuple(parents)), [node + 1 for node in trunk]
 
 
 def names(engine) -> list[str]:
     """Installed methods that need no model of their own, and two together."""
     found = []
-    for name in [*(name for name in available() if name != "plain"), "jacobi+lookup"]:
+    for name in [*(name for name in available_methods() if name != "plain"), "jacobi+lookup"]:
         try:
-            if not any(one.models for one in make(name, engine.options)):
+            if not any(one.draft_models for one in make_methods(name, engine.options)):
                 found.append(name)
         except ValueError as error:
             print(f"{name} is left out: {error}")
@@ -211,7 +211,7 @@ def names(engine) -> list[str]:
 
 def texts(run: Run, share: float) -> None:
     """Texts of every method, trees as large as they get, against those of plain decoding."""
-    jobs = [(dtype, *law) for law in SETTINGS for dtype in ("bfloat16", "float32")]
+    jobs = [(dtype, *distribution) for distribution in SETTINGS for dtype in ("bfloat16", "float32")]
     for number, (dtype, temperature, seed) in enumerate(jobs):
         end = share - (len(jobs) - number - 1) * 0.06
         if not run.left(end):
@@ -245,7 +245,7 @@ def flip(engine, plain, other) -> dict:
     """Where two texts part, and how far apart the two tokens' logits are under plain decoding."""
     at = next(i for i, (a, b) in enumerate(zip(plain.tokens, other.tokens, strict=False)) if a != b)
     canvas = continuation(engine.encode(plain.prompt), at + 1)
-    row = alone(engine.network, np.array([*canvas.decided, *plain.tokens[:at]]), len(canvas.decided))[-1]
+    row = alone(engine.network, np.array([*canvas.decided_prefix, *plain.tokens[:at]]), len(canvas.decided_prefix))[-1]
     return {"at": at, "gap": abs(float(row[plain.tokens[at]] - row[other.tokens[at]]))}
 
 
@@ -286,7 +286,7 @@ def speed(run: Run, share: float) -> None:
 
 def ours(run: Run, engine, method: str):
     def write(prompt: str, temperature: float, tokens: int = run.args.tokens) -> float:
-        engine.shelf.kept.clear()
+        engine.prefix_cache.entries.clear()
         start, settings = run.wait(), {"temperature": temperature, "seed": 1, "ignore_eos": True}
         made = engine.generate(prompt, method=method, max_new_tokens=tokens, **settings)
         assert len(made.tokens) == tokens
@@ -300,13 +300,13 @@ def theirs(run: Run, attention: str, **more):
     model, tokenizer = model.to(run.device).eval(), AutoTokenizer.from_pretrained(run.folder)
 
     def write(prompt: str, temperature: float, tokens: int = run.args.tokens) -> float:
-        start, law = run.wait(), {"do_sample": temperature > 0}
-        law |= {"temperature": temperature, "top_k": 0} if temperature else {}
+        start, distribution = run.wait(), {"do_sample": temperature > 0}
+        distribution |= {"temperature": temperature, "top_k": 0} if temperature else {}
         given = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(run.device)
         limits = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        model.generate(**given, **limits, **law, **more)
+        model.generate(**given, **limits, **distribution, **more)
         return run.wait() - start
 
     return write
@@ -320,12 +320,12 @@ def graphs(run: Run, share: float) -> None:
         for captured in (True, False) if run.cuda else (False,):
             if not run.left(share):
                 return
-            network.fixed.graphs = captured
+            network.fixed_shape_runner.use_cuda_graphs = captured
             canvas = continuation(draws.integers(3, network.model.config.vocab_size, length), 200)
-            memory, seconds = network.memory(), []
+            kv_cache, seconds = network.new_kv_cache(), []
             for nodes in [0, 16] * (20 if run.cuda else 3):
-                ask = Forward(canvas, tuple(range(5, 5 + nodes)), tuple(range(-1, nodes - 1)))
-                seconds.append(network.forward([ask], [memory])[0].seconds)
+                inputs = ForwardInputs(canvas, tuple(range(5, 5 + nodes)), tuple(range(-1, nodes - 1)))
+                seconds.append(network.forward([inputs], [kv_cache])[0].seconds)
             one, many = (1000 * statistics.median(seconds[start::2][1:]) for start in (0, 1))
             run.note("calls", length=length, graph=captured, ms_of_1_row=one, ms_of_17_rows=many)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import saltus
-from saltus.evaluation.machine import commit, machine
-from saltus.prompts import gather
+from saltus.engine.prompts import read_prompts
+from saltus.evaluation.reports.environment import git_commit, machine_info
 
 
 def counted(engine: saltus.Engine, prompt: Any, expected: Sequence[int] | None, settings: dict[str, Any]) -> Any:
@@ -34,10 +34,10 @@ def counted(engine: saltus.Engine, prompt: Any, expected: Sequence[int] | None, 
 
 def summary(texts: Sequence[Any], window: int | None) -> dict[str, Any]:
     """Of one kind of heads at one temperature; `window` None: plain decoding."""
-    calls = [call for text in texts for call in text.steps[1:]]  # the first reads the prompt
+    calls = [call for text in texts for call in text.calls[1:]]  # the first reads the prompt
     tokens, seconds = sum(len(text.tokens) for text in texts), sum(text.statistics.seconds for text in texts)
     every = sum(text.statistics.calls for text in texts)
-    drafting = (seconds - sum(call.seconds for text in texts for call in text.steps)) / every
+    drafting = (seconds - sum(call.seconds for text in texts for call in text.calls)) / every
     found = {
         "tokens_per_call": round(tokens / every, 3),
         "tokens_per_second": round(tokens / seconds, 2),
@@ -89,9 +89,9 @@ def main() -> None:
         for folder in chosen.heads:
             options = {"mtpc": {"model": str(folder), "least": chosen.least}}
             made = saltus.load(chosen.model, "mtpc", rule=rule, options=options, adaptive=chosen.adaptive)
-            made.target, made.costs = plain.target, plain.costs  # one model in memory
+            made.target, made.call_cost = plain.target, plain.call_cost  # one model in memory
             engines[rule, folder.name] = made
-    prompts = [ask.opening for ask in gather([], chosen.prompts, chosen.limit)]
+    prompts = [inputs.preview for inputs in read_prompts([], chosen.prompts, chosen.limit)]
     rows = []
     for temperature in chosen.temperatures:
         texts: dict[Any, list[Any]] = {("", "plain"): [], **{key: [] for key in engines}}
@@ -104,13 +104,13 @@ def main() -> None:
         print()
         base = summary(texts["", "plain"], None)["tokens_per_second"]
         for (rule, name), found in texts.items():
-            window = max((call.nodes for text in found for call in text.steps), default=0) or None
+            window = max((call.nodes for text in found for call in text.calls), default=0) or None
             row = {"temperature": temperature, "rule": rule, "heads": name, **summary(found, window)}
             rows.append(row | {"speed_up": round(row["tokens_per_second"] / base, 3)})
             print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     if chosen.out:
-        told = {"machine": machine(), "commit": commit(), "prompts": len(prompts), "rows": rows}
+        told = {"machine": machine_info(), "commit": git_commit(), "prompts": len(prompts), "rows": rows}
         chosen.out.write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -38,15 +38,16 @@ from rouge_score.rouge_scorer import RougeScorer
 
 import saltus
 from saltus.core import rules
-from saltus.core.auxiliary_groups import with_groups
 from saltus.core.canvas import HOLE, Canvas, infilling
-from saltus.core.forward import Forward, Laws
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, pick
-from saltus.evaluation.likelihood import score
-from saltus.evaluation.machine import commit, machine
-from saltus.holes import Layout, Template, laid_out
-from saltus.writing import Text, write
+from saltus.drafting.ptp_queries import with_query_chains
+from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
+from saltus.engine.request import Request, run_requests
+from saltus.evaluation.benchmarks.loglikelihood import score_continuations
+from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
 SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever its length
@@ -61,7 +62,7 @@ SENTENCE_END = re.compile(r"[.!?][\"'”’]*(?=\s|$)")
 class Task:
     """A text with holes, and what stood there; where sentences are missing, those before them and how many."""
 
-    layout: Layout
+    layout: InfillLayout
     missing: str
     before: str = ""
     sentences: int = 0
@@ -73,11 +74,11 @@ class Forgetful:
 
     network: Any
 
-    def memory(self) -> Any:
+    def new_kv_cache(self) -> Any:
         return None
 
-    def forward(self, asks: Sequence[Forward], memories: Sequence[Any]) -> list[Any]:
-        return self.network.forward(asks, [self.network.memory() for _ in asks])
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[Any]:
+        return self.network.forward(batch, [self.network.new_kv_cache() for _ in batch])
 
 
 def windows(file: Path, count: int) -> list[list[str]]:
@@ -93,10 +94,13 @@ def windows(file: Path, count: int) -> list[list[str]]:
 
 def sentences(story: Sequence[str], missing: slice, engine: saltus.Engine) -> Task:
     gone = " ".join(story[missing])
-    template = Template((" ".join(story[: missing.start]) + " ", " " + " ".join(story[missing.stop :])), (None,))
+    template = InfillTemplate((" ".join(story[: missing.start]) + " ", " " + " ".join(story[missing.stop :])), (None,))
     count = missing.stop - missing.start
     return Task(
-        laid_out(template, engine.tokenizer, most=SENTENCE * count), gone, " ".join(story[: missing.start]), count
+        tokenize_template(template, engine.tokenizer, max_open_tokens=SENTENCE * count),
+        gone,
+        " ".join(story[: missing.start]),
+        count,
     )
 
 
@@ -117,17 +121,30 @@ def anywhere(story: Sequence[str], seed: int, engine: saltus.Engine, most: int |
     holes = np.random.default_rng(seed).permutation(np.arange(1, len(tokens) - 1))[: round(0.95 * (len(tokens) - 2))]
     missing = decoded(tokens[np.sort(holes)].tolist(), words)
     tokens[holes] = HOLE
-    return Task(Layout(infilling(tokens), (), ("",)), missing)
+    return Task(InfillLayout(infilling(tokens), (), ("",)), missing)
 
 
 def filled(
-    engine: saltus.Engine, method: str, canvas: Canvas, seed: int, law: Sampling, links: bool = True, own: bool = False
-) -> Text:
+    engine: saltus.Engine,
+    method: str,
+    canvas: Canvas,
+    seed: int,
+    distribution: Sampling,
+    links: bool = True,
+    own: bool = False,
+) -> Request:
     wrong = mock.patch("saltus.methods.assd.reject", no_residual)  # drafts as under reject, decided by another rule
-    job = Text(canvas.tokens[canvas.given].tolist(), len(canvas.order), seed, law, logprobs=own, holes=canvas)
+    job = Request(
+        canvas.tokens[canvas.given_positions].tolist(),
+        len(canvas.order),
+        seed,
+        distribution,
+        logprobs=own,
+        canvas=canvas,
+    )
     without = mock.patch.object(engine.network, "links", None)
     with wrong if engine.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
-        for _ in write(engine._ensemble(method), [job], 1):
+        for _ in run_requests(engine.decoding_setup(method), [job], 1):
             pass
     return job
 
@@ -140,20 +157,22 @@ def continued(engine: saltus.Engine, task: Task, seed: int, temperature: float) 
     return text[: ends[task.sentences - 1]] if len(ends) >= task.sentences else text
 
 
-def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, law: Sampling) -> list[int]:
+def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, distribution: Sampling) -> list[int]:
     """Every hole for itself."""
     network, count = engine.network, len(canvas.order)
-    asked = with_groups(Forward(canvas), [(-1, [math.nan] * count)], law.temperature)
-    laws = Laws(asked, network.forward([asked], [network.memory()])[0], law, Noise(seed))
-    uniforms = Noise(seed).at("text", canvas.order).tolist()
-    tokens = [pick(u, laws[query]) for u, query in zip(uniforms, asked.group(-1), strict=True)]
-    end = next((i for i, token in enumerate(tokens) if law.closed(i, token)), count)
-    return tokens[:end] + [engine.network.blank] * (count - end)
+    inputs = with_query_chains(ForwardInputs(canvas), [(-1, [math.nan] * count)], distribution.temperature)
+    distributions = TargetDistributions(
+        inputs, network.forward([inputs], [network.new_kv_cache()])[0], distribution, Noise(seed)
+    )
+    uniforms = Noise(seed).uniforms("text", canvas.order).tolist()
+    tokens = [pick(u, distributions[query]) for u, query in zip(uniforms, inputs.query_chain(-1), strict=True)]
+    end = next((i for i, token in enumerate(tokens) if distribution.num_forced_after(i, token)), count)
+    return tokens[:end] + [engine.network.blank_token] * (count - end)
 
 
-def no_residual(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
-    tokens, node = rules.reject(asked, laws)
-    tokens[-1] = laws.pick(node)
+def no_residual(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
+    tokens, node = rules.reject(inputs, distributions)
+    tokens[-1] = distributions.pick(node)
     return tokens, node
 
 
@@ -170,7 +189,7 @@ class Judge:
     def nats(self, text: str) -> float:
         """Of a token, on average."""
         tokens = self.engine.tokenizer(text, add_special_tokens=False).input_ids
-        found = score(self.engine.network, [(tokens[:1], tokens[1:])])[0]
+        found = score_continuations(self.engine.network, [(tokens[:1], tokens[1:])])[0]
         return -found.log_likelihood / max(len(tokens) - 1, 1)
 
 
@@ -214,7 +233,7 @@ def main() -> None:
     }
     causal = saltus.load(given.causal, PLAIN, profile=False) if given.causal else None
     rules.RULES[NO_RESIDUAL] = no_residual
-    ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": replace(engine, ensembles={})}
+    ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": replace(engine, decoding_setups={})}
     for length in given.lengths:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"length": length, "two_calls": True}),
@@ -222,35 +241,43 @@ def main() -> None:
             (f"{WITHOUT_LINKS}, k = {length}", {"length": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"length": length, "draft": "bigram"}),
         ):
-            own = replace(engine, options={"assd": options}, budget=length, adaptive=False, ensembles={})
+            own = replace(engine, options={"assd": options}, budget=length, adaptive=False, decoding_setups={})
             ways[name] = own
     table: list[dict[str, Any]] = []
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
     for task, texts in tasks.items():
         if not texts:
             continue
-        law = Sampling(
+        distribution = Sampling(
             given.temperature,
-            banned=tuple(token for token in special if not texts[0].sentences or token != engine.network.blank),
-            closing=((engine.network.blank, 0, len(texts[0].layout.canvas.order) - 1),) if texts[0].sentences else (),
+            banned=tuple(token for token in special if not texts[0].sentences or token != engine.network.blank_token),
+            hole_end_tokens=((engine.network.blank_token, 0, len(texts[0].layout.canvas.order) - 1),)
+            if texts[0].sentences
+            else (),
         )
         for rule in ("match", "reject"):
             found: dict[str, list[dict[str, Any]]] = {}
-            engines = {name: replace(way, rule=rule, ensembles={}) for name, way in ways.items()}
-            engines["no cache"]._ensemble(PLAIN).networks = {"target": Forgetful(engine.network)}
+            engines = {name: replace(way, rule=rule, decoding_setups={}) for name, way in ways.items()}
+            engines["no cache"].decoding_setup(PLAIN).networks = {"target": Forgetful(engine.network)}
             if rule == "reject":
                 del engines["no cache"]
                 last = f"one call, k = {given.lengths[-1]}"
-                engines[NO_RESIDUAL] = replace(ways[last], rule=NO_RESIDUAL, ensembles={})
+                engines[NO_RESIDUAL] = replace(ways[last], rule=NO_RESIDUAL, decoding_setups={})
             for name in engines:  # warm-up
-                filled(engines[name], PLAIN if name in (PLAIN, "no cache") else "assd", texts[0].layout.canvas, 0, law)
+                filled(
+                    engines[name],
+                    PLAIN if name in (PLAIN, "no cache") else "assd",
+                    texts[0].layout.canvas,
+                    0,
+                    distribution,
+                )
             for seed, one in enumerate(texts):
                 canvas, said = one.layout.canvas, None
                 for name in list(engines) if seed % 2 == 0 else list(engines)[::-1]:
                     method = PLAIN if name in (PLAIN, "no cache") else "assd"
                     began = time.perf_counter()
                     linked = not name.startswith(WITHOUT_LINKS)
-                    job = filled(engines[name], method, canvas, seed, law, linked, given.own)
+                    job = filled(engines[name], method, canvas, seed, distribution, linked, given.own)
                     taken = time.perf_counter() - began
                     said = job.tokens if said is None else said
                     if rule == "match" and job.tokens != said:
@@ -258,15 +285,15 @@ def main() -> None:
                     found.setdefault(name, []).append(
                         {
                             "tokens": job.tokens,
-                            "said": sum(len(call.tokens) - call.closed for call in job.calls),
-                            "calls": job.asked["target"],
+                            "said": sum(len(call.tokens) - call.num_forced_tokens for call in job.calls),
+                            "calls": job.calls_by_network["target"],
                             "seconds": 0.0 if given.own else taken,
                             "own": -float(np.mean(job.log_probabilities)) if given.own else 0.0,
                         }
                     )
                 if rule == "reject":
                     found.setdefault("one step", []).append(
-                        {"tokens": one_step(engine, canvas, seed, law), "said": 0, "calls": 1, "seconds": 0.0}
+                        {"tokens": one_step(engine, canvas, seed, distribution), "said": 0, "calls": 1, "seconds": 0.0}
                     )
             for name, rows in found.items():
                 tokens, calls = (sum(row[key] for row in rows) for key in ("said", "calls"))
@@ -292,7 +319,7 @@ def main() -> None:
             table.append({"task": task, "way": LEFT_TO_RIGHT, "texts": len(texts), **rouge(scorer, texts, said)})
             print(json.dumps(table[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
-    papers = {"machine": machine(), "commit": commit(), "command": sys.argv}
+    papers = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv}
     (given.out / "infilling.json").write_text(json.dumps({"table": table, **papers}, indent=1) + "\n")
 
 

@@ -22,8 +22,9 @@ from typing import Any
 from rich.progress import track
 
 import saltus
-from saltus.evaluation import programs, sandbox
-from saltus.evaluation.machine import commit, machine
+from saltus.evaluation.benchmarks import program_assembly
+from saltus.evaluation.reports.environment import git_commit, machine_info
+from saltus.evaluation.sandbox import run_program
 
 OPEN = 32  # tokens that a line may have
 
@@ -63,7 +64,7 @@ def infilled(
         found.seconds += time.perf_counter() - began
         found.lines.append(one.fillings[0].partition("\n")[0])
         found.tokens += one.statistics.tokens
-        found.calls += len(one.steps)
+        found.calls += len(one.calls)
     return found
 
 
@@ -77,15 +78,15 @@ def continued(engine: saltus.Engine, rows: list[dict], seed: int, temperature: f
         found.seconds += time.perf_counter() - began
         found.lines.append(one.text.partition("\n")[0])
         found.tokens += len(one.tokens)
-        found.calls += len(one.steps)
+        found.calls += len(one.calls)
     return found
 
 
 def passed(rows: list[dict], lines: list[str]) -> list[bool]:
     """By each task's tests."""
-    made = [programs.infilling(row, line + "\n") for row, line in zip(rows, lines, strict=True)]
+    made = [program_assembly.infilling(row, line + "\n") for row, line in zip(rows, lines, strict=True)]
     with ThreadPoolExecutor(2) as pool:
-        return [verdict.passed for verdict in pool.map(sandbox.run, made)]
+        return [verdict.passed for verdict in pool.map(run_program.run_program, made)]
 
 
 def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:
@@ -139,7 +140,7 @@ def main() -> None:
         )
         print(json.dumps(table[-1]), flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
-    papers = {"machine": machine(), "commit": commit(), "command": sys.argv}
+    papers = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv}
     (given.out / "infilling_code.json").write_text(json.dumps({"table": table, **papers}, indent=1) + "\n")
 
 

@@ -16,36 +16,36 @@ import numpy as np
 import torch
 
 import saltus
-from saltus.evaluation.machine import commit, machine
-from saltus.training import losses
-from saltus.training.blocks import BlockNoise
-from saltus.training.draws import draws
-from saltus.training.jacobi import JacobiCourse
-from saltus.training.lessons import Lessons
-from saltus.training.trajectories import Trajectory
+from saltus.evaluation.reports.environment import git_commit, machine_info
+from saltus.training.data.block_packing import BlockNoise
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.trajectories import Trajectory
+from saltus.training.data.window_dataset import WindowSettings
+from saltus.training.tasks import losses
+from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
 
 
 def texts(blocks: int, size: int, prompt: int, vocabulary: int) -> list[Trajectory]:
     """Random tokens, and calls that guess at random: what they say does not change what they cost."""
     made = []
     for number in range(2):
-        tokens = draws(0, "text", number).integers(3, vocabulary, prompt + blocks * size)
-        guesses = draws(0, "guesses", number).integers(3, vocabulary, blocks * size)
+        tokens = seeded_generator(0, "text", number).integers(3, vocabulary, prompt + blocks * size)
+        guesses = seeded_generator(0, "guesses", number).integers(3, vocabulary, blocks * size)
         calls = [[done, *guesses[done : done + size].tolist()] for done in range(0, blocks * size, size)]
         made.append(Trajectory(tokens[:prompt].tolist(), tokens[prompt:].tolist(), 0.0, size, number, calls))
     return made
 
 
-def separate(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> torch.Tensor:
+def separate(course: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> torch.Tensor:
     """The loss, a forward for each block, its gradient taken at once so that no forward waits for the others."""
     first, words, total = len(one.prompt), list(one.completion), 0.0
     with torch.no_grad():
-        laws = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
-    for start in range(0, len(words), one.block):
-        stop = start + one.block
+        distributions = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
+    for start in range(0, len(words), one.block_size):
+        stop = start + one.block_size
         ids = torch.tensor([[*one.prompt, *iterate[:stop]]])
-        logits = course.model(ids, use_cache=False, logits_to_keep=one.block).logits[0]
-        loss = losses.divergence(laws[start:stop], logits).mean() * one.block / len(words)
+        logits = course.model(ids, use_cache=False, logits_to_keep=one.block_size).logits[0]
+        loss = losses.kl_divergence(distributions[start:stop], logits).mean() * one.block_size / len(words)
         loss.backward()
         total += float(loss.detach())
     return torch.tensor(total)
@@ -61,11 +61,11 @@ def main() -> None:
     given = parser.parse_args()
     model = saltus.load(given.model, "plain", dtype="float32", exact=False).network.model
     found = texts(given.blocks, given.size, given.prompt, model.config.vocab_size)
-    lessons = Lessons(texts=1, held_out=0.5, slots=10**6, discount=1.0)
+    lessons = WindowSettings(texts=1, held_out=0.5, slots=10**6, discount=1.0)
     noise = BlockNoise("any", "noisy", given.blocks)
-    course = JacobiCourse(model, found, None, noise, text_weight=0.0, lessons=lessons)
-    one = course.own[0]
-    iterate = [token for iterates in one.blocks() for token in iterates[0]]
+    course = JacobiTrainingTask(model, found, None, noise, text_weight=0.0, window_settings=lessons)
+    one = course.training_trajectories[0]
+    iterate = [token for iterates in one.iterates_by_block() for token in iterates[0]]
     seconds: dict[str, list[float]] = {"packed": [], "separate": []}
     for number in range(given.rounds + 1):
         for way in seconds if number % 2 else reversed(seconds):
@@ -73,7 +73,7 @@ def main() -> None:
             model.set_attn_implementation("saltus" if way == "packed" else "sdpa")
             began = time.perf_counter()
             if way == "packed":
-                course.loss_on([one], [iterate]).backward()
+                course.batch_loss([one], [iterate]).backward()
             else:
                 separate(course, one, iterate)
             if number:
@@ -85,7 +85,7 @@ def main() -> None:
         "model": given.model, "blocks": given.blocks, "size": given.size, "prompt": given.prompt,
         "tokens_per_second": {way: round(rate, 1) for way, rate in rates.items()},
         "ratio": round(float(np.median(ratios)), 2), "ratios": np.sort(ratios).round(2).tolist(),
-        "machine": machine(), "commit": commit(),
+        "machine": machine_info(), "commit": git_commit(),
     }, indent=1))  # fmt: skip
 
 

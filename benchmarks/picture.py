@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 import saltus
-from saltus.cli.answering import warm_up
+from saltus.cli.answers import warm_up
+from saltus.cli.coloured_text import call_style, legend
 from saltus.cli.demo import QUESTION
-from saltus.cli.painting import call_style, legend
 from saltus.cli.report import comparison_line
 
 METHOD = "lookup"
@@ -29,7 +29,7 @@ def main(target: Path) -> None:
     stream = engine.stream(QUESTION, **SETTINGS)
     answer = Text()
     for chunk in stream:
-        answer.append(chunk.text, call_style(chunk.call, len(chunk.tokens)))
+        answer.append(chunk.text, call_style(chunk.call_index, len(chunk.tokens)))
     plain = engine.generate(QUESTION, method="plain", **SETTINGS)
     page = Console(record=True, width=96, file=StringIO(), force_terminal=True, color_system="truecolor")
     page.print(Text("$ saltus demo", "dim"), "", legend(), "", answer, "", sep="\n")

@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.special import ndtr
 
 import saltus
-from saltus.networks.drafter import DraftModel
-from saltus.networks.trained_files import load_drafter, shipped
-from saltus.training.checkpoint import load
-from saltus.training.drafter import answers
-from saltus.training.draws import draws
-from saltus.training.edges import picks
-from saltus.training.lessons import Curriculum, Cut, Lessons
-from saltus.training.loop import Schedule
+from saltus.networks.draft_models.drafter import DraftModel
+from saltus.networks.loading.drafter_files import find_shipped, load_drafter
+from saltus.training.data.hidden_states import HiddenStateCorpus, collect_hidden_states, load_hidden_states
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.uniform_intervals import pick_tokens
+from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
+from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.loop.training_loop import Schedule
 from saltus.training.recipe import Recipe
-from saltus.training.run import teacher_texts
-from saltus.training.states import States, collect, load_states
+from saltus.training.run import select_teacher_texts
+from saltus.training.tasks.drafter import forward_windows
 
 LIKELY = 64  # tokens that can be nearest to a blurred uniform
 Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
@@ -41,7 +41,7 @@ Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
 
 def told(uniforms: Tensor, edges: Tensor) -> dict[str, Tensor]:
     """What queries may be told, by name."""
-    other = torch.from_numpy(draws(0, "others").random(tuple(uniforms.shape)))
+    other = torch.from_numpy(seeded_generator(0, "others").random(tuple(uniforms.shape)))
     return {
         "the text's uniforms": uniforms,
         "the middle of each token's interval": edges.mean(-1),
@@ -57,16 +57,16 @@ def likeliest(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 def picked(sharpness: float) -> Drafts:
     """By the uniform, from the drafter's own law; sharpness 1 is independent prediction in the paper's sense."""
-    return lambda logits, uniforms: picks(uniforms, logits * sharpness)
+    return lambda logits, uniforms: pick_tokens(uniforms, logits * sharpness)
 
 
 def blurred(width: float) -> Drafts:
     """The token whose interval most probably holds the uniform, if a normal error of this width were added to it."""
 
     def nearest(logits: Tensor, uniforms: Tensor) -> Tensor:
-        law, tokens = logits.double().softmax(-1).topk(LIKELY)
-        high = law.cumsum(-1)
-        above, below = ((edge - uniforms[..., None]) / width for edge in (high, high - law))
+        distribution, tokens = logits.double().softmax(-1).topk(LIKELY)
+        high = distribution.cumsum(-1)
+        above, below = ((edge - uniforms[..., None]) / width for edge in (high, high - distribution))
         return tokens.gather(-1, (ndtr(above) - ndtr(below)).argmax(-1, keepdim=True))[..., 0]
 
     return nearest
@@ -81,33 +81,33 @@ DRAFTS: dict[str, Drafts] = {
 
 
 @torch.inference_mode()
-def right(model: DraftModel, states: States, cut: Cut, drafts: Drafts, uniforms: Tensor) -> Tensor:
+def right(model: DraftModel, states: HiddenStateCorpus, cut: Batch, drafts: Drafts, uniforms: Tensor) -> Tensor:
     """Which drafts are right, with all before them: [windows, window]."""
-    logits = model.llama.lm_head(answers(model, states, cut)[1]).float()
+    logits = model.llama.lm_head(forward_windows(model, states, cut)[1]).float()
     said = model.tokens[drafts(logits, uniforms)]
-    return ((said == cut.targets) & cut.counted).flatten(0, 1).long().cumprod(-1)
+    return ((said == cut.targets) & cut.loss_mask).flatten(0, 1).long().cumprod(-1)
 
 
 class Examination:
     """Windows of texts that were not trained on, always the same ones."""
 
-    def __init__(self, states: States, window: int) -> None:
+    def __init__(self, states: HiddenStateCorpus, window: int) -> None:
         self.states = states
-        self.curriculum = Curriculum(states, Lessons(), window)
+        self.curriculum = WindowDataset(states, WindowSettings(), window)
 
-    def cuts(self, greedy: bool, texts: int = 8, windows: int = 24) -> Iterator[Cut]:
-        every = self.states.texts
+    def cuts(self, greedy: bool, texts: int = 8, windows: int = 24) -> Iterator[Batch]:
+        every = self.states.text_table
         chosen = every[(every[:, 3] == 0) == greedy]
         for number in range(0, len(chosen), texts):
             part = chosen[number : number + texts]
-            yield self.curriculum.cut(part, draws(1, "exam", number), windows, float(greedy))
+            yield self.curriculum.make_batch(part, seeded_generator(1, "exam", number), windows, float(greedy))
 
-    def edges(self, cut: Cut) -> Tensor:
+    def edges(self, cut: Batch) -> Tensor:
         """Of the windows' tokens, at the temperature of each."""
         temperatures = torch.tensor(self.states.temperatures, dtype=torch.float64)
         which = (cut.temperatures[..., None] - temperatures).abs().argmin(-1)
-        places = cut.rows.gather(1, cut.splits)[..., None] + torch.arange(cut.targets.shape[-1])
-        return self.states.edges[which[..., None], places.clamp_max(len(self.states.tokens) - 1)]
+        places = cut.corpus_rows.gather(1, cut.window_starts)[..., None] + torch.arange(cut.targets.shape[-1])
+        return self.states.uniform_intervals[which[..., None], places.clamp_max(len(self.states.tokens) - 1)]
 
     def greedy(self, model: DraftModel) -> dict[str, Any]:
         nothing = (right(model, self.states, cut, likeliest, cut.uniforms) for cut in self.cuts(True))
@@ -173,17 +173,17 @@ def main() -> None:
     options = parser.parse_args()
 
     network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
-    folder = options.drafter or shipped("drafter", network.model)
+    folder = options.drafter or find_shipped("drafter", network.model)
     if folder is None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model).float()
-    network.tap(model.shape.taps)
-    samples = teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
+    network.add_hidden_state_layers(model.shape.taps)
+    samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
     with TemporaryDirectory() as room:
-        for done in collect(network, samples, options.states or Path(room)):
+        for done in collect_hidden_states(network, samples, options.states or Path(room)):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
-        examination = Examination(load_states(options.states or Path(room)), model.shape.window)
+        examination = Examination(load_hidden_states(options.states or Path(room)), model.shape.window)
     found: dict[str, Any] = {"texts": len(samples), "drafter": str(folder)}
     found["greedy"] = examination.greedy(model)
     found["told"], found["drafted"] = examination.told(model), examination.drafted(model)
@@ -193,7 +193,7 @@ def main() -> None:
     print(f"greedy {found['greedy']['tokens_per_call']:.3f} ± {found['greedy']['error']:.3f}")
     found["curve"] = []
     for file in options.checkpoints:
-        state = load(file)
+        state = load_checkpoint(file)
         assert state is not None
         model.load_state_dict(state["module"])
         one = {"queries": state["step"] * options.queries, "told": examination.told(model)}

@@ -22,25 +22,27 @@ import numpy as np
 import torch
 
 import saltus
-from saltus.evaluation.machine import commit, machine
-from saltus.networks.native import in_charge
-from saltus.networks.slots import SlotMemory, SlotReader
-from saltus.networks.upper_layers import last_layers
-from saltus.training.draws import draws
+from saltus.evaluation.reports.environment import git_commit, machine_info
+from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers
+from saltus.networks.draft_models.upper_layers import last_layers
+from saltus.networks.models.exact.native import kernel_threads_only
+from saltus.training.data.seeded_generator import seeded_generator
 
 
 class Reading:
     """Some of the model's last layers, behind a text of a given length."""
 
     def __init__(self, target: Any, layers: int, length: int) -> None:
-        self.reader, self.memory, self.length = SlotReader(last_layers(target, layers)), SlotMemory(), length
-        self.inputs = torch.from_numpy(draws(0, "rows").normal(size=(length + 64, target.config.hidden_size)))
+        self.reader, self.memory, self.length = ContextLayers(last_layers(target, layers)), ContextKVCache(), length
+        self.inputs = torch.from_numpy(
+            seeded_generator(0, "rows").normal(size=(length + 64, target.config.hidden_size))
+        )
         self.inputs = self.inputs.to(target.dtype)
-        self.reader(self.inputs[:length], self.memory, 0, 1, say=False)
+        self.reader(self.inputs[:length], self.memory, 0, 1, output_logits=False)
 
     def seconds(self, rows: int) -> float:
         began = time.perf_counter()
-        self.reader(self.inputs[:rows], self.memory, self.length, 1, say=False)
+        self.reader(self.inputs[:rows], self.memory, self.length, 1, output_logits=False)
         return time.perf_counter() - began
 
 
@@ -60,7 +62,7 @@ def main() -> None:
     counts = sorted({chosen.accepted, *(1 + each for each in nodes), *(2 + 2 * each for each in nodes)})
     found: dict[tuple[int, int], list[float]] = {(layers, rows): [] for layers in readings for rows in counts}
     other = np.zeros(2**24)  # 128 MB
-    with torch.inference_mode(), in_charge():
+    with torch.inference_mode(), kernel_threads_only():
         for repeat in range(chosen.repeats + 1):
             for layers, rows in found:
                 other += 1  # weights leave the caches
@@ -81,7 +83,7 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row))
     if chosen.out:
-        told = {"machine": machine(), "commit": commit(), "length": chosen.length, "rows": rows}
+        told = {"machine": machine_info(), "commit": git_commit(), "length": chosen.length, "rows": rows}
         chosen.out.write_text(json.dumps(told, indent=1) + "\n")
 
 

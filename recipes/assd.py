@@ -39,14 +39,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saltus.networks.any_subset import ANY_SUBSET, write_links
-from saltus.networks.folders import LINKS
-from saltus.networks.loading import serves_holes
-from saltus.training.any_subset import SPREADS, AnySubsetCourse, Holes, XlnetCourse
-from saltus.training.draws import draws
-from saltus.training.links import LinkCourse
-from saltus.training.loop import Progress, Schedule, train
-from saltus.training.packed_model import causal, said
+from saltus.networks.loading.checkpoints import fills_holes
+from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
+from saltus.networks.models.any_subset import ANY_SUBSET, save_pairwise_correction
+from saltus.training.data.packed_forward import pack_causal, packed_logits
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.training_loop import Progress, Schedule, train
+from saltus.training.tasks.any_subset import (
+    HOLE_FRACTION_RANGES,
+    AnySubsetTrainingTask,
+    HoleSettings,
+    XlnetTrainingTask,
+)
+from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<mask>", "<blank>"]
 PAD, BOS, EOS, MASK, BLANK = range(len(SPECIAL))
@@ -135,14 +140,14 @@ def fresh(chosen: argparse.Namespace, told: Sequence[str]) -> tuple[LlamaForCaus
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
-                weight.copy_(torch.from_numpy(draws(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
+                weight.copy_(torch.from_numpy(seeded_generator(chosen.seed, name).normal(0, 0.02, tuple(weight.shape))))
     return model, words
 
 
 def begun(folder: Path) -> tuple[Any, Any]:
     """A model that has learned something, in float32, and its tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not serves_holes(model):
+    if not fills_holes(model):
         sys.exit(f"{folder} holds a model that writes from left to right; begin with an XLNet or an any-subset model")
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -153,19 +158,21 @@ def cut(tokens: list[int], length: int) -> list[np.ndarray]:
     return [part for part in parts if len(part) >= SHORTEST]
 
 
-class LeftToRight(AnySubsetCourse):
+class LeftToRight(AnySubsetTrainingTask):
     """Say the next token of the same texts."""
 
-    def say(self, tokens: torch.Tensor, ranks: torch.Tensor, lag: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def hole_logits(
+        self, tokens: torch.Tensor, ranks: torch.Tensor, num_unknown: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of all tokens but the first, and the tokens."""
         real = ranks[:, 1:] >= 0
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = said(self.model, causal(tokens[:, :-1]), real.flatten().nonzero()[:, 0])
+            logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), real.flatten().nonzero()[:, 0])
         return logits.float(), tokens[:, 1:][real]
 
-    def report(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Bits of a token."""
-        return {"bits": super().report()["bits at 20%"]}
+        return {"bits": super().evaluate()["bits at 20%"]}
 
 
 def main() -> None:
@@ -182,7 +189,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, help="of learning; 0.003, or 0.0001 from weights that are given")
     parser.add_argument("--from", dest="begin", type=Path, help="a folder: an XLNet, or a model trained by this")
-    parser.add_argument("--spread", choices=list(SPREADS), default="wide", help="shares of a text that are holes")
+    parser.add_argument(
+        "--spread", choices=list(HOLE_FRACTION_RANGES), default="wide", help="shares of a text that are holes"
+    )
     parser.add_argument("--spans", type=float, default=0.5, help="share of the texts whose holes are spans")
     parser.add_argument("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     parser.add_argument("--left-to-right", action="store_true", help="a causal model, to compare with")
@@ -195,7 +204,7 @@ def main() -> None:
     told += dict.fromkeys(one for source in chosen.code for one in programs(source))
     if len(told) < 200:
         sys.exit(f"only {len(told)} stories or functions; give longer texts, by --text or --code")
-    generator = draws(chosen.seed, "texts")
+    generator = seeded_generator(chosen.seed, "texts")
     told = [told[place] for place in generator.permutation(len(told))]
     if chosen.left_to_right and chosen.begin:
         sys.exit("--left-to-right begins from nothing; leave out --from")
@@ -212,9 +221,15 @@ def main() -> None:
     print(f"{len(learned):,} texts of {count / len(learned):.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
     newline = words.convert_tokens_to_ids(LINE_END) if chosen.code and LINE_END in words.get_vocab() else None
     blank = (getattr(model.config, ANY_SUBSET, None) or {}).get("blank")
-    holes = Holes(chosen.spread, spans=chosen.spans, order=chosen.order, blank=blank, newline=newline)
+    holes = HoleSettings(
+        chosen.spread, span_probability=chosen.spans, order=chosen.order, blank_token=blank, newline_token=newline
+    )
     kind = (
-        LeftToRight if chosen.left_to_right else XlnetCourse if model.config.model_type == "xlnet" else AnySubsetCourse
+        LeftToRight
+        if chosen.left_to_right
+        else XlnetTrainingTask
+        if model.config.model_type == "xlnet"
+        else AnySubsetTrainingTask
     )
     course = kind(model, learned, held_out, chosen.steps, chosen.batch, holes, chosen.half, chosen.seed)
     settings = {key: str(value) for key, value in vars(chosen).items() if key not in ("work", "out", "every")}
@@ -222,35 +237,35 @@ def main() -> None:
     schedule = Schedule(chosen.steps, chosen.rate or rate, every=chosen.every, optimiser=optimiser, half=chosen.half)
 
     def report(now: Progress) -> None:
-        found = ", ".join(f"{name} {value:.2f}" for name, value in now.found.items())
+        found = ", ".join(f"{name} {value:.2f}" for name, value in now.metrics.items())
         print(
             f"step {now.step:,} of {now.steps:,}: loss {now.loss:.3f}, {found};"
-            f" {now.seconds / 60:.1f} min, {now.left / 60:.1f} left",
+            f" {now.seconds / 60:.1f} min, {now.seconds_left / 60:.1f} left",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
     work = chosen.work or chosen.out.with_name(chosen.out.name + "-work")
     work.mkdir(parents=True, exist_ok=True)
     try:
-        train(course.module, course.loss, schedule, work / "checkpoint.pt", settings, report, course.report)
+        train(course.module, course.loss, schedule, work / "checkpoint.pt", settings, report, course.evaluate)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
     links = None
-    if kind is AnySubsetCourse and chosen.links:
-        linked = LinkCourse(course)
+    if kind is AnySubsetTrainingTask and chosen.links:
+        linked = PairwiseCorrectionTrainingTask(course)
         print(f"links, in {chosen.links:,} steps", file=sys.stderr)
         schedule = Schedule(chosen.links, 1e-2, every=chosen.every)
         try:
-            train(linked.module, linked.loss, schedule, work / "links.pt", settings, report, linked.report)
+            train(linked.module, linked.loss, schedule, work / "links.pt", settings, report, linked.evaluate)
         except KeyboardInterrupt:
             sys.exit("interrupted; the same command goes on from the last checkpoint")
-        links = linked.module.links()
+        links = linked.module.correction()
     model.to(torch.bfloat16)
     model.save_pretrained(chosen.out)
     words.save_pretrained(chosen.out)
-    (chosen.out / LINKS).unlink(missing_ok=True)  # of what was there before
+    (chosen.out / PAIRWISE_CORRECTION_FILE).unlink(missing_ok=True)  # of what was there before
     if links is not None:
-        write_links(links, chosen.out)
+        save_pairwise_correction(links, chosen.out)
     print(f"written: {chosen.out}", file=sys.stderr)
 
 

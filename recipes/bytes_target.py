@@ -31,8 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saltus.training.draws import draws
-from saltus.training.loop import Progress, Schedule, train
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.training_loop import Progress, Schedule, train
 
 SPECIAL = 64  # tokens before the bytes
 BOS, EOS = 1, 2
@@ -85,7 +85,7 @@ class Course(nn.Module):
         return [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
 
     def loss(self, step: int) -> Tensor:
-        starts = draws(self.seed, "texts", step).integers(len(self.tokens) - self.length, size=self.batch)
+        starts = seeded_generator(self.seed, "texts", step).integers(len(self.tokens) - self.length, size=self.batch)
         return self._nats(torch.stack([self.tokens[start : start + self.length + 1] for start in starts]))
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ def new(hidden: int, layers: int, length: int, seed: int) -> LlamaForCausalLM:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
-                weight.copy_(torch.from_numpy(draws(seed, name).normal(0, 0.02, tuple(weight.shape))))
+                weight.copy_(torch.from_numpy(seeded_generator(seed, name).normal(0, 0.02, tuple(weight.shape))))
     return model
 
 
@@ -122,7 +122,7 @@ def asked(tokens: np.ndarray, count: int, seed: int, file: Path) -> None:
     """Beginnings for a teacher to go on from: excerpts, from one line's beginning on."""
     text = (tokens - SPECIAL).astype(np.uint8).tobytes()
     with file.open("w", encoding="utf-8") as out:
-        for start in draws(seed, "prompts").integers(max(len(text) - 4 * PROMPT, 1), size=count):
+        for start in seeded_generator(seed, "prompts").integers(max(len(text) - 4 * PROMPT, 1), size=count):
             begin = text.find(b"\n", start) + 1
             excerpt = text[begin : begin + PROMPT].decode("utf-8", errors="ignore").strip()
             if excerpt:
@@ -158,7 +158,7 @@ def main() -> None:
     def report(now: Progress) -> None:
         print(
             f"step {now.step:,} of {now.steps:,}: loss {now.loss / math.log(2):.3f} bits,"
-            f" held out {now.found['bits']:.3f}; {now.seconds / 60:.1f} min, {now.left / 60:.1f} left",
+            f" held out {now.metrics['bits']:.3f}; {now.seconds / 60:.1f} min, {now.seconds_left / 60:.1f} left",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from saltus.training.distillation import Objective, distil, draft
-from saltus.training.draws import draws
-from saltus.training.edges import Skipped, begun, edges, picks
-from saltus.training.loop import Schedule, train
-from saltus.training.student import Student
-from saltus.training.windows import Form
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.uniform_intervals import SkippedTokens, pick_tokens, prepend_start_position, uniform_intervals
+from saltus.training.data.window_packing import UniformConditioning
+from saltus.training.loop.training_loop import Schedule, train
+from saltus.training.tasks.distillation import Objective, distillation_loss, draft_window
+from saltus.training.tasks.student import Student
 
 GRAMMAR = {
     "def": (0.4, {"main": 0.5, "read": 0.3, "test": 0.2}),
@@ -47,22 +47,24 @@ def written(uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """The pairs that the law itself gives, [pairs, 2], and the laws (logits) that they were picked from."""
     first, second = laws()
     begin = first.log().clamp_min(-40).expand(len(uniforms), -1)
-    one = picks(uniforms[:, 0], begin)
+    one = pick_tokens(uniforms[:, 0], begin)
     after = second[one].log().clamp_min(-40)
-    return torch.stack([one, picks(uniforms[:, 1], after)], 1), torch.stack([begin, after], 1)
+    return torch.stack([one, pick_tokens(uniforms[:, 1], after)], 1), torch.stack([begin, after], 1)
 
 
-def taught(form: Form, steps: int, seed: int = 0) -> Student:
+def taught(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
     """A student of pairs."""
     student = Student(len(WORDS), 4, hidden=48, layers=2, heads=4, seed=seed)
-    objective, skipped = Objective(form, "ce", 2), Skipped()
+    objective, skipped = Objective(form, "ce", 2), SkippedTokens()
 
     def loss(step: int) -> Tensor:
-        generator = draws(seed, "pairs", step)
+        generator = seeded_generator(seed, "pairs", step)
         texts, targets = written(torch.from_numpy(generator.random((128, 2))))
-        borders, _ = begun(edges(targets, texts), targets)
+        borders, _ = prepend_start_position(uniform_intervals(targets, texts), targets)
         splits = torch.ones(len(texts), 1, dtype=torch.int64)
-        return distil(student, student.begun(texts), borders, splits, objective, generator, skipped)
+        return distillation_loss(
+            student, student.prepend_start_token(texts), borders, splits, objective, generator, skipped
+        )
 
     with TemporaryDirectory() as folder:
         train(student, loss, Schedule(steps, 3e-3, warm_up=20, every=steps), Path(folder) / "run.pt", {})
@@ -74,11 +76,14 @@ def maps(steps: int, size: int, seed: int = 0) -> dict[str, Tensor]:
     middle = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     square = torch.cartesian_prod(middle, middle)
     found = {"Token by token": written(square)[0]}
-    ways: dict[Form, str] = {"one-hot": "PTP, one call", "independent": "Independent prediction, one call"}
+    ways: dict[UniformConditioning, str] = {
+        "one-hot": "PTP, one call",
+        "independent": "Independent prediction, one call",
+    }
     for form, name in ways.items():
         student = taught(form, steps, seed)
-        start = torch.full((len(square), 1), student.start)
-        found[name] = draft(student, start, square, form)
+        start = torch.full((len(square), 1), student.start_token)
+        found[name] = draft_window(student, start, square, form)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saltus.training.draws import draws
+from saltus.training.data.seeded_generator import seeded_generator
 
 LONGEST = 320  # bytes of a program and its answer
 SHORTEST = 48  # bytes of an answer
@@ -103,7 +103,7 @@ def printed(program: str) -> str:
 
 def programs(count: int, seed: int) -> list[tuple[str, str, str]]:
     """So many different programs: the kind, the program and its answer."""
-    draw, found = draws(seed, "programs"), {}
+    draw, found = seeded_generator(seed, "programs"), {}
     while len(found) < count:
         kind = KINDS[draw.integers(len(KINDS))]
         program = kind(draw)

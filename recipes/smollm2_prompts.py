@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from saltus.training.draws import draws
+from saltus.training.data.seeded_generator import seeded_generator
 
 MARKUP = [
     (re.compile(r"&lt;.*?&gt;|&amp;\w+;|\{\{.*?\}\}|\{\|.*?\|\}", re.DOTALL), " "),
@@ -68,7 +68,7 @@ def cut(text: str, words: int) -> str:
 
 def prompts(known: list[tuple[str, str]], german: list[str], count: int, seed: int) -> Iterator[tuple[str, str]]:
     """Kinds and prompts, as many of each kind as of the others."""
-    generator = draws(seed, "prompts")
+    generator = seeded_generator(seed, "prompts")
     tell = [each for each in known if len(each[1]) > 900]
     for number in range(count):
         (title, _), (other, _) = (known[at] for at in generator.choice(len(known), 2, replace=False))
@@ -91,15 +91,15 @@ def main() -> None:
     parser.add_argument("--of-each", type=int, default=200, help="prompts of each of the five kinds")
     parser.add_argument("--characters", type=int, default=30_000_000, help="of the articles to read")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    known, german = list(articles(asked.articles, asked.characters)), sentences(asked.german)
-    german = [german[at] for at in draws(asked.seed, "german").permutation(len(german))]
+    inputs = parser.parse_args()
+    known, german = list(articles(inputs.articles, inputs.characters)), sentences(inputs.german)
+    german = [german[at] for at in seeded_generator(inputs.seed, "german").permutation(len(german))]
     if not known or not german:
-        sys.exit(f"{asked.articles if not known else asked.german} holds nothing to ask about")
-    with asked.out.open("w") as out:
-        for source, prompt in prompts(known, german, asked.of_each, asked.seed):
+        sys.exit(f"{inputs.articles if not known else inputs.german} holds nothing to ask about")
+    with inputs.out.open("w") as out:
+        for source, prompt in prompts(known, german, inputs.of_each, inputs.seed):
             out.write(json.dumps({"source": source, "prompt": prompt}, ensure_ascii=False) + "\n")
-    print(f"{5 * asked.of_each} prompts, {len(known)} articles, {len(german)} sentences")
+    print(f"{5 * inputs.of_each} prompts, {len(known)} articles, {len(german)} sentences")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saltus.training.draws import draws
+from saltus.training.data.seeded_generator import seeded_generator
 
 LATITUDES, LONGITUDES = (40.5, 41.0), (-74.3, -73.6)
 SHRINK = np.cos(np.radians(40.75))  # a degree of longitude is that much shorter than one of latitude
@@ -77,7 +77,7 @@ def read_rides(path: Path, seed: int) -> tuple[np.ndarray, np.ndarray]:
     latitude, longitude = np.array([(row["Lat"], row["Lon"]) for row in rows], dtype=np.float64).T
     kept = _inside(latitude, longitude)
     times, places = times[kept], np.stack([latitude[kept], longitude[kept] * SHRINK], 1)
-    order = np.lexsort([draws(seed, "ties").random(len(times)), times])
+    order = np.lexsort([seeded_generator(seed, "ties").random(len(times)), times])
     days = (times - times.astype("datetime64[M]")).astype("timedelta64[D]").astype(int) + 1
     return places[order], days[order]
 
@@ -96,7 +96,7 @@ def k_means(points: np.ndarray, k: int, seed: int, starts: int = 10) -> np.ndarr
     """Lloyd's algorithm from k-means++ (Arthur & Vassilvitskii 2007); the best of some starts, [k, 2]."""
     best, least = points[:k], np.inf
     for start in range(starts):
-        generator, total = draws(seed, "k-means", start), np.inf
+        generator, total = seeded_generator(seed, "k-means", start), np.inf
         centres = points[generator.integers(len(points))][None]
         while len(centres) < k:
             distances = ((points[:, None] - centres) ** 2).sum(-1).min(-1)
@@ -127,13 +127,15 @@ def synthetic(length: int, seed: int = 0, vocab: int = CENTRES, drift: float = 0
 
     `drift` is the deviation of a mood's logits from the common ones, `stay` the probability that a mood lasts.
     """
-    generator = draws(seed, "synthetic")
+    generator = seeded_generator(seed, "synthetic")
     common = generator.normal(size=vocab) * 0.7
     logits = common + drift * generator.normal(size=(6, vocab))
-    laws = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    distributions = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     changes = generator.random(length) > stay
-    moods = generator.integers(len(laws), size=length)[np.maximum.accumulate(np.where(changes, np.arange(length), 0))]
-    tokens = (laws.cumsum(-1)[moods] < generator.random((length, 1))).sum(-1).clip(max=vocab - 1)
+    moods = generator.integers(len(distributions), size=length)[
+        np.maximum.accumulate(np.where(changes, np.arange(length), 0))
+    ]
+    tokens = (distributions.cumsum(-1)[moods] < generator.random((length, 1))).sum(-1).clip(max=vocab - 1)
     cut = length * 5 // 6
     return Stream(tokens[:cut], tokens[cut:], vocab)
 

@@ -24,11 +24,11 @@ import torch
 from taxi_training import Laboratory, Run, Scale, rounded
 from torch import Tensor
 
-from saltus.networks.auxiliary import KINDS
-from saltus.training.distillation import correct, draft
-from saltus.training.draws import draws
-from saltus.training.edges import edges, picks
-from saltus.training.student import Student
+from saltus.networks.adapters.uniform_embedding import KINDS
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
+from saltus.training.tasks.distillation import draft_window, num_correct
+from saltus.training.tasks.student import Student
 
 ONE_HOT, CATEGORICAL, INDEPENDENT = Run("one-hot", "ce"), Run("categorical", "kl"), Run("independent", "kl")
 METHODS = (ONE_HOT, CATEGORICAL, INDEPENDENT)
@@ -49,7 +49,7 @@ class Row:
 def measure(laboratory: Laboratory, run: Run, student: Student) -> dict[str, Any]:
     """Leading tokens that are the teacher's own under the same uniforms (PTP, Eq. 16): mean and standard error."""
     texts, _, uniforms = laboratory.held_out(run)
-    counts = correct(answers(student, run, uniforms), texts).double()
+    counts = num_correct(answers(student, run, uniforms), texts).double()
     return summary(counts)
 
 
@@ -57,8 +57,8 @@ def answers(student: Student, run: Run, uniforms: Tensor) -> Tensor:
     """What a student writes at once, from nothing but uniforms."""
     parts = []
     for part in uniforms.split(500):
-        start = torch.full((len(part), 1), student.start)
-        parts.append(draft(student, start, part, run.form, run.order))
+        start = torch.full((len(part), 1), student.start_token)
+        parts.append(draft_window(student, start, part, run.form, run.order))
     return torch.cat(parts)
 
 
@@ -73,9 +73,9 @@ def summary(counts: Tensor) -> dict[str, Any]:
 def methods(laboratory: Laboratory, runs: tuple[Run, ...], table: str) -> Iterator[Row]:
     """Train each, measure each; and the best that predicting independently can reach, with the exact marginals."""
     texts, _, uniforms = laboratory.held_out(runs[0])
-    best = picks(uniforms, laboratory.marginals(runs[0]).expand(len(texts), -1, -1), order=runs[0].order)
+    best = pick_tokens(uniforms, laboratory.marginals(runs[0]).expand(len(texts), -1, -1), token_order=runs[0].order)
     kept = {name: asdict(runs[0])[name] for name in ("window", "seed", "order")}
-    yield Row(table, {"form": "exact marginals"} | kept, summary(correct(best, texts).double()))
+    yield Row(table, {"form": "exact marginals"} | kept, summary(num_correct(best, texts).double()))
     for run in runs:
         student, training = laboratory.trained(run)
         yield Row(table, asdict(run), measure(laboratory, run, student) | training)
@@ -104,19 +104,19 @@ def several_drafts(laboratory: Laboratory, run: Run) -> Iterator[Row]:
     places are drawn for one text of the teacher's, which has the same law. (Eq. 18's argmax is an argmin.)
     """
     student, _ = laboratory.trained(run)
-    texts, laws, _ = laboratory.held_out(run)
-    borders = edges(laws, texts, order=run.order)
+    texts, distributions, _ = laboratory.held_out(run)
+    borders = uniform_intervals(distributions, texts, token_order=run.order)
     for count in (*DRAFTS, math.inf):
         places = torch.full(texts.shape, 0.5, dtype=torch.float64)
         if count < math.inf:
             places = torch.stack([_central(int(count), run, row) for row in range(len(texts))])
         uniforms = (borders.low + places * (borders.high - borders.low)).clamp(0, 1 - 2.0**-53)
-        counts = correct(answers(student, run, uniforms), texts).double()
+        counts = num_correct(answers(student, run, uniforms), texts).double()
         yield Row("drafts", asdict(run) | {"drafts": count if count < math.inf else "infinite"}, summary(counts))
 
 
 def _central(count: int, run: Run, row: int) -> Tensor:
-    places = draws(run.seed, f"places/{count}", row).random((count, run.window))
+    places = seeded_generator(run.seed, f"places/{count}", row).random((count, run.window))
     return torch.from_numpy(places[abs(places - 0.5).sum(-1).argmin()])
 
 
@@ -126,7 +126,7 @@ def prefixes(laboratory: Laboratory, base: Run) -> Iterator[Row]:
         run = of(method, base)
         student, training = laboratory.trained(run)
         texts, _, uniforms = laboratory.held_out(run)
-        counts = correct(answers(student, run, uniforms), texts)
+        counts = num_correct(answers(student, run, uniforms), texts)
         for length in sorted({*(n for n in PREFIXES if n < run.window), run.window}):
             row = summary(counts.clamp_max(length).double())
             yield Row("windows", asdict(run) | {"limit": length}, row | training)

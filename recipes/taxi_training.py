@@ -14,15 +14,21 @@ import torch
 from taxi_data import Stream, chunks, held_out
 from torch import Tensor
 
-from saltus.training import inverse
-from saltus.training.checkpoint import load
-from saltus.training.distillation import Objective, distil, draft
-from saltus.training.draws import draws
-from saltus.training.edges import Order, Skipped, begun, edges
-from saltus.training.loop import Progress, Schedule, train
-from saltus.training.losses import cross_entropy
-from saltus.training.student import Student
-from saltus.training.windows import Form, given, inside, pack, split_points
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.uniform_intervals import SkippedTokens, TokenOrder, prepend_start_position, uniform_intervals
+from saltus.training.data.window_packing import (
+    UniformConditioning,
+    gather_windows,
+    pack_windows,
+    query_uniforms,
+    sample_window_starts,
+)
+from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.loop.training_loop import Progress, Schedule, train
+from saltus.training.tasks import inverse_autoregression
+from saltus.training.tasks.distillation import Objective, distillation_loss, draft_window
+from saltus.training.tasks.losses import cross_entropy
+from saltus.training.tasks.student import Student
 
 STRIDE = 10  # between the beginnings of training chunks
 FREE = ("steps", "teacher_steps", "test", "every")  # may change between commands: a run's own steps are in its name
@@ -51,14 +57,14 @@ class Scale:
 class Run:
     """A student that is trained by distillation."""
 
-    form: Form
+    form: UniformConditioning
     loss: Literal["ce", "bce", "kl", "reverse-kl"]
     proposal: Literal["teacher", "student", "dataset"] = "teacher"
     kind: str = "bits"
     b: float = 1.0
     window: int = 16
     seed: int = 0
-    order: Order = "pick"
+    order: TokenOrder = "pick"
     grow: float = 0.0  # share of the steps in which windows grow to their length, from FIRST tokens
 
     @property
@@ -86,7 +92,7 @@ class Laboratory:
     stream: Stream
     scale: Scale
     work: Path
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped: SkippedTokens = field(default_factory=SkippedTokens)
 
     def __post_init__(self) -> None:
         self.chunks = chunks(self.stream.train, 2 * self.scale.chunk, STRIDE)  # the second half: windows' last tokens
@@ -101,7 +107,7 @@ class Laboratory:
             hidden=scale.hidden,
             layers=scale.layers,
             heads=scale.heads,
-            kind=kind,
+            embedding=kind,
             seed=seed,
         )
 
@@ -118,7 +124,7 @@ class Laboratory:
         def report(progress: Progress) -> None:
             print(
                 f"{name}: step {progress.step:,} of {progress.steps:,}, loss {progress.loss:.4f}, "
-                f"{progress.seconds / 60:.1f} min, {progress.left / 60:.1f} min left",
+                f"{progress.seconds / 60:.1f} min, {progress.seconds_left / 60:.1f} min left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -126,7 +132,7 @@ class Laboratory:
         path = self.work / f"{name}-{steps}.pt"
         settings = {key: value for key, value in asdict(scale).items() if key not in FREE} | {"name": name}
         curve = train(module, loss, schedule, path, settings, report)
-        state = load(path)
+        state = load_checkpoint(path)
         return {"seconds": round(state["seconds"], 1) if state else 0.0, "steps": steps, "loss": rounded(curve[-1])}
 
     def _teacher(self, seed: int) -> tuple[Student, dict[str, Any]]:
@@ -134,23 +140,23 @@ class Laboratory:
         teacher = self.student(seed)
 
         def loss(step: int) -> Tensor:
-            texts = self.rides(draws(seed, "teacher", step), self.scale.chunk)
-            return cross_entropy(teacher.following(teacher.begun(texts)[:, :-1]), texts).mean()
+            texts = self.rides(seeded_generator(seed, "teacher", step), self.scale.chunk)
+            return cross_entropy(teacher.next_token_logits(teacher.prepend_start_token(texts)[:, :-1]), texts).mean()
 
         training = self.fit(f"teacher-{seed}", teacher, loss, self.scale.teacher_steps)
         return teacher, training
 
-    def _pool(self, window: int, seed: int, order: Order) -> tuple[Tensor, Tensor]:
+    def _pool(self, window: int, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor]:
         """Texts that the teacher wrote, and the laws it wrote them by."""
-        return self._written(draws(seed, "pool").random((self.scale.pool, window)), seed, order)
+        return self._written(seeded_generator(seed, "pool").random((self.scale.pool, window)), seed, order)
 
-    def _written(self, uniforms: np.ndarray, seed: int, order: Order) -> tuple[Tensor, Tensor]:
+    def _written(self, uniforms: np.ndarray, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor]:
         teacher = self.teacher(seed)[0]
-        parts = [teacher.write(part, order) for part in torch.from_numpy(uniforms).split(512)]
-        return torch.cat([tokens for tokens, _ in parts]), torch.cat([laws for _, laws in parts])
+        parts = [teacher.generate(part, order) for part in torch.from_numpy(uniforms).split(512)]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([distributions for _, distributions in parts])
 
-    def _test(self, window: int, seed: int, order: Order) -> tuple[Tensor, Tensor, Tensor]:
-        uniforms = draws(TEST_SEED + seed, "test").random((self.scale.test, window))
+    def _test(self, window: int, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor, Tensor]:
+        uniforms = seeded_generator(TEST_SEED + seed, "test").random((self.scale.test, window))
         return (*self._written(uniforms, seed, order), torch.from_numpy(uniforms))
 
     def held_out(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,13 +170,24 @@ class Laboratory:
         student.body.load_state_dict(teacher.body.state_dict())
 
         def loss(step: int) -> Tensor:
-            generator = draws(run.seed, "distil", step)
+            generator = seeded_generator(run.seed, "distil", step)
             objective = run.objective(step / self.scale.steps)
-            texts, laws = self._proposed(run, student, teacher, generator)
-            texts, laws = texts[:, : objective.window], laws[:, : objective.window]
+            texts, distributions = self._proposed(run, student, teacher, generator)
+            texts, distributions = texts[:, : objective.window], distributions[:, : objective.window]
             splits = torch.ones(len(texts), 1, dtype=torch.int64)
-            borders, laws = begun(edges(laws, texts, order=run.order), laws)
-            return distil(student, student.begun(texts), borders, splits, objective, generator, self.skipped, laws)
+            borders, distributions = prepend_start_position(
+                uniform_intervals(distributions, texts, token_order=run.order), distributions
+            )
+            return distillation_loss(
+                student,
+                student.prepend_start_token(texts),
+                borders,
+                splits,
+                objective,
+                generator,
+                self.skipped,
+                distributions,
+            )
 
         return student, self.fit(f"{run.name}-of-{self.scale.teacher_steps}", student, loss, self.scale.steps)
 
@@ -180,16 +197,16 @@ class Laboratory:
     ) -> tuple[Tensor, Tensor]:
         """A batch of texts to learn from, and the teacher's laws of them (PTP, §2.2.1, Training data)."""
         if run.proposal == "teacher":
-            texts, laws = self.pool(run.window, run.seed, run.order)
+            texts, distributions = self.pool(run.window, run.seed, run.order)
             chosen = torch.from_numpy(generator.integers(len(texts), size=self.scale.batch))
-            return texts[chosen], laws[chosen]
+            return texts[chosen], distributions[chosen]
         if run.proposal == "dataset":
             texts = self.rides(generator, run.window)
         else:
             uniforms = torch.from_numpy(generator.random((self.scale.batch, run.window)))
-            start = torch.full((len(uniforms), 1), student.start)
-            texts = draft(student, start, uniforms, run.form, run.order)
-        return texts, teacher.following(teacher.begun(texts)[:, :-1])
+            start = torch.full((len(uniforms), 1), student.start_token)
+            texts = draft_window(student, start, uniforms, run.form, run.order)
+        return texts, teacher.next_token_logits(teacher.prepend_start_token(texts)[:, :-1])
 
     def marginals(self, run: Run) -> Tensor:
         """The exact law of each position, [window, vocab] logits: the mean of the teacher's laws over what it wrote."""
@@ -201,10 +218,12 @@ class Laboratory:
         windows = max(1, self.scale.chunk // run.window)
 
         def loss(step: int) -> Tensor:
-            generator = draws(run.seed, "inverse", step)
-            texts = student.begun(self.rides(generator, self.scale.chunk + run.window - 1))
-            splits = split_points(len(texts), texts.shape[1], windows, run.window, generator)
-            return inverse.loss(student, texts, splits, run.window, generator, self.skipped, order=run.order)
+            generator = seeded_generator(run.seed, "inverse", step)
+            texts = student.prepend_start_token(self.rides(generator, self.scale.chunk + run.window - 1))
+            splits = sample_window_starts(len(texts), texts.shape[1], windows, run.window, generator)
+            return inverse_autoregression.loss(
+                student, texts, splits, run.window, generator, self.skipped, token_order=run.order
+            )
 
         name = f"inverse-{run.window}-{student.auxiliary.kind}-{run.seed}-{run.order}"
         return student, self.fit(name, student, loss, self.scale.teacher_steps)
@@ -212,24 +231,26 @@ class Laboratory:
     @torch.no_grad()
     def perplexity(self, teacher: Student) -> dict[str, Any]:
         """Of held-out chunks token by token: all of a chunk, and its second half alone."""
-        parts = [teacher.following(teacher.begun(part)[:, :-1]) for part in self.held.split(50)]
+        parts = [teacher.next_token_logits(teacher.prepend_start_token(part)[:, :-1]) for part in self.held.split(50)]
         return self._perplexities(torch.cat(parts))
 
     @torch.no_grad()
     def own_perplexity(self, student: Student, run: Run) -> dict[str, Any]:
         """Of a categorical student: with one auxiliary at a time, and in windows that tile a chunk, whole windows."""
-        texts = student.begun(self.held)
-        own = torch.cat([inverse.own_laws(student, part[:, :-1]) for part in texts.split(50)])
+        texts = student.prepend_start_token(self.held)
+        own = torch.cat([inverse_autoregression.verifier_logits(student, part[:, :-1]) for part in texts.split(50)])
         count = self.scale.chunk // run.window
         splits = (1 + run.window * torch.arange(count)).expand(len(texts), -1)
-        generator = draws(run.seed, "tiles")
-        uniforms, _ = inverse.invert(student, texts, splits, run.window, generator, order=run.order)
-        laws = student(pack(texts, splits, given(uniforms, "categorical")))
-        tiled = cross_entropy(laws, inside(texts, splits, run.window))
+        generator = seeded_generator(run.seed, "tiles")
+        uniforms, _ = inverse_autoregression.infer_uniforms(
+            student, texts, splits, run.window, generator, token_order=run.order
+        )
+        distributions = student(pack_windows(texts, splits, query_uniforms(uniforms, "categorical")))
+        tiled = cross_entropy(distributions, gather_windows(texts, splits, run.window))
         return self._perplexities(own) | {"perplexity in windows": rounded(math.exp(tiled.mean()))}
 
-    def _perplexities(self, laws: Tensor) -> dict[str, Any]:
-        nats = cross_entropy(laws, self.held)
+    def _perplexities(self, distributions: Tensor) -> dict[str, Any]:
+        nats = cross_entropy(distributions, self.held)
         half = self.scale.chunk // 2
         late = rounded(nats[:, half:].mean().exp())
         return {"perplexity": rounded(nats.mean().exp()), "perplexity of second halves": late, "of": nats.numel()}

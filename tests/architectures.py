@@ -6,7 +6,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel, set_seed
 
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
+from saltus.core.forward import ForwardInputs
 
 VOCAB = 96
 LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -74,10 +74,12 @@ def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, VOCAB, length)
 
 
-def read(network, decided, tokens=(), parents=(), memory=None) -> torch.Tensor:
+def read(network, decided, tokens=(), parents=(), kv_cache=None) -> torch.Tensor:
     """The logits after the decided text and after each node; on a fresh memory unless one is given."""
-    ask = Forward(continuation(np.asarray(decided), len(tokens) + 1), tuple(int(t) for t in tokens), tuple(parents))
-    return network.forward([ask], [network.memory() if memory is None else memory])[0].logits
+    inputs = ForwardInputs(
+        continuation(np.asarray(decided), len(tokens) + 1), tuple(int(t) for t in tokens), tuple(parents)
+    )
+    return network.forward([inputs], [network.new_kv_cache() if kv_cache is None else kv_cache])[0].logits
 
 
 def chain(network, tokens) -> torch.Tensor:

@@ -53,9 +53,9 @@ def unchecked(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model, fetched on first use."""
-    from saltus.networks.sources import DEFAULT, resolve
+    from saltus.networks.loading.sources import DEFAULT_MODEL, resolve
 
-    return resolve(DEFAULT)
+    return resolve(DEFAULT_MODEL)
 
 
 def byte_tokenizer(words: str = "the cat sat on the mat and the dog sat on the log") -> PreTrainedTokenizerFast:
@@ -127,17 +127,17 @@ def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with an untrained drafter for a tiny model: tiny_drafter(model, **shape)."""
-    from saltus.networks.drafter import DraftModel, Shape
-    from saltus.networks.trained_files import fingerprint, save
+    from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
+    from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
         set_seed(5)
-        shape = Shape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
+        shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
         embeddings = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
         drafter = DraftModel(shape, torch.arange(2, 290), *embeddings)
         out = tmp_path_factory.mktemp("drafter")
-        save("drafter", drafter, out, "tiny", fingerprint(target), {})
+        save_drafter("drafter", drafter, out, "tiny", model_fingerprint(target), {})
         return out
 
     return folder
@@ -146,16 +146,16 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with untrained heads of a circuit for a tiny model: tiny_heads(model, **shape)."""
-    from saltus.networks.heads import HeadShape, new_heads
-    from saltus.networks.trained_files import fingerprint, save
-    from saltus.training.draws import draws
+    from saltus.networks.draft_models.heads import HeadShape, new_head_model
+    from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+    from saltus.training.data.seeded_generator import seeded_generator
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
         shape = HeadShape(**{"hidden": 32, "circuit": "hmm", "window": 4, "rank": 3, "directions": 3} | changes)
-        heads = new_heads(shape, torch.arange(2, 290), target, draws(5, "weights"))
+        heads = new_head_model(shape, torch.arange(2, 290), target, seeded_generator(5, "weights"))
         out = tmp_path_factory.mktemp("heads")
-        save("heads", heads, out, "tiny", fingerprint(target), {})
+        save_drafter("heads", heads, out, "tiny", model_fingerprint(target), {})
         return out
 
     return folder

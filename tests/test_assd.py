@@ -11,18 +11,20 @@ from scipy import stats
 
 from conftest import tiny_llama, tiny_xlnet
 from saltus.core.canvas import HOLE, Canvas, infilling
-from saltus.core.control import Controller
-from saltus.core.decode import run, speculate
-from saltus.core.forward import AUXILIARY, Forward, Reply
-from saltus.core.links import Links
+from saltus.core.control.controller import Controller
+from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Law, Sampling, law, one_hot, probabilities
-from saltus.methods import make
-from saltus.methods.assd import SelfDrafter, _Said
-from saltus.networks.any_subset import AnySubsetNetwork
-from saltus.networks.xlnet import XlnetNetwork
-from saltus.training.draws import draws
+from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities, token_distribution
+from saltus.core.scheduler import run
+from saltus.core.speculate import speculate
+from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.ptp_queries import with_query_chains
+from saltus.methods import make_methods
+from saltus.methods.assd import SelfDrafter, _HoleLogits
+from saltus.networks.models.any_subset import AnySubsetNetwork
+from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.training.data.seeded_generator import seeded_generator
 
 MASK = 2
 SAMPLED = Sampling(temperature=1.0)
@@ -32,14 +34,14 @@ def tiny_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
     return AnySubsetNetwork(tiny_llama(seed, any_subset={"mask": MASK}, **changes).to(dtype))
 
 
-def random_links(vocab: int = 300, scale: float = 1.0, hidden: int = 32, told: float = 0.1) -> Links:
+def random_links(vocab: int = 300, scale: float = 1.0, hidden: int = 32, told: float = 0.1) -> PairwiseCorrection:
     """Of rank 2."""
 
     def table(name: str, *shape: int) -> np.ndarray:
-        return draws(0, name).normal(size=shape).astype(np.float32)
+        return seeded_generator(0, name).normal(size=shape).astype(np.float32)
 
-    tables = {name: np.float32(scale) * table(name, vocab, 2) for name in ("left", "before", "right")}
-    return Links(**tables, told=np.float32(told) * table("told", hidden, 3))
+    tables = {name: np.float32(scale) * table(name, vocab, 2) for name in ("left", "second_left", "right")}
+    return PairwiseCorrection(**tables, gate=np.float32(told) * table("told", hidden, 3))
 
 
 def text_with_holes(length: int = 40, holes: int = 25, seed: int = 0) -> Canvas:
@@ -55,7 +57,7 @@ def fill(
     """The whole text, and the calls that it took."""
     method = "plain" if options is None else "assd"
     noise, calls = Noise(seed), []
-    drafters = [one.drafter(noise, sampling, rule) for one in make(method, {method: options or {}})]
+    drafters = [one.drafter(noise, sampling, rule) for one in make_methods(method, {method: options or {}})]
     steps = []
     counted = Counted(network, calls)
     controller = Controller(32, adaptive=False)
@@ -69,20 +71,20 @@ class Counted:
     def __init__(self, network, calls: list) -> None:
         self.network, self.calls = network, calls
 
-    def memory(self):
-        return self.network.memory()
+    def new_kv_cache(self):
+        return self.network.new_kv_cache()
 
-    def forward(self, asks, memories):
-        self.calls.append(len(asks))
-        return self.network.forward(asks, memories)
+    def forward(self, batch, kv_caches):
+        self.calls.append(len(batch))
+        return self.network.forward(batch, kv_caches)
 
 
 def by_hand(network: AnySubsetNetwork, canvas: Canvas, drafts: list[int], hole: int) -> torch.Tensor:
     """Logits of a hole given the text and drafts of the first holes, by Transformers' own forward and a dense mask."""
     filled = canvas.fill(np.array(drafts, dtype=np.int64))
-    places = [*filled.known.tolist(), hole]
-    tokens = [*filled.tokens[filled.known].tolist(), MASK]
-    count, given = len(tokens), len(canvas.given)
+    places = [*filled.known_positions.tolist(), hole]
+    tokens = [*filled.tokens[filled.known_positions].tolist(), MASK]
+    count, given = len(tokens), len(canvas.given_positions)
     seen = torch.ones(count, count, dtype=torch.bool).tril()
     seen[:given, :given] = True
     model = tiny_llama(0, any_subset={"mask": MASK})
@@ -96,40 +98,40 @@ def by_hand(network: AnySubsetNetwork, canvas: Canvas, drafts: list[int], hole: 
 
 def test_a_row_is_the_law_of_its_hole_given_what_its_path_says():
     network, canvas = tiny_network(), text_with_holes()
-    holes = canvas.open
-    uniforms = (None,) * 3 + (np.nan,) * 2
-    asked = Forward(canvas, (7, 9, 8, AUXILIARY, AUXILIARY), (-1, 0, -1, 0, 3), features=True, uniforms=uniforms)
-    reply = network.forward([asked], [network.memory()])[0]
+    holes = canvas.open_positions
+    tree = ForwardInputs(canvas, (7, 9, 8), (-1, 0, -1), output_hidden_states=True)
+    inputs = with_query_chains(tree, [(0, [np.nan] * 2)], 1.0)
+    outputs = network.forward([inputs], [network.new_kv_cache()])[0]
     wanted = [([], 0), ([7], 1), ([7, 9], 2), ([8], 1), ([7], 1), ([7], 2)]
-    assert len(reply.logits) == len(wanted)
-    assert_features_say_the_logits(network, reply)
-    for row, (drafts, hole) in zip(reply.logits, wanted, strict=True):
+    assert len(outputs.logits) == len(wanted)
+    assert_features_say_the_logits(network, outputs)
+    for row, (drafts, hole) in zip(outputs.logits, wanted, strict=True):
         torch.testing.assert_close(row, by_hand(network, canvas, drafts, int(holes[hole])), rtol=1e-3, atol=1e-3)
 
 
-def assert_features_say_the_logits(network: AnySubsetNetwork, reply: Reply) -> None:
+def assert_features_say_the_logits(network: AnySubsetNetwork, outputs: ForwardOutputs) -> None:
     """The state in each row is that of the same row's law."""
     with torch.no_grad():
-        torch.testing.assert_close(network.model.lm_head(reply.features), reply.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(network.model.lm_head(outputs.hidden_states), outputs.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_remembered_changes_no_bit(dtype: torch.dtype):
     network, canvas = tiny_network(dtype=dtype), text_with_holes()
-    memory = network.memory()
+    kv_cache = network.new_kv_cache()
     for tokens in ((5, 6, 7), (11,), (12, 13)):
         nodes = (*tokens, 99)
         chain = tuple(range(-1, len(nodes) - 1))
-        kept = network.forward([Forward(canvas, nodes, chain)], [memory])[0]
-        afresh = network.forward([Forward(canvas, nodes, chain)], [network.memory()])[0]
+        kept = network.forward([ForwardInputs(canvas, nodes, chain)], [kv_cache])[0]
+        afresh = network.forward([ForwardInputs(canvas, nodes, chain)], [network.new_kv_cache()])[0]
         assert torch.equal(kept.logits, afresh.logits)
-        assert canvas.done == 0 or kept.read <= 1, "accepted nodes are not read again"
+        assert canvas.num_decided == 0 or kept.context_tokens_read <= 1, "accepted nodes are not read again"
         canvas = canvas.fill(np.array([*tokens, 44]))
 
 
 def test_a_memory_of_another_text_is_forgotten():
     """Given tokens saw all of each other: with one less, or one more, all of them are others."""
-    network, memory = tiny_network(), None
+    network, kv_cache = tiny_network(), None
     for tokens in (
         [5, 6, 7, 8, HOLE, HOLE],
         [5, 6, HOLE, HOLE, HOLE, 4],
@@ -137,11 +139,11 @@ def test_a_memory_of_another_text_is_forgotten():
         [5, 6, 9, HOLE, 4, 4],
     ):
         canvas = infilling(tokens)
-        memory = memory or network.memory()
-        kept = network.forward([Forward(canvas, (5,), (-1,)) if len(canvas.order) > 1 else Forward(canvas)], [memory])[
-            0
-        ]
-        afresh = network.forward([Forward(canvas)], [network.memory()])[0]
+        kv_cache = kv_cache or network.new_kv_cache()
+        kept = network.forward(
+            [ForwardInputs(canvas, (5,), (-1,)) if len(canvas.order) > 1 else ForwardInputs(canvas)], [kv_cache]
+        )[0]
+        afresh = network.forward([ForwardInputs(canvas)], [network.new_kv_cache()])[0]
         assert torch.equal(kept.logits[0], afresh.logits[0])
 
 
@@ -154,7 +156,7 @@ WAYS = [{}, {"length": 3, "ahead": 4}, {"two_calls": True}, {"draft": "bigram"},
 def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dict, sampling: Sampling, dtype):
     network = tiny_network(dtype=dtype)
     for seed in range(3):
-        network.links = random_links() if seed else None
+        network.pairwise_correction = random_links() if seed else None
         canvas = text_with_holes(seed=seed, holes=25 - 10 * seed)
         plain, calls = fill(canvas, network, None, seed, sampling)
         assert calls == len(canvas.order)
@@ -166,19 +168,21 @@ def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dic
 
 @pytest.mark.parametrize("free", [False, True], ids=["exact", "free"])
 def test_texts_in_a_batch_are_those_alone(free: bool):
-    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), free=free)
+    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), free_shapes=free)
     canvases = [text_with_holes(seed=seed, length=30 + 7 * seed) for seed in range(3)]
-    memories = [network.memory() for _ in canvases]
-    asks = [Forward(canvas, (5, 6), (-1, 0), features=seed > 0) for seed, canvas in enumerate(canvases)]
-    together = network.forward(asks, memories)
-    for ask, reply in zip(asks, together, strict=True):
-        alone = network.forward([ask], [network.memory()])[0]
+    kv_caches = [network.new_kv_cache() for _ in canvases]
+    batch = [
+        ForwardInputs(canvas, (5, 6), (-1, 0), output_hidden_states=seed > 0) for seed, canvas in enumerate(canvases)
+    ]
+    together = network.forward(batch, kv_caches)
+    for inputs, outputs in zip(batch, together, strict=True):
+        alone = network.forward([inputs], [network.new_kv_cache()])[0]
         if free:
-            torch.testing.assert_close(reply.logits, alone.logits, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(outputs.logits, alone.logits, rtol=1e-3, atol=1e-3)
         else:
-            assert torch.equal(reply.logits, alone.logits)
-        if ask.features:
-            assert_features_say_the_logits(network, reply)
+            assert torch.equal(outputs.logits, alone.logits)
+        if inputs.output_hidden_states:
+            assert_features_say_the_logits(network, outputs)
 
 
 def test_xlnet_sees_what_it_may():
@@ -186,10 +190,9 @@ def test_xlnet_sees_what_it_may():
     network, canvas = XlnetNetwork(tiny_xlnet()), text_with_holes()
 
     def rows(canvas: Canvas, *nodes: int) -> torch.Tensor:
-        uniforms = (None,) * len(nodes) + (np.nan,) * 2
-        chain = tuple(range(-1, len(nodes) - 1))
-        asked = Forward(canvas, (*nodes, AUXILIARY, AUXILIARY), (*chain, -1, len(nodes)), uniforms=uniforms)
-        return network.forward([asked], [network.memory()])[0].logits
+        tree = ForwardInputs(canvas, nodes, tuple(range(-1, len(nodes) - 1)))
+        inputs = with_query_chains(tree, [(-1, [np.nan] * 2)], 1.0)
+        return network.forward([inputs], [network.new_kv_cache()])[0].logits
 
     one, other = rows(canvas, 7, 8, 9), rows(canvas, 7, 18, 9)
     same = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
@@ -214,11 +217,11 @@ def test_xlnet_fills_the_same_whatever_the_method(options: dict, sampling: Sampl
 class HoleToy:
     """A law of a hole's nearest decided neighbours on both sides: small enough to enumerate all texts."""
 
-    def __init__(self, vocab: int = 3, seed: int = 0, links: Links | None = None) -> None:
+    def __init__(self, vocab: int = 3, seed: int = 0, links: PairwiseCorrection | None = None) -> None:
         self.links = links
         self.logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab + 1, vocab + 1, vocab)) * 1.5)
 
-    def memory(self) -> object:
+    def new_kv_cache(self) -> object:
         return object()
 
     def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
@@ -226,29 +229,31 @@ class HoleToy:
         right = next((int(token) for token in tokens[hole + 1 :] if token != HOLE), -1)
         return self.logits[left, right]
 
-    def forward(self, asks, memories) -> list[Reply]:
-        return [self._reply(ask) for ask in asks]
+    def forward(self, batch, kv_caches) -> list[ForwardOutputs]:
+        return [self._reply(inputs) for inputs in batch]
 
-    def _reply(self, ask: Forward) -> Reply:
-        rows = torch.stack([self._answer(ask, node) for node in range(-1, len(ask.tokens))])
-        states = torch.stack([self.state(self._hole(ask, node)) for node in range(-1, len(ask.tokens))])
-        return Reply(rows, states if self.links is not None else None, links=self.links)
+    def _reply(self, inputs: ForwardInputs) -> ForwardOutputs:
+        rows = torch.stack([self._answer(inputs, node) for node in range(-1, len(inputs.tokens))])
+        states = torch.stack([self.state(self._hole(inputs, node)) for node in range(-1, len(inputs.tokens))])
+        return ForwardOutputs(rows, states if self.links is not None else None, drafter_data=self.links)
 
     @staticmethod
     def state(hole: int) -> torch.Tensor:
         """What the links are told of a hole."""
-        return torch.from_numpy(draws(0, "hole", hole).normal(size=3).astype(np.float32))
+        return torch.from_numpy(seeded_generator(0, "hole", hole).normal(size=3).astype(np.float32))
 
-    def _hole(self, ask: Forward, node: int) -> int:
-        return int(ask.canvas.open[0 if node < 0 else ask.depths[node] + (ask.tokens[node] != AUXILIARY)])
+    def _hole(self, inputs: ForwardInputs, node: int) -> int:
+        return int(
+            inputs.canvas.open_positions[0 if node < 0 else inputs.depths[node] + (inputs.tokens[node] != NO_TOKEN)]
+        )
 
-    def _answer(self, ask: Forward, node: int) -> torch.Tensor:
+    def _answer(self, inputs: ForwardInputs, node: int) -> torch.Tensor:
         path, at = [], node
         while at >= 0:
-            if ask.tokens[at] != AUXILIARY:
-                path.insert(0, ask.tokens[at])
-            at = ask.parents[at]
-        return self.row(ask.canvas.fill(np.array(path, dtype=np.int64)).tokens, self._hole(ask, node))
+            if inputs.tokens[at] != NO_TOKEN:
+                path.insert(0, inputs.tokens[at])
+            at = inputs.parents[at]
+        return self.row(inputs.canvas.fill(np.array(path, dtype=np.int64)).tokens, self._hole(inputs, node))
 
 
 def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
@@ -257,8 +262,12 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
     for filling in itertools.product(range(vocab), repeat=len(canvas.order)):
         chance, now = 1.0, canvas
         for token in filling:
-            closed = now.done > 0 and sampling.closed(now.done - 1, int(now.written[-1]))
-            said = one_hot(int(now.written[-1])) if closed else law(toy.row(now.tokens, int(now.open[0])), sampling)
+            closed = now.num_decided > 0 and sampling.num_forced_after(now.num_decided - 1, int(now.new_tokens[-1]))
+            said = (
+                one_hot(int(now.new_tokens[-1]))
+                if closed
+                else token_distribution(toy.row(now.tokens, int(now.open_positions[0])), sampling)
+            )
             chance *= probabilities(said, vocab)[token]
             now = now.fill(np.array([token]))
         found.append(chance)
@@ -266,7 +275,11 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
 
 
 def p_value(
-    options: dict | None, rule: Rule, sampling: Sampling = SAMPLED, texts: int = 3000, links: Links | None = None
+    options: dict | None,
+    rule: Rule,
+    sampling: Sampling = SAMPLED,
+    texts: int = 3000,
+    links: PairwiseCorrection | None = None,
 ) -> float:
     """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
     toy, canvas = HoleToy(links=links), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
@@ -298,7 +311,7 @@ def test_links_leave_the_law_as_it_is(options: dict):
     assert p_value(options, reject, links=random_links(3, hidden=3)) > 1e-4
 
 
-CLOSING = Sampling(1.0, closing=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
+CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -310,11 +323,11 @@ def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_closed_holes_are_filled_with_the_same_tokens_and_take_no_calls(options: dict):
     network = tiny_network()
-    network.links = random_links()
+    network.pairwise_correction = random_links()
     tokens = np.array([5, 6, *[HOLE] * 12, 7, 8, *[HOLE] * 9, 9])
     for seed in range(8):
         first = fill(infilling(tokens), network, None, seed)[0][2]  # this token shall close holes
-        sampling = Sampling(1.0, closing=((first, 0, 11), (first, 12, 20)))
+        sampling = Sampling(1.0, hole_end_tokens=((first, 0, 11), (first, 12, 20)))
         plain, calls = fill(infilling(tokens), network, None, seed, sampling)
         assert plain[2:14] == [first] * 12
         assert calls <= 10
@@ -325,9 +338,9 @@ class WaveringToy:
     """Holes at positions 1 to 10, closed by token 2; the laws of two of them change once a hole before is decided."""
 
     canvas = infilling([1, *[HOLE] * 10, 0])
-    sampling = Sampling(1.0, closing=((2, 0, 9),))
+    sampling = Sampling(1.0, hole_end_tokens=((2, 0, 9),))
 
-    def memory(self) -> object:
+    def new_kv_cache(self) -> object:
         return object()
 
     def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
@@ -360,9 +373,11 @@ def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
 def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyPatch):
     """As were it forgotten that a draft is linked to the one before it."""
 
-    def reject_unlinked(asked: Forward, laws) -> tuple[np.ndarray, int]:
-        flat = tuple(None if one is None else Law(None, np.ones(3)) for one in asked.drafted or ())
-        return reject(replace(asked, drafted=flat or None), laws)
+    def reject_unlinked(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:
+        flat = tuple(
+            None if one is None else Distribution(None, np.ones(3)) for one in inputs.draft_distributions or ()
+        )
+        return reject(replace(inputs, draft_distributions=flat or None), distributions)
 
     monkeypatch.setattr("saltus.methods.assd.reject", reject_unlinked)
     assert p_value({}, reject_unlinked, links=random_links(3, hidden=3)) < 1e-6
@@ -373,11 +388,11 @@ class ChainToy(HoleToy):
 
     def __init__(self) -> None:
         self.links = random_links(8, 1.5, hidden=3, told=1.0)
-        self.links.told[:, -1] = 0  # what is known already is as sharp as what is added
+        self.links.gate[:, -1] = 0  # what is known already is as sharp as what is added
 
     def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
         said = np.zeros(2, dtype=np.float32)
-        for table, token in ((self.links.left, tokens[hole - 1]), (self.links.before, tokens[hole - 2])):
+        for table, token in ((self.links.left, tokens[hole - 1]), (self.links.second_left, tokens[hole - 2])):
             said += 0 if token == HOLE else table[token]
         return torch.from_numpy(self.links.right @ (said * self.links.weights(self.state(hole)[None].numpy())[0, :-1]))
 
@@ -395,7 +410,7 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
 def test_links_add_what_a_law_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
     links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
-    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, links=links)
+    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
     weights, logits = links.weights(np.ones((1, 3), dtype=np.float32))[0], torch.arange(8.0)
     for index, knew, new, wanted in (
         (1, 1, [6], None),  # the token to its left is known
@@ -404,12 +419,12 @@ def test_links_add_what_a_law_did_not_know():
         (3, 2, [6, 7, 5], (5, None)),
         (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
     ):
-        found = drafter._linked(_Said(logits, knew, weights), order, index, new[-2:])
+        found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), order, index, new[-2:])
         expected = logits.numpy() if wanted is None else links(logits.numpy(), weights, *wanted)
         np.testing.assert_array_equal(found.numpy(), expected)
     row = np.arange(5)
     for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
-        found = drafter._linked(_Said(logits, knew, weights), row, 3, [6, 7])
+        found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), row, 3, [6, 7])
         np.testing.assert_array_equal(found.numpy(), links(logits.numpy(), weights, *wanted))
 
 
@@ -417,21 +432,21 @@ def test_links_add_what_a_law_did_not_know():
 def test_links_that_say_nothing_finite_leave_the_law():
     links = random_links(8, hidden=3)
     links.left[6] = np.inf
-    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, links=links)
-    said = _Said(torch.arange(8.0), 0, links.weights(np.ones((1, 3), dtype=np.float32))[0])
-    assert drafter._linked(said, np.arange(5), 1, [6]) is said.logits
+    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
+    said = _HoleLogits(torch.arange(8.0), 0, links.weights(np.ones((1, 3), dtype=np.float32))[0])
+    assert drafter._corrected_logits(said, np.arange(5), 1, [6]) is said.logits
 
 
-def independent(asked: Forward, laws) -> tuple[np.ndarray, int]:
+def independent(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:
     """Each hole by its own law, and no verification: what drawing many holes in one step amounts to."""
-    last = asked.drafts - 1
-    return np.array([*asked.tokens[: asked.drafts], laws.pick(last)], dtype=np.int64), last
+    last = inputs.num_draft_tokens - 1
+    return np.array([*inputs.tokens[: inputs.num_draft_tokens], distributions.pick(last)], dtype=np.int64), last
 
 
-def without_resampling(asked: Forward, laws) -> tuple[np.ndarray, int]:
+def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:
     """As σ-GPT: after a rejection the next token is drawn from the target's law and not from the residual."""
-    tokens, node = reject(asked, laws)
-    tokens[-1] = laws.pick(node)
+    tokens, node = reject(inputs, distributions)
+    tokens[-1] = distributions.pick(node)
     return tokens, node
 
 
@@ -439,5 +454,5 @@ def without_resampling(asked: Forward, laws) -> tuple[np.ndarray, int]:
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saltus.methods.assd.reject", wrong)
-    monkeypatch.setattr("saltus.core.auxiliary_groups.reject", wrong)
+    monkeypatch.setattr("saltus.drafting.ptp_queries.reject", wrong)
     assert p_value({}, wrong) < 1e-6

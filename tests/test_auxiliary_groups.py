@@ -11,19 +11,22 @@ import torch
 from scipy import stats
 
 from architectures import tiny
-from saltus.core import auxiliary_groups
-from saltus.core.auxiliary_groups import given, in_two_calls, most_central, offset, with_groups
 from saltus.core.canvas import continuation
-from saltus.core.control import Controller, Costs
-from saltus.core.decode import Seat, rounds, speculate
-from saltus.core.forward import AUXILIARY, Forward, Laws, Reply
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs, NodeKind
 from saltus.core.noise import Noise
-from saltus.core.riding import Rider, endings, group_sizes, hull
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, interval, law, pick, probabilities
-from saltus.evaluation.witness import Witness, decided, problems
-from saltus.networks.causal import CausalNetwork
-from saltus.testing import Toy, fool, joint, oracle, toy
+from saltus.core.sampling import Sampling, pick, probabilities, token_distribution, uniform_interval
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.core.speculate import speculate
+from saltus.drafting import ptp_queries
+from saltus.drafting.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
+from saltus.drafting.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
+from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
+from saltus.networks.models.causal import CausalNetwork
+from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 from test_gated import adapter_for
 
 PROMPT = [1, 2, 3, 4, 1, 2]
@@ -42,90 +45,100 @@ greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(t
 
 
 def drafter(calls: int, noise: Noise, sampling: Sampling, **settings):
-    return Rider(noise, sampling, **settings) if calls == 1 else in_two_calls(noise, sampling, match, **settings)
+    return (
+        FusedPtpDrafter(noise, sampling, **settings)
+        if calls == 1
+        else two_call_drafter(noise, sampling, match, **settings)
+    )
 
 
 def seat(
     count: int, steps: list, sampling=None, seed=0, calls=0, controller=None, stop=None, prompt=PROMPT, **settings
-) -> Seat:
+) -> SequenceState:
     """A text about to be written; without calls, by plain decoding."""
     noise, sampling = Noise(seed), sampling or Sampling(temperature=1.0)
     drafters = [drafter(calls, noise, sampling, **settings)] if calls else []
     canvas = continuation(prompt, count)
-    return Seat(speculate(canvas, noise, sampling, drafters, steps.append, match, controller, stop))
+    return SequenceState(speculate(canvas, noise, sampling, drafters, steps.append, match, controller, stop))
 
 
 def write(target, count: int = 24, **settings) -> list[int]:
     steps: list = []
-    for _ in rounds([seat(count, steps, **settings)], {"target": target}):
+    for _ in run_batch([seat(count, steps, **settings)], {"target": target}):
         pass
     return [int(token) for step in steps for token in step.tokens]
 
 
-def learned(form: str, sampling: Sampling, adapted=oracle, **settings) -> Toy:
-    target = toy(**{"sharp": 1.5} | settings)
-    target.adapted = adapted(target, sampling, form) if adapted is oracle else adapted(target)
+def learned(form: str, sampling: Sampling, adapted=perfect_adapter, **settings) -> ToyNetwork:
+    target = toy_network(**{"logit_scale": 1.5} | settings)
+    target.adapter = adapted(target, sampling, form) if adapted is perfect_adapter else adapted(target)
     return target
 
 
 # Forward
 
 
+DRAFT, QUERY = NodeKind.DRAFT_TOKEN, NodeKind.UNIFORM_QUERY
+
+
 def test_a_query_is_never_taken_for_a_token():
-    asked = with_groups(Forward(continuation([1, 2], 9), (3, 4), (-1, 0)), [(-1, [0.1, 0.2]), (1, [0.3])], 1.0)
-    assert asked.tokens == (3, 4, AUXILIARY, AUXILIARY, AUXILIARY)
-    assert (asked.drafts, list(asked.queries), asked.depths) == (2, [2, 3, 4], (0, 1, 0, 1, 2))
-    assert asked.follow([3, 4, AUXILIARY]) == [0, 1]
-    assert asked.follow([AUXILIARY]) == []
-    assert [asked.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
-    assert (asked.group(-1), asked.group(0), asked.group(1)) == ([2, 3], [], [4])
+    inputs = with_query_chains(
+        ForwardInputs(continuation([1, 2], 9), (3, 4), (-1, 0)), [(-1, [0.1, 0.2]), (1, [0.3])], 1.0
+    )
+    assert inputs.tokens == (3, 4, NO_TOKEN, NO_TOKEN, NO_TOKEN)
+    assert (inputs.num_draft_tokens, list(inputs.query_nodes), inputs.depths) == (2, [2, 3, 4], (0, 1, 0, 1, 2))
+    assert inputs.match_tokens([3, 4, NO_TOKEN]) == [0, 1]
+    assert inputs.match_tokens([NO_TOKEN]) == []
+    assert [inputs.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
+    assert (inputs.query_chain(-1), inputs.query_chain(0), inputs.query_chain(1)) == ([2, 3], [], [4])
 
 
 def test_queries_are_told_no_uniform_where_none_chooses():
     """So that an adapter need not learn that u means nothing at temperature 0; in training it is told none either."""
-    greedy = with_groups(Forward(continuation([1, 2], 9), (3,), (-1,)), [(0, [0.1, 0.2])], 0.0)
-    assert greedy.uniforms is not None
-    assert [u if u is None else math.isnan(u) for u in greedy.uniforms] == [None, True, True]
+    greedy = with_query_chains(ForwardInputs(continuation([1, 2], 9), (3,), (-1,)), [(0, [0.1, 0.2])], 0.0)
+    assert [math.isnan(u) for u in greedy.uniforms] == [True, True]
+    assert greedy.kinds == (NodeKind.DRAFT_TOKEN, NodeKind.MASK_QUERY, NodeKind.MASK_QUERY)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents", "uniforms"),
+    ("tokens", "parents", "kinds", "uniforms"),
     [
-        ((3, -1), (-1, 0), (None, None)), ((-1, 4), (-1, -1), (0.5, None)),
-        ((3,), (-1,), ()),
+        ((3, -1), (-1, 0), (DRAFT, DRAFT), ()), ((-1, 4), (-1, -1), (QUERY, DRAFT), (0.5,)),
+        ((3,), (-1,), (DRAFT,) * 2, ()),
+        ((3, 4), (-1, 0), (DRAFT, QUERY), (0.5,)), ((3, -1), (-1, 0), (DRAFT, QUERY), ()),
     ],
 )  # fmt: skip
-def test_a_tree_that_mixes_queries_and_tokens_up_is_refused(tokens, parents, uniforms):
+def test_a_tree_that_mixes_queries_and_tokens_up_is_refused(tokens, parents, kinds, uniforms):
     with pytest.raises(AssertionError):
-        Forward(continuation([1], 9), tokens, parents, uniforms=uniforms)
+        ForwardInputs(continuation([1], 9), tokens, parents, kinds=kinds, uniforms=uniforms)
 
 
 @every_sampling
 def test_the_law_of_a_query_is_for_its_own_place(sampling):
     """Picked with the uniform of that place, and forced where that place is."""
-    asked = with_groups(Forward(continuation(PROMPT, 9), (3, 4), (-1, 0)), [(1, [0.3, 0.4])], 1.0)
+    inputs = with_query_chains(ForwardInputs(continuation(PROMPT, 9), (3, 4), (-1, 0)), [(1, [0.3, 0.4])], 1.0)
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 6)))
     noise = Noise(0)
-    laws = Laws(asked, Reply(logits), sampling, noise)
+    distributions = TargetDistributions(inputs, ForwardOutputs(logits), sampling, noise)
     for node, index in ((-1, 0), (0, 1), (1, 2), (2, 2), (3, 3)):
-        assert laws.depth(node) == index
-        tokens = np.array([*PROMPT, *asked.path(node)])
-        one = law(logits[node + 1], sampling, tokens, index)
-        assert np.array_equal(one.weights, laws[node].weights)
-        assert laws.pick(node) == pick(noise.at("text", asked.canvas.open[index]).item(), one)
+        assert distributions.depth(node) == index
+        tokens = np.array([*PROMPT, *inputs.path_tokens(node)])
+        one = token_distribution(logits[node + 1], sampling, tokens, index)
+        assert np.array_equal(one.weights, distributions[node].weights)
+        assert distributions.pick(node) == pick(noise.uniforms("text", inputs.canvas.open_positions[index]).item(), one)
 
 
 @every_form
 @pytest.mark.parametrize("calls", [1, 2])
 def test_logits_of_queries_that_are_not_numbers_end_no_text(calls, form):
-    target = toy()
+    target = toy_network()
     for broken in (float("nan"), float("inf"), float("-inf")):
-        target.adapted = lambda before, uniforms, broken=broken: torch.full((6,), broken, dtype=torch.float64)
+        target.adapter = lambda before, uniforms, broken=broken: torch.full((6,), broken, dtype=torch.float64)
         for sampling in (Sampling(), Sampling(temperature=1.0)):
             for controller in (None, Controller()):
                 text = write(target, calls=calls, sampling=sampling, form=form, controller=controller)
-                assert text == write(toy(), sampling=sampling)
-    assert target.queries
+                assert text == write(toy_network(), sampling=sampling)
+    assert target.num_queries
 
 
 # The same text
@@ -135,11 +148,11 @@ def test_logits_of_queries_that_are_not_numbers_end_no_text(calls, form):
 @every_form
 @one_and_two_calls
 def test_a_random_student_cannot_change_the_text(calls, form, sampling):
-    target = learned(form, sampling, fool)
+    target = learned(form, sampling, random_adapter)
     for seed in range(3):
-        plain = write(toy(sharp=1.5), sampling=sampling, seed=seed)
+        plain = write(toy_network(logit_scale=1.5), sampling=sampling, seed=seed)
         assert write(target, calls=calls, sampling=sampling, seed=seed, form=form) == plain
-    assert target.queries
+    assert target.num_queries
 
 
 @every_sampling
@@ -147,14 +160,14 @@ def test_a_random_student_cannot_change_the_text(calls, form, sampling):
 @one_and_two_calls
 def test_a_perfect_student_cannot_change_it_either(calls, form, sampling):
     target = learned(form, Sampling(sampling.temperature, sampling.top_k, sampling.top_p))
-    plain = write(toy(sharp=1.5), sampling=sampling, count=17)
+    plain = write(toy_network(logit_scale=1.5), sampling=sampling, count=17)
     assert write(target, calls=calls, sampling=sampling, form=form, count=17) == plain
 
 
 @one_and_two_calls
 def test_no_length_and_no_stop_is_overrun(calls):
     target = learned("one-hot", Sampling(temperature=1.0))
-    whole = write(toy(sharp=1.5))
+    whole = write(toy_network(logit_scale=1.5))
     for length in range(1, 13):
         assert write(target, length, calls=calls) == whole[:length]
 
@@ -168,24 +181,27 @@ def test_no_length_and_no_stop_is_overrun(calls):
 @one_and_two_calls
 def test_texts_of_a_batch_are_those_written_alone(calls):
     sampling, target, steps = Sampling(temperature=1.0), learned("one-hot", Sampling(temperature=1.0)), [[], [], []]
-    seats = [seat(9 + 5 * seed, steps[seed], sampling, seed, calls) for seed in range(3)]
-    for _ in rounds(seats, {"target": target}):
+    sequences = [seat(9 + 5 * seed, steps[seed], sampling, seed, calls) for seed in range(3)]
+    for _ in run_batch(sequences, {"target": target}):
         pass
     for seed in range(3):
         assert [token for step in steps[seed] for token in step.tokens] == write(
-            toy(sharp=1.5), 9 + 5 * seed, seed=seed, sampling=sampling
+            toy_network(logit_scale=1.5), 9 + 5 * seed, seed=seed, sampling=sampling
         )
 
 
 @one_and_two_calls
 def test_a_witness_believes_the_calls_and_no_query_vouches_for_a_token(calls):
-    witness = Witness(learned("one-hot", Sampling(temperature=1.0)))
+    witness = CallRecorder(learned("one-hot", Sampling(temperature=1.0)))
     tokens = write(witness, calls=calls)
-    assert problems(witness.calls, PROMPT, tokens) == []
-    assert sum(decided(witness.calls, PROMPT, tokens)) == 24
+    assert verification_problems(witness.calls, PROMPT, tokens) == []
+    assert sum(tokens_decided_by_call(witness.calls, PROMPT, tokens)) == 24
     last = witness.calls[-1]
-    unverified = [replace(seen, ask=with_groups(Forward(seen.ask.canvas), [(-1, [0.5] * 9)], 1.0)) for seen in [last]]
-    assert problems([*witness.calls[:-1], *unverified], PROMPT, tokens)
+    unverified = [
+        replace(seen, inputs=with_query_chains(ForwardInputs(seen.inputs.canvas), [(-1, [0.5] * 9)], 1.0))
+        for seen in [last]
+    ]
+    assert verification_problems([*witness.calls[:-1], *unverified], PROMPT, tokens)
 
 
 # Tokens per call
@@ -202,12 +218,19 @@ def test_a_perfect_student_writes_all_drafts_and_one_more_in_two_calls(form, sam
 @greedy_and_sampled
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
 def test_of_a_student_with_a_network_of_its_own_the_first_query_drafts_too(form, sampling):
-    target, student, noise, steps = toy(sharp=1.5), replace(learned(form, sampling), name="ptp"), Noise(0), []
-    drafter = in_two_calls(noise, sampling, match, form, length=5, to="ptp")
-    seat = Seat(speculate(continuation(PROMPT, 24), noise, sampling, [drafter], steps.append))
-    for _ in rounds([seat], {"target": target, "ptp": student}):
+    target, student, noise, steps = (
+        toy_network(logit_scale=1.5),
+        replace(learned(form, sampling), name="ptp"),
+        Noise(0),
+        [],
+    )
+    drafter = two_call_drafter(noise, sampling, match, form, length=5, network_name="ptp")
+    seat = SequenceState(speculate(continuation(PROMPT, 24), noise, sampling, [drafter], steps.append))
+    for _ in run_batch([seat], {"target": target, "ptp": student}):
         pass
-    assert [int(token) for step in steps for token in step.tokens] == write(toy(sharp=1.5), 24, sampling=sampling)
+    assert [int(token) for step in steps for token in step.tokens] == write(
+        toy_network(logit_scale=1.5), 24, sampling=sampling
+    )
     assert (target.calls, student.calls) == (4, 4)
 
 
@@ -215,13 +238,13 @@ def test_of_a_student_with_a_network_of_its_own_the_first_query_drafts_too(form,
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
 def test_a_perfect_student_writes_all_drafts_and_one_more_in_every_call(form, sampling):
     target = learned(form, sampling)
-    write(target, 25, calls=1, sampling=sampling, form=form, length=5, most=60)
+    write(target, 25, calls=1, sampling=sampling, form=form, length=5, max_queries=60)
     assert target.calls == 5  # the first decides one token, the others six
 
 
 @one_and_two_calls
 def test_a_useless_student_costs_no_more_calls_than_tokens(calls):
-    target = learned("one-hot", Sampling(temperature=1.0), fool)
+    target = learned("one-hot", Sampling(temperature=1.0), random_adapter)
     write(target, 24, calls=calls)
     assert target.calls <= 24
 
@@ -240,28 +263,28 @@ def test_who_reads_the_uniforms_beats_who_does_not(calls):
 
 
 def test_where_rows_are_dear_only_groups_that_pay_are_asked():
-    asked = {}
-    for name, adapted in (("oracle", oracle), ("fool", fool)):
+    inputs = {}
+    for name, adapted in (("oracle", perfect_adapter), ("fool", random_adapter)):
         target = learned("one-hot", Sampling(temperature=1.0), adapted)
-        controller = Controller(costs=Costs({1: 1.0, 16: 3.0}))
+        controller = Controller(call_cost=CallCost({1: 1.0, 16: 3.0}))
         for seed in range(6):
             write(target, 60, calls=1, seed=seed, controller=controller)
-        before = target.queries, target.calls
+        before = target.num_queries, target.calls
         write(target, 60, calls=1, seed=9, controller=controller)
-        asked[name] = target.queries - before[0], target.calls - before[1]
-    assert asked["oracle"][1] < 20
-    assert asked["fool"][0] <= 6
-    assert asked["oracle"][0] > 40
+        inputs[name] = target.num_queries - before[0], target.calls - before[1]
+    assert inputs["oracle"][1] < 20
+    assert inputs["fool"][0] <= 6
+    assert inputs["oracle"][0] > 40
 
 
 def test_a_group_that_did_not_pay_is_tried_again():
-    target = learned("one-hot", Sampling(temperature=1.0), fool)
-    controller = Controller(costs=Costs({1: 1.0, 16: 3.0}))
+    target = learned("one-hot", Sampling(temperature=1.0), random_adapter)
+    controller = Controller(call_cost=CallCost({1: 1.0, 16: 3.0}))
     write(target, 200, calls=1, controller=controller)
-    before = target.queries
-    target.adapted = oracle(target, Sampling(temperature=1.0))
+    before = target.num_queries
+    target.adapter = perfect_adapter(target, Sampling(temperature=1.0))
     write(target, 400, calls=1, controller=controller)
-    assert target.queries - before > 200
+    assert target.num_queries - before > 200
 
 
 # Group sizes
@@ -276,14 +299,14 @@ def brought(sizes, ends, odds) -> float:
 def test_group_sizes_bring_nearly_as_many_drafts_as_any(seed):
     dice = np.random.default_rng(seed)
     ends, odds, most = dice.dirichlet([0.7] * 3), dice.uniform(0.2, 0.95, 5).tolist(), 8
-    sizes = group_sizes(ends.tolist(), odds, most, [9] * 3, 4, 2.0, lambda rows: 1.0)
+    sizes = query_chain_lengths(ends.tolist(), odds, most, [9] * 3, 4, 2.0, lambda rows: 1.0)
     assert sum(sizes) <= most
     assert max(sizes) <= 6
     assert 1 not in sizes
     best = max(brought(each, ends, odds) for each in itertools.product(range(7), repeat=3) if sum(each) <= most)
     assert brought(sizes, ends, odds) >= 0.85 * best
-    vertex = sum(width for width, _ in hull(odds)[:1])
-    alone = group_sizes(ends.tolist(), odds, vertex, [9] * 3, 4, 2.0, lambda rows: 1.0)
+    vertex = sum(width for width, _ in concave_steps(odds)[:1])
+    alone = query_chain_lengths(ends.tolist(), odds, vertex, [9] * 3, 4, 2.0, lambda rows: 1.0)
     most_likely = int(ends.argmax())
     assert [place for place, size in enumerate(alone) if size] == [most_likely]
 
@@ -292,18 +315,18 @@ def test_groups_stop_where_holes_or_gains_end():
     def free(rows: int) -> float:
         return 1.0
 
-    assert group_sizes([1.0], [0.9] * 5, 50, [3], 1, 1.0, free) == [4]
-    assert group_sizes([1.0], [0.9] * 5, 50, [0], 1, 1.0, free) == [0]
-    assert group_sizes([1.0], [0.0] * 5, 50, [9], 1, 1.0, free) == [0]
-    assert group_sizes([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 2.0, lambda rows: float(rows)) == [0, 0]
-    assert group_sizes([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 1.0, free) == [6, 6]
-    steep = group_sizes([0.9, 0.1], [0.9, 0.9, 0.1], 50, [9, 9], 2, 1.0, lambda rows: 1 + 0.1 * rows)
+    assert query_chain_lengths([1.0], [0.9] * 5, 50, [3], 1, 1.0, free) == [4]
+    assert query_chain_lengths([1.0], [0.9] * 5, 50, [0], 1, 1.0, free) == [0]
+    assert query_chain_lengths([1.0], [0.0] * 5, 50, [9], 1, 1.0, free) == [0]
+    assert query_chain_lengths([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 2.0, lambda rows: float(rows)) == [0, 0]
+    assert query_chain_lengths([0.9, 0.1], [0.9] * 5, 50, [9, 9], 2, 1.0, free) == [6, 6]
+    steep = query_chain_lengths([0.9, 0.1], [0.9, 0.9, 0.1], 50, [9, 9], 2, 1.0, lambda rows: 1 + 0.1 * rows)
     assert steep == [3, 0]
 
 
 def test_a_path_ends_where_its_chances_say():
-    asked = Forward(continuation([1], 9), (3, 4, 5), (-1, 0, -1))
-    ends, reached = endings(asked, [0.5, 0.4, 0.25])
+    inputs = ForwardInputs(continuation([1], 9), (3, 4, 5), (-1, 0, -1))
+    ends, reached = path_end_probabilities(inputs, [0.5, 0.4, 0.25])
     assert np.allclose(ends, [0.25, 0.3, 0.2, 0.25])
     assert np.allclose(reached, [1, 0.5, 0.2, 0.25])
     assert np.isclose(sum(ends), 1)
@@ -314,29 +337,33 @@ def test_a_path_ends_where_its_chances_say():
 
 def test_knowing_the_uniforms_before_is_knowing_the_tokens():
     """Theorem 2: P(t_k | t_<i, u_i…u_k−1) = P(t_k | t_<k). Over a grid of uniforms, and at the ends of intervals."""
-    sampling, target = Sampling(temperature=1.0), toy(vocab=4, sharp=1.5, seed=3)
-    student, grid = oracle(target, sampling, "categorical"), (np.arange(64) + 0.5) / 64
-    first = law(target.logits[1, 2], sampling)
-    edges = [edge for token in range(4) for edge in interval(token, first) if edge < 1]
+    sampling, target = Sampling(temperature=1.0), toy_network(vocab=4, logit_scale=1.5, seed=3)
+    student, grid = perfect_adapter(target, sampling, "categorical"), (np.arange(64) + 0.5) / 64
+    first = token_distribution(target.logits[1, 2], sampling)
+    edges = [edge for token in range(4) for edge in uniform_interval(token, first) if edge < 1]
     for u in [*grid[::4], *edges, *(np.nextafter(edge, 0) for edge in edges if edge)]:
         token = pick(u, first)
-        second = law(target.logits[2, token], sampling)
+        second = token_distribution(target.logits[2, token], sampling)
         for v in grid[::8]:
             third = pick(v, second)
-            own = probabilities(law(target.logits[token, third], sampling), 4)
-            told = probabilities(law(student((1, 2), given([u, v, 0.5], "categorical")), sampling), 4)
+            own = probabilities(token_distribution(target.logits[token, third], sampling), 4)
+            told = probabilities(
+                token_distribution(student((1, 2), query_uniforms([u, v, 0.5], "categorical")), sampling), 4
+            )
             assert np.array_equal(told, own)
-            chain = [pick(w, law(target.logits[token, third], sampling)) for w in grid]  # over the last uniform
+            chain = [
+                pick(w, token_distribution(target.logits[token, third], sampling)) for w in grid
+            ]  # over the last uniform
             assert np.abs(np.bincount(chain, minlength=4) / 64 - own).max() <= 1 / 64
 
 
 def test_all_uniforms_make_the_text_a_function():
     """Theorem 1: an O-PTP oracle says at once what decoding one by one says."""
-    sampling, target = Sampling(temperature=1.0), toy(vocab=4, sharp=1.5, seed=3)
-    student = oracle(target, sampling)
+    sampling, target = Sampling(temperature=1.0), toy_network(vocab=4, logit_scale=1.5, seed=3)
+    student = perfect_adapter(target, sampling)
     for seed in range(20):
         text = write(target, 6, sampling=sampling, seed=seed, prompt=[1, 2])
-        uniforms = Noise(seed).at("text", np.arange(2, 8))
+        uniforms = Noise(seed).uniforms("text", np.arange(2, 8))
         at_once = [int(student((1, 2), uniforms[: k + 1].tolist()).argmax()) for k in range(6)]
         assert at_once == text
 
@@ -345,8 +372,8 @@ def test_all_uniforms_make_the_text_a_function():
 
 
 def test_offsets_are_uniform_whatever_the_token():
-    one = law(toy(vocab=4).logits[1, 2], Sampling(temperature=1.0))
-    uniforms = Noise(0).at("any", np.arange(4000))
+    one = token_distribution(toy_network(vocab=4).logits[1, 2], Sampling(temperature=1.0))
+    uniforms = Noise(0).uniforms("any", np.arange(4000))
     found: dict[int, list[float]] = {}
     for u in uniforms:
         token = pick(float(u), one)
@@ -361,18 +388,18 @@ def test_the_most_central_draft_is_taken():
 
 def p_value(drafts: int, form: str, to: str = "target", texts: int = 1500) -> float:
     """Of the texts of three tokens that several drafts make under `reject`, against the law of the target."""
-    sampling, target = Sampling(temperature=1.0), toy(vocab=3, sharp=0.7, seed=5)
-    wrong = toy(vocab=3, sharp=0.7, seed=6)
-    networks = {"target": target, "ptp": replace(toy(vocab=3, seed=7), name="ptp")}
-    networks[to].adapted = oracle(wrong, sampling, form)
-    law_of_texts = joint(target, [1, 2], 3, sampling)
+    sampling, target = Sampling(temperature=1.0), toy_network(vocab=3, logit_scale=0.7, seed=5)
+    wrong = toy_network(vocab=3, logit_scale=0.7, seed=6)
+    networks = {"target": target, "ptp": replace(toy_network(vocab=3, seed=7), name="ptp")}
+    networks[to].adapter = perfect_adapter(wrong, sampling, form)
+    law_of_texts = text_probabilities(target, [1, 2], 3, sampling)
     counts = Counter()
     for seed in range(texts):
         steps: list = []
         noise = Noise(seed)
-        chosen = in_two_calls(noise, sampling, reject, form, drafts=drafts, to=to)
-        writer = speculate(continuation([1, 2], 3), noise, sampling, [chosen], steps.append, reject)
-        for _ in rounds([Seat(writer)], networks):
+        chosen = two_call_drafter(noise, sampling, reject, form, drafts=drafts, network_name=to)
+        generator = speculate(continuation([1, 2], 3), noise, sampling, [chosen], steps.append, reject)
+        for _ in run_batch([SequenceState(generator)], networks):
             pass
         counts[tuple(int(token) for step in steps for token in step.tokens)] += 1
     observed = [counts[text] for text in itertools.product(range(3), repeat=3)]
@@ -391,15 +418,15 @@ def test_drafts_of_a_student_leave_the_law_as_it_is(unchecked):
 
 def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
     """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
-    monkeypatch.setattr(auxiliary_groups, "_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])
+    monkeypatch.setattr(ptp_queries, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])
     assert p_value(4, "categorical") < 1e-6
 
 
 def test_what_cannot_be_exact_is_refused():
-    with pytest.raises(ValueError, match="needs drafts drawn from laws"):
-        in_two_calls(Noise(0), Sampling(), reject, "one-hot")
-    with pytest.raises(ValueError, match="need uniforms that are free"):
-        in_two_calls(Noise(0), Sampling(), match, drafts=2)
+    with pytest.raises(ValueError, match="needs drafts sampled from distributions"):
+        two_call_drafter(Noise(0), Sampling(), reject, "one-hot")
+    with pytest.raises(ValueError, match="need fresh uniforms"):
+        two_call_drafter(Noise(0), Sampling(), match, drafts=2)
 
 
 # On a network
@@ -412,7 +439,7 @@ def test_a_models_text_stays_the_same_to_the_token(calls, sampling, dtype):
     model = tiny("Llama").to(dtype)
     bare = CausalNetwork(tiny("Llama").to(dtype))
     network = CausalNetwork(model)
-    network.attach(adapter_for(model))
+    network.attach_adapter(adapter_for(model))
     for seed in range(2):
         plain = write(bare, 40, sampling=sampling, seed=seed)
         for form in FORMS[:2]:

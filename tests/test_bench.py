@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 import saltus
 from saltus.cli.app import app
 from saltus.core.sampling import Sampling
-from saltus.evaluation import results as results_
-from saltus.evaluation.graders import GRADERS
-from saltus.evaluation.results import summarise
-from saltus.evaluation.run import Bench, open_notebook
-from saltus.evaluation.sides import MethodSide, method_sides
-from saltus.evaluation.suites import Task
-from saltus.prompts import Prompt
+from saltus.engine.prompts import Prompt
+from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
+from saltus.evaluation.benchmarks.graders import GRADERS
+from saltus.evaluation.benchmarks.suites import Task
+from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
+from saltus.evaluation.reports import aggregation as results_
+from saltus.evaluation.reports.aggregation import aggregate_records
 
 TASKS = [
     Task("a", "cats", Prompt(("the cat sat on the mat and the cat sat on the",))),
@@ -33,20 +33,20 @@ def engine(tiny_folder) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), "plain")
 
 
-def bench(engine, sides=None, tasks=TASKS, **changes) -> Bench:
-    return Bench(engine, sides or method_sides(engine, METHODS), tasks, WRITING | changes)
+def bench(engine, sides=None, tasks=TASKS, **changes) -> Benchmark:
+    return Benchmark(engine, sides or methods_under_test(engine, METHODS), tasks, WRITING | changes)
 
 
-def measured(run: Bench) -> list[dict]:
+def measured(run: Benchmark) -> list[dict]:
     run.warm_up()
-    return [record for number in range(len(run.tasks)) for record in run.measure(number)]
+    return [record for number in range(len(run.tasks)) for record in run.measure_task(number)]
 
 
 # What is counted
 
 
 def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
-    told = summarise(measured(bench(engine)))
+    told = aggregate_records(measured(bench(engine)))
     for name in METHODS:
         own = saltus.load(str(tiny_folder()), name)
         texts = []
@@ -54,14 +54,14 @@ def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
             history: list[dict[str, str]] = []
             for turn in task.prompt.turns:
                 history.append({"role": "user", "content": turn})
-                own.shelf.kept.clear()
+                own.prefix_cache.entries.clear()
                 texts.append(own.generate(history, max_new_tokens=24, seed=3, temperature=0.7))
                 history.append({"role": "assistant", "content": texts[-1].text})
         assert told[name]["tokens"] == sum(len(text.tokens) for text in texts)
         assert told[name]["identical"] == told[name]["texts"] == 4
         assert told[name]["problems"] == []
         if name == "plain":  # what others ask depends on the times that the controller sees
-            assert told[name]["calls"] == sum(len(text.steps) for text in texts) == told[name]["tokens"]
+            assert told[name]["calls"] == sum(len(text.calls) for text in texts) == told[name]["tokens"]
     assert list(told) == METHODS
 
 
@@ -88,23 +88,23 @@ def test_another_side_begins_each_time(engine):
     began = []
 
     @dataclasses.dataclass
-    class Listed(MethodSide):
-        def write(self, question):
+    class Listed(MethodUnderTest):
+        def generate(self, question):
             began.append(self.name)
-            return super().write(question)
+            return super().generate(question)
 
-    sides = [Listed(side.name, side.engine, side.witness) for side in method_sides(engine, METHODS)]
+    sides = [Listed(side.name, side.engine, side.call_recorder) for side in methods_under_test(engine, METHODS)]
     measured(bench(engine, sides, [TASKS[0], TASKS[2]]))
     assert began[3:] == ["plain", "lookup", "jacobi", "lookup", "jacobi", "plain"]
 
 
 def test_answers_are_graded_by_the_task_s_own_reference(engine):
     task = Task("1", "math", Prompt(("what?",)), reference={"answer": "#### 123456"})
-    run = Bench(engine, method_sides(engine, ["plain"]), [task], WRITING, grader=GRADERS["gsm8k"])
-    (record,) = run.measure(0)
+    run = Benchmark(engine, methods_under_test(engine, ["plain"]), [task], WRITING, grader=GRADERS["gsm8k"])
+    (record,) = run.measure_task(0)
     assert record["score"] == {"correct": False}
     record["score"] = {"correct": True}
-    told = summarise([record])["plain"]
+    told = aggregate_records([record])["plain"]
     assert (told["accuracy"], told["accuracy_of"]) == (1.0, "exact answer")
 
 
@@ -112,49 +112,49 @@ def test_answers_are_graded_by_the_task_s_own_reference(engine):
 
 
 @dataclasses.dataclass
-class Early(MethodSide):
+class Early(MethodUnderTest):
     """Stops half-way, and so is done sooner."""
 
-    def write(self, question):
-        return super().write(dataclasses.replace(question, max_new_tokens=question.max_new_tokens // 2))
+    def generate(self, question):
+        return super().generate(dataclasses.replace(question, max_new_tokens=question.max_new_tokens // 2))
 
 
 @dataclasses.dataclass
-class Unverified(MethodSide):
+class Unverified(MethodUnderTest):
     """Asks the model for half of the text, and gives out a guess for the rest: even a right one is no decoding."""
 
-    def write(self, question):
+    def generate(self, question):
         half = dataclasses.replace(question, max_new_tokens=question.max_new_tokens // 2)
-        pieces, _, calls = super().write(half)
-        _, whole, _ = super().write(question)
+        pieces, _, calls = super().generate(half)
+        _, whole, _ = super().generate(question)
         return pieces, whole, calls
 
 
 @dataclasses.dataclass
-class Warm(MethodSide):
+class Warm(MethodUnderTest):
     """Has read the prompt before the clock starts."""
 
-    def write(self, question):
-        super().write(question)
-        shelf, self.witness.calls[:] = self.engine.shelf, []
-        shelf.kept[:] = [(0, memories) for _, memories in shelf.kept]
+    def generate(self, question):
+        super().generate(question)
+        prefix_cache, self.call_recorder.calls[:] = self.engine.prefix_cache, []
+        prefix_cache.entries[:] = [(0, kv_caches) for _, kv_caches in prefix_cache.entries]
         stream = self.engine.stream(
-            question.given,
+            question.prompt,
             method=self.name,
             max_new_tokens=question.max_new_tokens,
             seed=question.seed,
             temperature=0.7,
         )
         pieces = [chunk.text for chunk in stream]
-        return pieces, stream.generation, list(self.witness.calls)
+        return pieces, stream.generation, list(self.call_recorder.calls)
 
 
 @dataclasses.dataclass
-class Remembering(MethodSide):
+class Remembering(MethodUnderTest):
     """Gives out what it wrote before."""
 
-    def write(self, question):
-        pieces, generation, _ = super().write(question)
+    def generate(self, question):
+        pieces, generation, _ = super().generate(question)
         return pieces, generation, []
 
 
@@ -168,11 +168,11 @@ class Remembering(MethodSide):
     ],
 )
 def test_a_cheat_is_caught(engine, cheat, said):
-    sides = method_sides(engine, ["plain", "lookup"])
-    honest = MethodSide("lookup", sides[1].engine, sides[1].witness)
-    planted = cheat("lookup", sides[1].engine, sides[1].witness)
+    sides = methods_under_test(engine, ["plain", "lookup"])
+    honest = MethodUnderTest("lookup", sides[1].engine, sides[1].call_recorder)
+    planted = cheat("lookup", sides[1].engine, sides[1].call_recorder)
     for side, caught in ((honest, False), (planted, True)):
-        told = summarise(measured(bench(engine, [sides[0], side], [TASKS[0]], ignore_eos=cheat is not Warm)))
+        told = aggregate_records(measured(bench(engine, [sides[0], side], [TASKS[0]], ignore_eos=cheat is not Warm)))
         assert any(said in problem for problem in told["lookup"]["problems"]) is caught
         assert told["plain"]["problems"] == []
 
@@ -180,7 +180,7 @@ def test_a_cheat_is_caught(engine, cheat, said):
 def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
     records = measured(bench(engine))
     next(record for record in records if record["side"] == "jacobi")["tokens"][-1] ^= 1
-    assert summarise(records)["jacobi"]["identical"] == 3
+    assert aggregate_records(records)["jacobi"]["identical"] == 3
 
 
 # How certain it is
@@ -206,7 +206,7 @@ def invented(speedup: float, tasks: int = 40, seed: int = 0, noise: float = 0.2)
 
 
 def test_a_known_ratio_is_found():
-    told = summarise(invented(1.5, noise=0.0))["fast"]
+    told = aggregate_records(invented(1.5, noise=0.0))["fast"]
     assert told["speedup"] == pytest.approx(1.5)
     assert told["decode_speedup"] == pytest.approx(1.5)
     assert told["ci95"]["speedup"] == pytest.approx([1.5, 1.5])
@@ -217,12 +217,12 @@ def test_a_known_ratio_is_found():
 
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
     monkeypatch.setattr(results_, "RESAMPLES", 400)
-    results_._resamples.cache_clear()
+    results_._resample_counts.cache_clear()
     held = 0
     for seed in range(200):
-        low, high = summarise(invented(1.5, seed=seed))["fast"]["ci95"]["speedup"]
+        low, high = aggregate_records(invented(1.5, seed=seed))["fast"]["ci95"]["speedup"]
         held += low <= 1.5 <= high
-    results_._resamples.cache_clear()
+    results_._resample_counts.cache_clear()
     assert 178 <= held <= 199  # 95 % of 200 is 190; a bootstrap of 40 tasks holds a little less
 
 
@@ -230,7 +230,7 @@ def test_acceptance_by_position_counts_calls_that_checked_drafts():
     (record,) = [r for r in invented(1.0, tasks=1) if r["side"] == "plain"]
     shapes = [(1, 0), (3, 4), (1, 4), (2, 1), (1, 0)]
     record["calls"] = [{"decided": d, "nodes": n, "seconds": 0.01, "read": 1} for d, n in shapes]
-    assert summarise([record])["plain"]["acceptance_by_position"] == pytest.approx([2 / 3, 1 / 3])
+    assert aggregate_records([record])["plain"]["acceptance_by_position"] == pytest.approx([2 / 3, 1 / 3])
 
 
 def test_a_side_that_does_not_tell_its_calls_has_none():
@@ -238,7 +238,7 @@ def test_a_side_that_does_not_tell_its_calls_has_none():
     for record in records:
         if record["side"] == "fast":
             record |= {"calls": None, "kind": "peer"}
-    told = summarise(records)["fast"]
+    told = aggregate_records(records)["fast"]
     assert told["speedup"] > 1.5
     assert told["calls"] is told["tokens_per_call"] is told["ms_per_call"] is told["acceptance_by_position"] is None
     assert told["ci95"]["tokens_per_call"] is None
@@ -257,45 +257,45 @@ NOW = {"commit": "abc", "date": "today"}
 
 def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     run = bench(engine)
-    first = open_notebook(tmp_path, plan(), TASKS, NOW)
-    first.add(run.measure(0))
-    first.add(run.measure(1))
+    first = open_records(tmp_path, plan(), TASKS, NOW)
+    first.append(run.measure_task(0))
+    first.append(run.measure_task(1))
     file = tmp_path / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
-    second = open_notebook(tmp_path, plan(), TASKS, NOW)
-    assert second.done == 1
-    for number in range(second.done, len(TASKS)):
-        second.add(run.measure(number))
-    third = open_notebook(tmp_path, plan(), TASKS, NOW)
+    second = open_records(tmp_path, plan(), TASKS, NOW)
+    assert second.num_measured_tasks == 1
+    for number in range(second.num_measured_tasks, len(TASKS)):
+        second.append(run.measure_task(number))
+    third = open_records(tmp_path, plan(), TASKS, NOW)
     keys = [(record["task"], record["turn"], record["side"]) for record in third.records]
     assert len(set(keys)) == len(keys) == 4 * 3
-    assert third.done == 3
+    assert third.num_measured_tasks == 3
 
 
 def test_a_folder_keeps_one_run_only(tmp_path):
-    open_notebook(tmp_path, plan(), TASKS, NOW)
+    open_records(tmp_path, plan(), TASKS, NOW)
     with pytest.raises(ValueError, match=r"another run \(max_new_tokens: 24, now 32\); give another --out, or --fresh"):
-        open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, NOW)
-    assert open_notebook(tmp_path, plan(max_new_tokens=32), TASKS, NOW, fresh=True).records == []
+        open_records(tmp_path, plan(max_new_tokens=32), TASKS, NOW)
+    assert open_records(tmp_path, plan(max_new_tokens=32), TASKS, NOW, fresh=True).records == []
 
 
 def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
     run, later = bench(engine), {"commit": "def", "date": "tomorrow"}
-    notebook = open_notebook(tmp_path, plan(), TASKS, NOW)
+    notebook = open_records(tmp_path, plan(), TASKS, NOW)
     for number in range(2):
-        notebook.add(run.measure(number))
+        notebook.append(run.measure_task(number))
     with pytest.raises(ValueError, match="begun at commit abc, and this is def"):
-        open_notebook(tmp_path, plan(), TASKS, later)
-    notebook.add(run.measure(2))
-    assert open_notebook(tmp_path, plan(), TASKS, later).circumstances == NOW
+        open_records(tmp_path, plan(), TASKS, later)
+    notebook.append(run.measure_task(2))
+    assert open_records(tmp_path, plan(), TASKS, later).run_info == NOW
 
 
 def test_out_must_be_a_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match="is a file; give a folder"):
-        open_notebook(file, plan(), TASKS, NOW)
+        open_records(file, plan(), TASKS, NOW)
 
 
 # The command
@@ -335,7 +335,7 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
     assert told["methods"]["transformers"]["identical"] == 3
     assert {"command", "date", "commit", "machine", "model", "suite", "settings"} <= set(told)
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    assert told["methods"] == json.loads(json.dumps(summarise(records)))
+    assert told["methods"] == json.loads(json.dumps(aggregate_records(records)))
 
 
 def test_bench_again_measures_nothing_twice(asked, tmp_path):
@@ -350,14 +350,14 @@ def test_bench_again_measures_nothing_twice(asked, tmp_path):
 
 def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    measure = Bench.measure
+    measure = Benchmark.measure_task
 
     def interrupted(self, number):
         if number == 2:
             raise KeyboardInterrupt
         return measure(self, number)
 
-    monkeypatch.setattr(Bench, "measure", interrupted)
+    monkeypatch.setattr(Benchmark, "measure_task", interrupted)
     told = saltus_(*asked, "--out", out, code=130)
     assert "interrupted after 2 of 3 tasks; the same command goes on from there" in told.stderr
     assert json.loads((out / "results.json").read_text())["suite"]["tasks"] == 2
@@ -367,13 +367,13 @@ def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
 
 
 def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
-    account = MethodSide.account
+    account = MethodUnderTest.to_answer
 
     def planted(self, question, made):
         written = account(self, question, made)
         return written if self.name == "plain" else dataclasses.replace(written, tokens=[*written.tokens[:-1], 7])
 
-    monkeypatch.setattr(MethodSide, "account", planted)
+    monkeypatch.setattr(MethodUnderTest, "to_answer", planted)
     assert "0 of 3" in saltus_(*asked, code=1).stdout
 
 
@@ -390,7 +390,7 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
     ],
 )
 def test_bad_input_is_told_in_a_line_before_a_model_is_loaded(arguments, said, monkeypatch):
-    monkeypatch.setattr("saltus.cli.loading.open_engine", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("saltus.cli.open_engine.open_engine", lambda *a, **k: pytest.fail("a model was loaded"))
     told = saltus_("bench", *arguments, code=2).stderr
     assert said in told
     assert len(told.splitlines()) == 1

@@ -13,14 +13,15 @@ from typer.testing import CliRunner
 import saltus
 from conftest import tiny_llama
 from saltus.cli.app import Commands
-from saltus.cli.bench_step import numbers, step
-from saltus.core.forward import Reply
-from saltus.evaluation import call_parts, loop_parts, machine, roofline
-from saltus.evaluation import step as steps
-from saltus.evaluation.roofline import Demand, Speed
-from saltus.evaluation.step import Cell, Grid, Timings
-from saltus.evaluation.stopwatch import Stopwatch, replaced
-from saltus.networks.causal import CausalNetwork
+from saltus.cli.bench_step import parse_numbers, step
+from saltus.core.forward import ForwardOutputs
+from saltus.evaluation.profiling import call_profile, roofline, step_profile
+from saltus.evaluation.profiling import call_timing as steps
+from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings
+from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
+from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
+from saltus.evaluation.reports import environment
+from saltus.networks.models.causal import CausalNetwork
 
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)
@@ -40,28 +41,30 @@ class Clock:
 class Planted:
     """A network whose calls take known seconds; the first of each kind is slow, as first calls are."""
 
-    def __init__(self, clock: Clock, seconds=lambda asks, turn: float(sum(len(ask.tokens) + 1 for ask in asks))):
+    def __init__(
+        self, clock: Clock, seconds=lambda batch, turn: float(sum(len(inputs.tokens) + 1 for inputs in batch))
+    ):
         self.clock, self.seconds, self.turns, self.order = clock, seconds, {}, []
 
-    def memory(self):
+    def new_kv_cache(self):
         return SimpleNamespace(tokens=np.empty(0, dtype=np.int64))
 
-    def forward(self, asks, memories):
-        assert len(asks) == len(memories)
-        cell = Cell(len(asks[0].tokens) + 1, len(asks[0].canvas.decided), len(asks))
-        fresh = not len(memories[0].tokens)
+    def forward(self, batch, kv_caches):
+        assert len(batch) == len(kv_caches)
+        cell = CallShape(len(batch[0].tokens) + 1, len(batch[0].canvas.decided_prefix), len(batch))
+        fresh = not len(kv_caches[0].tokens)
         turn = self.turns[cell, fresh] = self.turns.get((cell, fresh), -1) + 1
-        for ask, memory in zip(asks, memories, strict=True):
-            memory.tokens = ask.canvas.decided
+        for inputs, kv_cache in zip(batch, kv_caches, strict=True):
+            kv_cache.tokens = inputs.canvas.decided_prefix
         self.order.append((cell, fresh))
-        self.clock.now += 1000.0 if turn == 0 else self.seconds(asks, turn) + (50.0 if fresh else 0.0)
-        return [Reply(torch.zeros(1, 1)) for _ in asks]
+        self.clock.now += 1000.0 if turn == 0 else self.seconds(batch, turn) + (50.0 if fresh else 0.0)
+        return [ForwardOutputs(torch.zeros(1, 1)) for _ in batch]
 
 
-def measured(grid: Grid, **settings) -> tuple[Timings, Planted, int]:
-    clock, timings = Clock(), Timings()
+def measured(grid: CallGrid, **settings) -> tuple[CallTimings, Planted, int]:
+    clock, timings = Clock(), CallTimings()
     network = Planted(clock, **settings)
-    calls = sum(1 for _ in steps.measure(network, grid, 100, timings, clock))
+    calls = sum(1 for _ in steps.measure_calls(network, grid, 100, timings, clock))
     return timings, network, calls
 
 
@@ -80,59 +83,65 @@ def bench(*arguments: object, code: int = 0):
 
 
 def test_the_grid_has_every_cell_and_each_costs_what_it_costs():
-    grid = Grid((1, 2, 8), (16, 32, 64), (1, 2, 4), rounds=3)
+    grid = CallGrid((1, 2, 8), (16, 32, 64), (1, 2, 4), rounds=3)
     timings, _, _ = measured(grid)
-    alone = {Cell(n, length, 1) for n in (1, 2, 8) for length in (16, 32, 64)}
-    assert set(timings.calls) == alone | {Cell(n, 32, batch) for n in (1, 2, 8) for batch in (1, 2, 4)}
-    for cell, seconds in timings.calls.items():
+    alone = {CallShape(n, length, 1) for n in (1, 2, 8) for length in (16, 32, 64)}
+    assert set(timings.call_seconds) == alone | {CallShape(n, 32, batch) for n in (1, 2, 8) for batch in (1, 2, 4)}
+    for cell, seconds in timings.call_seconds.items():
         assert seconds == [cell.nodes * cell.batch] * 3, cell
 
 
 def test_a_warm_up_does_not_count_be_it_of_a_call_or_of_a_prefill():
-    timings, _, _ = measured(Grid((1, 2), (16, 32), (1, 2), rounds=1))
-    assert max(seconds for column in timings.calls.values() for seconds in column) == 4
-    assert timings.prefill == {16: [51.0], 32: [51.0]}
+    timings, _, _ = measured(CallGrid((1, 2), (16, 32), (1, 2), rounds=1))
+    assert max(seconds for column in timings.call_seconds.values() for seconds in column) == 4
+    assert timings.prefill_seconds == {16: [51.0], 32: [51.0]}
 
 
 def test_progress_knows_how_many_calls_there_will_be():
-    for grid in (Grid((1, 2), (16, 32), (1, 2), rounds=1), Grid((4,), (8,), (3,), rounds=5)):
-        assert measured(grid)[2] == grid.calls
+    for grid in (CallGrid((1, 2), (16, 32), (1, 2), rounds=1), CallGrid((4,), (8,), (3,), rounds=5)):
+        assert measured(grid)[2] == grid.num_calls
 
 
 def test_rounds_go_forwards_and_backwards_so_that_drift_hurts_all_alike():
-    grid = Grid((1, 2, 4), (16,), (1,), rounds=4)
-    timings, _, _ = measured(grid, seconds=lambda asks, turn: 100.0)
-    clock, drifting = Clock(), Timings()
-    network = Planted(clock, lambda asks, turn: 1.0 + 0.01 * len(network.order))
-    list(steps.measure(network, grid, 100, drifting, clock))
-    means = [sum(seconds) / 4 for seconds in drifting.calls.values()]
+    grid = CallGrid((1, 2, 4), (16,), (1,), rounds=4)
+    timings, _, _ = measured(grid, seconds=lambda batch, turn: 100.0)
+    clock, drifting = Clock(), CallTimings()
+    network = Planted(clock, lambda batch, turn: 1.0 + 0.01 * len(network.order))
+    list(steps.measure_calls(network, grid, 100, drifting, clock))
+    means = [sum(seconds) / 4 for seconds in drifting.call_seconds.values()]
     assert max(means) - min(means) < 1e-9
-    assert all(seconds == [100.0] * 4 for seconds in timings.calls.values())
+    assert all(seconds == [100.0] * 4 for seconds in timings.call_seconds.values())
 
 
 def test_an_outlier_moves_neither_median_nor_quartiles():
-    timings, _, _ = measured(Grid((1,), (16,), (1,), rounds=5), seconds=lambda asks, turn: 900.0 if turn == 3 else 2.0)
-    summed = steps.spread(timings.calls[Cell(1, 16)])
+    timings, _, _ = measured(
+        CallGrid((1,), (16,), (1,), rounds=5), seconds=lambda batch, turn: 900.0 if turn == 3 else 2.0
+    )
+    summed = steps.time_statistics(timings.call_seconds[CallShape(1, 16)])
     assert summed == {"ms": 2000, "low": 2000, "high": 2000, "rounds": 5}
-    assert steps.spread([0.004]) == {"ms": 4, "low": 4, "high": 4, "rounds": 1}
-    assert steps.spread([0.001, 0.002, 0.003, 0.004, 0.1]) == pytest.approx({"ms": 3, "low": 2, "high": 4, "rounds": 5})
+    assert steps.time_statistics([0.004]) == {"ms": 4, "low": 4, "high": 4, "rounds": 1}
+    assert steps.time_statistics([0.001, 0.002, 0.003, 0.004, 0.1]) == pytest.approx(
+        {"ms": 3, "low": 2, "high": 4, "rounds": 5}
+    )
 
 
 def test_what_was_measured_stays_where_measuring_ends_early():
-    clock, timings = Clock(), Timings()
-    running = steps.measure(Planted(clock), Grid((1, 2), (16,), (1,), rounds=9), 100, timings, clock)
+    clock, timings = Clock(), CallTimings()
+    running = steps.measure_calls(Planted(clock), CallGrid((1, 2), (16,), (1,), rounds=9), 100, timings, clock)
     for _ in range(7):
         next(running)
     running.close()
-    assert timings.calls == {Cell(2, 16): [2.0], Cell(1, 16): [1.0]}
-    assert timings.prefill == {16: [51.0]}
+    assert timings.call_seconds == {CallShape(2, 16): [2.0], CallShape(1, 16): [1.0]}
+    assert timings.prefill_seconds == {16: [51.0]}
 
 
 def test_a_call_has_its_nodes_on_paths_that_are_not_too_deep():
-    one = steps.ask(64, 32, 300)
-    assert (len(one.tokens), len(one.canvas.decided), max(one.depths)) == (63, 32, steps.DEEP - 1)
+    one = steps.synthetic_inputs(64, 32, 300)
+    assert (len(one.tokens), len(one.canvas.decided_prefix), max(one.depths)) == (63, 32, steps.PATH_LENGTH - 1)
     assert set(one.tokens) <= set(range(300))
-    assert not np.array_equal(one.canvas.decided, steps.ask(64, 32, 300, seat=1).canvas.decided)
+    assert not np.array_equal(
+        one.canvas.decided_prefix, steps.synthetic_inputs(64, 32, 300, sequence=1).canvas.decided_prefix
+    )
 
 
 # The floor
@@ -144,7 +153,7 @@ def test_the_floor_counts_tied_embeddings_once(tied):
     vocabulary, hidden, inner, layers, kv = 300, 32, 48, 2, 2 * 8
     matrices = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
     norms = (2 * layers + 1) * hidden
-    needs = roofline.demand(model)
+    needs = roofline.count_demand(model)
     assert needs.weight_bytes == 2 * (matrices + norms + vocabulary * hidden)
     assert needs.row_bytes == (0 if tied else 2 * hidden)
     assert needs.row_flops == 2 * (matrices + vocabulary * hidden)
@@ -154,23 +163,23 @@ def test_the_floor_counts_tied_embeddings_once(tied):
 
 def test_bytes_of_a_token_are_those_of_the_memory():
     network = CausalNetwork(tiny_llama())
-    memory = network.memory()
-    network.forward([steps.ask(1, 16, 300)], [memory])
-    assert memory.keys is not None
-    assert memory.values is not None
-    held = sum(buffer[:, :, 0].nbytes for buffer in (memory.keys, memory.values))
-    assert roofline.demand(network.model).token_bytes == held
-    assert steps.memory_growth(network, 300, 512) == {"slots_over_decided_tokens": 0}
+    kv_cache = network.new_kv_cache()
+    network.forward([steps.synthetic_inputs(1, 16, 300)], [kv_cache])
+    assert kv_cache.keys is not None
+    assert kv_cache.values is not None
+    held = sum(buffer[:, :, 0].nbytes for buffer in (kv_cache.keys, kv_cache.values))
+    assert roofline.count_demand(network.model).token_bytes == held
+    assert steps.kv_cache_growth(network, 300, 512) == {"slots_over_decided_tokens": 0}
 
 
 def test_the_floor_is_what_takes_longer_and_bends_at_the_knee():
-    needs = Demand(weight_bytes=1000, row_bytes=0, token_bytes=10, row_flops=40, pair_flops=1)
-    can = Speed(100.0, 50.0, {}, 1)  # behind 20 tokens: 12 s of reading, 1.2 s of computing a node
+    needs = ResourceDemand(weight_bytes=1000, row_bytes=0, token_bytes=10, row_flops=40, pair_flops=1)
+    can = MachineSpeed(100.0, 50.0, {}, 1)  # behind 20 tokens: 12 s of reading, 1.2 s of computing a node
     assert roofline.predicted_knee(needs, can, 20) == pytest.approx(10)
-    few, many = (roofline.floor(needs, can, Cell(n, 20)) for n in (9, 11))
+    few, many = (roofline.lower_bound(needs, can, CallShape(n, 20)) for n in (9, 11))
     assert (few["bound_by"], few["floor_ms"]) == ("memory", pytest.approx(12_000))
     assert (many["bound_by"], many["floor_ms"]) == ("compute", pytest.approx(13_200))
-    both = roofline.floor(needs, can, Cell(4, 20, 3))
+    both = roofline.lower_bound(needs, can, CallShape(4, 20, 3))
     assert (both["bytes"], both["flops"]) == (1000 + 3 * 200, 12 * 60)
 
 
@@ -186,7 +195,9 @@ def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
     def clock() -> float:
         return float(next(ticks))  # everything takes a second
 
-    can = roofline.speed(torch.float32, torch.device("cpu"), megabytes=2, size=128, repeats=1, clock=clock)
+    can = roofline.measure_machine_speed(
+        torch.float32, torch.device("cpu"), megabytes=2, size=128, repeats=1, clock=clock
+    )
     assert can.bytes_per_second == 2 * 2 * 2**20  # of a copy: read and written
     assert can.flops_per_second == 2 * 128**3
 
@@ -196,19 +207,19 @@ def test_the_machine_s_speed_is_the_best_of_several_by_the_clock():
 
 def test_parts_within_parts_count_once():
     clock = Clock()
-    watch = Stopwatch(clock)
+    watch = PartTimer(clock)
 
     def spend(seconds: float) -> None:
         clock.now += seconds
 
-    inner = watch.timed("inner", lambda: spend(3))
+    inner = watch.time_function("inner", lambda: spend(3))
 
     def work() -> None:
         spend(1)
         inner()
         spend(2)
 
-    watch.timed("outer", work)()
+    watch.time_function("outer", work)()
     spend(100)
     inner()
     assert watch.seconds == {"outer": 3, "inner": 6}
@@ -221,7 +232,7 @@ def test_what_is_replaced_comes_back_even_after_an_error():
     one = Owner()
 
     def fail() -> None:
-        with replaced(one, "name", 2), replaced(Owner, "name", 3):
+        with temporarily_replaced(one, "name", 2), temporarily_replaced(Owner, "name", 3):
             assert (one.name, Owner.name) == (2, 3)
             raise KeyError
 
@@ -233,34 +244,34 @@ def test_what_is_replaced_comes_back_even_after_an_error():
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("lean", [True, False])
 def test_the_parts_of_a_call_add_up_and_none_is_missing(lean, free):
-    network = CausalNetwork(tiny_llama(), free=free)
+    network = CausalNetwork(tiny_llama(), free_shapes=free)
     if not lean:
-        network.lean = None
-    one = steps.ask(8, 64, 300)
-    before = network.forward([one], [network.memory()])[0].logits
-    found = call_parts.call_parts(network, 8, 64, 300, rounds=3)
-    assert tuple(found["parts"]) == call_parts.PARTS
+        network.native_decoder = None
+    one = steps.synthetic_inputs(8, 64, 300)
+    before = network.forward([one], [network.new_kv_cache()])[0].logits
+    found = call_profile.profile_call(network, 8, 64, 300, rounds=3)
+    assert tuple(found["parts"]) == call_profile.PARTS
     assert sum(found["parts"].values()) == pytest.approx(found["ms"])
     assert all(value > 0 for value in found["parts"].values()), found
     assert found["overhead"] == pytest.approx(found["ms"] / found["unprofiled_ms"] - 1)
-    assert torch.equal(network.forward([one], [network.memory()])[0].logits, before)
+    assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, before)
 
 
 def test_watching_leaves_nothing_behind_and_changes_no_logits():
     for lean in (True, False):
         network = CausalNetwork(tiny_llama())
-        network.lean = network.lean if lean else None
-        one, seen = steps.ask(4, 16, 300), []
+        network.native_decoder = network.native_decoder if lean else None
+        one, seen = steps.synthetic_inputs(4, 16, 300), []
 
         def wrap(part, function, seen=seen):
             return lambda *args, **settings: (seen.append(part), function(*args, **settings))[1]
 
-        plain = network.forward([one], [network.memory()])[0].logits
-        with call_parts.watching(network, wrap):
-            assert torch.equal(network.forward([one], [network.memory()])[0].logits, plain)
-        assert set(seen) == set(call_parts.PARTS[:-1])
+        plain = network.forward([one], [network.new_kv_cache()])[0].logits
+        with call_profile.instrumented(network, wrap):
+            assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, plain)
+        assert set(seen) == set(call_profile.PARTS[:-1])
         seen.clear()
-        network.forward([one], [network.memory()])
+        network.forward([one], [network.new_kv_cache()])
         assert not seen
         assert all("forward" not in vars(module) for module in network.model.modules())
 
@@ -268,7 +279,7 @@ def test_watching_leaves_nothing_behind_and_changes_no_logits():
 def test_the_parts_of_a_step_add_up_at_any_temperature(folder):
     engine = saltus.load(folder)
     for temperature in (0.0, 0.8):
-        found = loop_parts.loop_parts(engine, temperature=temperature, tokens=12, rounds=1)
+        found = step_profile.profile_step(engine, temperature=temperature, max_new_tokens=12, rounds=1)
         assert sum(found["parts"].values()) == pytest.approx(found["ms"])
         assert all(value > 0 for value in found["parts"].values()), found
         assert found["steps"] >= 1
@@ -278,9 +289,9 @@ def test_the_parts_of_a_step_add_up_at_any_temperature(folder):
 @pytest.mark.gpu
 def test_on_a_gpu_the_profiler_finds_the_parts():
     network = CausalNetwork(tiny_llama().cuda())
-    found = call_parts.call_parts(network, 8, 64, 300, rounds=2, settle=torch.cuda.synchronize)
+    found = call_profile.profile_call(network, 8, 64, 300, rounds=2, synchronize=torch.cuda.synchronize)
     assert sum(found["parts"].values()) == pytest.approx(found["ms"])
-    assert all(found["parts"][part] > 0 for part in call_parts.PARTS[:-1]), found
+    assert all(found["parts"][part] > 0 for part in call_profile.PARTS[:-1]), found
 
 
 # The command
@@ -295,7 +306,7 @@ def test_the_command_writes_what_it_shows(folder, tmp_path):
     assert all(row["efficiency"] == pytest.approx(row["floor_ms"] / row["ms"]) for row in found["calls"])
     assert [row["length"] for row in found["prefill"]] == [16, 32]
     assert [part["nodes"] for part in found["parts"]] == [1, 3, 8]
-    assert found["machine"] == machine.machine()
+    assert found["machine"] == environment.machine_info()
     assert found["model"]["dtype"] == "float32"
     for said in ("reading it", "floor", "knee", "linear layers", "sampling", "GB/s"):
         assert said in shown
@@ -308,11 +319,11 @@ def test_the_command_writes_what_it_shows(folder, tmp_path):
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     own, calls = CausalNetwork.forward, []
 
-    def interrupted(self, asks, memories):
-        calls.append(len(asks))
+    def interrupted(self, batch, kv_caches):
+        calls.append(len(batch))
         if len(calls) > 40:
             raise KeyboardInterrupt
-        return own(self, asks, memories)
+        return own(self, batch, kv_caches)
 
     monkeypatch.setattr(CausalNetwork, "forward", interrupted)
     bench("--model", folder, *TINY[:-1], 9, "--out", tmp_path, code=130)
@@ -342,12 +353,12 @@ def test_bad_input_is_refused_in_a_line(folder, given, said):
 
 
 def test_usual_lengths_are_those_that_fit():
-    assert steps.fitting(None) == steps.LENGTHS
-    assert steps.fitting(512) == (128, 256)
-    assert steps.fitting(40) == (20,)
-    assert numbers("--nodes", "4, 1,") == (4, 1)
+    assert steps.default_lengths(None) == steps.DEFAULT_LENGTHS
+    assert steps.default_lengths(512) == (128, 256)
+    assert steps.default_lengths(40) == (20,)
+    assert parse_numbers("--nodes", "4, 1,") == (4, 1)
 
 
 def test_a_commit_is_told_by_its_name_and_whether_files_were_changed():
-    told = machine.commit()
+    told = environment.git_commit()
     assert told is None or re.fullmatch(r"[0-9a-f]{7,40}\+?", told)

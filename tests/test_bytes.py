@@ -111,4 +111,4 @@ def test_heads_of_bytes_are_trained_and_draft(trained, tmp_path):
         given = {"max_new_tokens": 40, "temperature": temperature, "raw": True}
         found = engine.generate(TEXT, **given)
         assert found.tokens == engine.generate(TEXT, method="plain", **given).tokens
-        assert np.mean([step.nodes for step in found.steps]) > 3
+        assert np.mean([step.num_draft_tokens for step in found.calls]) > 3

@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 import saltus
 from conftest import tiny_llama
 from saltus.cli.app import app
-from saltus.cli.methods import description
-from saltus.cli.options import DEFAULT_METHOD, DEFAULT_MODEL
-from saltus.cli.painting import CYCLE, UNSEEN, Painter
-from saltus.cli.report import KEYS, comparison_line, first_difference
-from saltus.methods import available
-from saltus.networks.sources import DEFAULT, SHIPPED, SHORT_NAMES
+from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
+from saltus.cli.methods import describe_method
+from saltus.cli.options import DEFAULT_METHOD
+from saltus.cli.report import RECORD_KEYS, comparison_line, first_difference
+from saltus.methods import available_methods
+from saltus.networks.loading.sources import DEFAULT_MODEL, SHIPPED_MODELS, SHORT_NAMES
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -98,15 +98,15 @@ def test_the_examples_in_the_help_use_options_that_exist(name):
 
 def test_the_short_names_are_those_that_can_be_pulled():
     said = saltus_("pull", "--help").stdout
-    assert all(name in said for name in [*SHORT_NAMES, *SHIPPED])
-    assert DEFAULT_MODEL == DEFAULT
-    assert DEFAULT_METHOD in available()
+    assert all(name in said for name in [*SHORT_NAMES, *SHIPPED_MODELS])
+    assert DEFAULT_MODEL == DEFAULT_MODEL
+    assert DEFAULT_METHOD in available_methods()
 
 
 def test_methods_lists_every_option_with_its_default_and_comment():
     told = {each["method"]: each for each in map(json.loads, saltus_("methods", "--json").stdout.splitlines())}
-    assert list(told) == list(available())
-    for name, config in available().items():
+    assert list(told) == list(available_methods())
+    for name, config in available_methods().items():
         expected = {field.name: getattr(config(), field.name) for field in dataclasses.fields(config) if field.init}
         assert {option["name"]: option["default"] for option in told[name]["options"]} == expected
         assert told[name]["about"] == " ".join(config.__doc__.split("\n\n")[0].split())
@@ -123,14 +123,14 @@ class Example:
 
     length: int = 4  # tokens, at most
     share: float | None = None
-    models: dict[str, str] = dataclasses.field(default_factory=dict, init=False)  # none
+    draft_models: dict[str, str] = dataclasses.field(default_factory=dict, init=False)  # none
 
 
 def test_an_option_is_told_with_its_type_default_and_comment():
     length = {"name": "length", "type": "int", "default": 4, "about": "tokens, at most"}
     share = {"name": "share", "type": "float | None", "default": None, "about": ""}
     told = {"method": "example", "about": "Guess by heart. And more.", "options": [length, share]}
-    assert description("example", Example) == told
+    assert describe_method("example", Example) == told
 
 
 def test_pull_prints_the_folder(folder):
@@ -150,7 +150,7 @@ def test_generate_writes_the_answer_to_stdout_and_what_it_cost_to_stderr(engine,
 def test_json_is_one_object_a_prompt_with_exactly_these_keys(engine, folder):
     result = saltus_("generate", PROMPT, "a", "-m", folder, "-n", 30, "--method", "jacobi+lookup", "--json")
     told = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [list(each) for each in told] == [list(KEYS)] * 2
+    assert [list(each) for each in told] == [list(RECORD_KEYS)] * 2
     for each, prompt in zip(told, [PROMPT, "a"], strict=True):
         answer = engine.generate(prompt, max_new_tokens=30)
         assert (each["prompt"], each["text"], each["tokens"]) == (prompt, answer.text, answer.tokens)
@@ -175,7 +175,7 @@ def test_method_options_reach_the_method(folder, tmp_path, monkeypatch):
     made = {}
     drafter = tmp_path / "a=b"
     drafter.symlink_to(folder)
-    monkeypatch.setattr("saltus.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
+    monkeypatch.setattr("saltus.engine.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
     assigned = ["lookup.longest=7", "jacobi.spawn=0.5", "jacobi.running=yes", f"small_model.model={drafter}"]
     options = [part for each in assigned for part in ("--option", each)]
     saltus_("generate", "a", "-m", folder, "--method", "jacobi+lookup+small_model", "--budget", 9, *options)
@@ -209,8 +209,8 @@ def test_prompt_files_hold_prompts_messages_and_turns(engine, folder, tmp_path):
     told = [json.loads(line) for line in result.stdout.splitlines()]
     first = engine.generate("the", max_new_tokens=12)
     talk = [("user", "the"), ("assistant", first.text), ("user", "log")]
-    asked = ["the cat", messages, "the", [{"role": role, "content": content} for role, content in talk]]
-    assert [each["tokens"] for each in told] == [engine.generate(each, max_new_tokens=12).tokens for each in asked]
+    inputs = ["the cat", messages, "the", [{"role": role, "content": content} for role, content in talk]]
+    assert [each["tokens"] for each in told] == [engine.generate(each, max_new_tokens=12).tokens for each in inputs]
     assert [each["prompt"] for each in told] == ["the cat", messages, "the", "log"]
     assert saltus_("generate", "-f", file, "--limit", 1, "-n", 12, "-m", folder, "--json").stdout.count("\n") == 1
 
@@ -237,15 +237,17 @@ def test_the_closing_line_says_where_a_text_differs(engine):
 
 
 def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, folder, monkeypatch):
-    monkeypatch.setattr("saltus.core.control.Costs.of", lambda costs, rows: 1.0)  # so that all drafts are checked
+    monkeypatch.setattr(
+        "saltus.core.control.call_cost.CallCost.seconds_for", lambda costs, rows: 1.0
+    )  # so that all drafts are checked
     answer = engine.generate(PROMPT, max_new_tokens=80, ignore_eos=True)
-    asked = ["generate", PROMPT, "-m", folder, "-n", 80, "--ignore-eos"]
-    shown, plain = (saltus_(*asked, switch).stdout for switch in ("--colour", "--no-colour"))
+    inputs = ["generate", PROMPT, "-m", folder, "-n", 80, "--ignore-eos"]
+    shown, plain = (saltus_(*inputs, switch).stdout for switch in ("--colour", "--no-colour"))
     assert plain == answer.text + "\n"
-    assert ESCAPES.sub("", shown) == plain.translate(UNSEEN)
+    assert ESCAPES.sub("", shown) == plain.translate(VISIBLE_CONTROL_CHARACTERS)
     runs = re.findall(r"\x1b\[(1;)?(\d\d)m", shown)
     assert len(runs) >= answer.statistics.calls / 2  # bytes that are no character are shown later
-    assert len({colour for _, colour in runs}) == len(CYCLE)
+    assert len({colour for _, colour in runs}) == len(CALL_COLOURS)
     assert max(answer.statistics.accepted) > 1
     assert {bool(bold) for bold, _ in runs} == {True, False}
 
@@ -278,10 +280,10 @@ class Screen:
 def painted(pieces: list[str], width: int) -> list[str]:
     screen = Screen()
     console = Console(file=screen, force_terminal=True, soft_wrap=True, width=200, color_system="standard")  # pyright: ignore
-    painter = Painter(console, True, width)
+    painter = ColouredTextWriter(console, True, width)
     for call, piece in enumerate(pieces):
         painter.write(piece, call, 1)
-    painter.end()
+    painter.finish_line()
     return screen.rows
 
 
@@ -308,8 +310,8 @@ def test_a_text_cannot_steer_the_terminal():
 
 def test_check_finds_no_flip_where_texts_are_equal(folder, tmp_path):
     file = lines(tmp_path / "three.jsonl", {"prompt": PROMPT}, {"turns": ["the dog", "the log"]}, {"prompt": "a"})
-    asked = ["check", "-m", folder, "-f", file, "--limit", 2, "-n", 16, "--method", "jacobi+lookup", "--json"]
-    told = json.loads(saltus_(*asked, "-t", 0.8, "--seed", 2).stdout)
+    inputs = ["check", "-m", folder, "-f", file, "--limit", 2, "-n", 16, "--method", "jacobi+lookup", "--json"]
+    told = json.loads(saltus_(*inputs, "-t", 0.8, "--seed", 2).stdout)
     assert list(told) == ["prompts", "identical", "flips", "tokens_per_call", "speedup"]
     assert (told["prompts"], told["identical"], told["flips"]) == (2, 2, [])
     assert 1 <= told["tokens_per_call"] <= 16
@@ -344,8 +346,8 @@ def test_a_flip_is_told_with_its_position_and_logit_gap_and_ends_with_code_1(eng
     plain = engine.generate("the log", max_new_tokens=12, ignore_eos=False)
     flipping("the log", 9)
     file = lines(tmp_path / "two.jsonl", {"prompt": "the cat"}, {"prompt": "the log"})
-    asked = ["check", "-m", folder, "-f", file, "-n", 12]
-    told = json.loads(saltus_(*asked, "--json", code=1).stdout)
+    inputs = ["check", "-m", folder, "-f", file, "-n", 12]
+    told = json.loads(saltus_(*inputs, "--json", code=1).stdout)
     (flip,) = told["flips"]
     assert (told["prompts"], told["identical"], flip["prompt"], flip["position"]) == (2, 1, 1, 9)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -354,7 +356,7 @@ def test_a_flip_is_told_with_its_position_and_logit_gap_and_ends_with_code_1(eng
     gap = float(logits[plain.tokens[9]] - logits[(plain.tokens[9] + 1) % 300])
     assert flip["logit_gap"] == pytest.approx(gap, abs=1e-4)
     assert gap > 0.01
-    table = saltus_(*asked, code=1).stdout
+    table = saltus_(*inputs, code=1).stdout
     assert "1 of 2" in table
     assert "the log" in table
 
@@ -368,12 +370,12 @@ def test_a_flip_in_a_later_turn_counts_the_tokens_of_the_turns_before(engine, fo
 
 
 def test_free_shapes_load_the_model_without_equal_rounding(folder, monkeypatch):
-    asked = {}
-    monkeypatch.setattr("saltus.engine.load", lambda *_, **settings: asked.update(settings) or exit(0))
+    inputs = {}
+    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **settings: inputs.update(settings) or exit(0))
     saltus_("check", "-m", folder, "--free-shapes")
-    assert asked["exact"] is False
+    assert inputs["exact"] is False
     saltus_("check", "-m", folder)
-    assert asked["exact"] is True
+    assert inputs["exact"] is True
 
 
 # chat
@@ -400,8 +402,8 @@ def test_commands_change_a_conversation_and_say_so(folder):
 
 
 def test_a_seed_typed_in_a_conversation_changes_what_is_sampled(engine, folder):
-    asked = {"max_new_tokens": 9, "temperature": 0.9}
-    texts = [engine.generate([{"role": "user", "content": "the cat"}], seed=seed, **asked).text for seed in (0, 4)]
+    inputs = {"max_new_tokens": 9, "temperature": 0.9}
+    texts = [engine.generate([{"role": "user", "content": "the cat"}], seed=seed, **inputs).text for seed in (0, 4)]
     result = saltus_("chat", "-m", folder, "-n", 9, "-t", 0.9, input="the cat\n/reset\n/seed 4\nthe cat\n")
     assert result.stdout == f"{texts[0]}\n{texts[1]}\n"
     assert texts[0] != texts[1]
@@ -471,7 +473,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
 )
 def test_bad_input_is_one_line_with_the_cure_before_a_model_is_loaded(arguments, cure, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("saltus.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
     assert cure in complaint("generate", *arguments)
 
 
@@ -549,7 +551,7 @@ def test_a_fault_of_ours_is_one_line_and_a_traceback_only_where_it_is_asked_for(
     def fail(*_, **__):
         raise AssertionError("two and two\nare five")
 
-    monkeypatch.setattr("saltus.engine.load", fail)
+    monkeypatch.setattr("saltus.engine.engine.load", fail)
     said = saltus_("generate", "a", "-m", folder, code=70).stderr
     assert said.startswith("saltus: AssertionError: two and two are five (a fault of saltus")
     assert said.count("\n") == 1
@@ -561,7 +563,7 @@ def test_too_little_memory_is_told_with_a_cure(error, folder, monkeypatch):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("saltus.engine.load", fail)
+    monkeypatch.setattr("saltus.engine.engine.load", fail)
     assert "take a smaller model" in complaint("generate", "a", "-m", folder)
 
 
@@ -588,8 +590,8 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
 
 def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
-    asked = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
-    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
+    with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         begun = running.stdout.read(20)
         running.send_signal(signal.SIGINT)
         rest, said = running.communicate(timeout=60)
@@ -605,9 +607,9 @@ def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tin
 @pytest.mark.parametrize("command", ["generate", "methods"])
 def test_a_reader_who_leaves_is_no_error(command, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
-    asked = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000"]
-    asked = asked if command == "generate" else [*PROGRAM, "methods"]
-    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000"]
+    inputs = inputs if command == "generate" else [*PROGRAM, "methods"]
+    with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         if command == "generate":
             running.stdout.read(10)
         running.stdout.close()

@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 import saltus
-from saltus.training.teacher import Plan, Question, _ShardWriter, read_teacher, text_seed, write_shard
+from saltus.training.data.teacher_texts import (
+    CollectionPlan,
+    TokenizedPrompt,
+    _ShardWriter,
+    read_teacher_texts,
+    text_seed,
+    write_shard,
+)
 from test_cli import complaint, lines, saltus_
 
 PROMPTS = ["the cat sat on the mat", "the dog", "a log and a mat", "sat", "the mat and the log", "on", "dog cat dog"]
@@ -48,7 +55,9 @@ def test_texts_are_those_that_the_engine_writes(folder, asked, tmp_path):
         answer = engine.generate(prompt, max_new_tokens=12, temperature=row["temperature"], seed=seed)
         assert row["completion"] == answer.tokens
         assert row["prompt"] == engine.encode(prompt)
-    assert [sample.completion for sample in read_teacher(tmp_path / "teacher")] == [row["completion"] for row in found]
+    assert [sample.completion for sample in read_teacher_texts(tmp_path / "teacher")] == [
+        row["completion"] for row in found
+    ]
 
 
 def test_neither_batches_nor_processes_change_a_text(folder, asked, tmp_path):
@@ -89,10 +98,10 @@ def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, 
 def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
     """Ray sends on what an error says, but not which it is: so a worker answers with it."""
     loading = {"model": folder, "method": "plain"}
-    worker = _ShardWriter(Plan([Question("a", (3,))]), tmp_path, loading, 1, None)
+    worker = _ShardWriter(CollectionPlan([TokenizedPrompt("a", (3,))]), tmp_path, loading, 1, None)
     assert worker({"shard": [0]})["error"] == [""]
     assert worker({"shard": [7]})["error"] == ["IndexError: list index out of range"]
-    lost = _ShardWriter(Plan([]), tmp_path, {**loading, "model": str(tmp_path / "none")}, 1, None)
+    lost = _ShardWriter(CollectionPlan([]), tmp_path, {**loading, "model": str(tmp_path / "none")}, 1, None)
     assert "none" in lost({"shard": [0]})["error"][0]
 
 
@@ -146,20 +155,20 @@ def test_a_damaged_file_is_one_line_with_its_name(folder, asked, tmp_path):
     again = ["collect", "text", "-f", asked, "-m", folder, "--out", out, "--shard", 5, "-n", 12]
     assert f"{file} is damaged" in complaint(*again)
     with pytest.raises(ValueError, match="is damaged"):
-        read_teacher(out)
+        read_teacher_texts(out)
     file.write_bytes(gzip.compress(b"".join(gzip.decompress(whole).splitlines(True)[1:])))
     assert "texts are missing" in complaint(*again)
     file.unlink()
     with pytest.raises(ValueError, match="lacks 1 of 3 shards"):
-        read_teacher(out)
+        read_teacher_texts(out)
     saltus_(*again)
     assert file.read_bytes() == whole
 
 
 def test_two_runs_do_not_work_in_one_folder(folder, asked, tmp_path):
-    from saltus.training.checkpoint import alone
+    from saltus.training.loop.checkpoint import lock_folder
 
-    with alone(tmp_path / "teacher"):
+    with lock_folder(tmp_path / "teacher"):
         assert "another process" in complaint(
             "collect", "text", "-f", asked, "-m", folder, "--out", tmp_path / "teacher"
         )
@@ -171,7 +180,7 @@ def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, asked, tmp_path, mon
             raise KeyboardInterrupt
         return write_shard(engine, plan, number, *rest)
 
-    monkeypatch.setattr("saltus.training.teacher.write_shard", interrupted)
+    monkeypatch.setattr("saltus.training.data.teacher_texts.write_shard", interrupted)
     said = collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
     assert said == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
 
@@ -180,7 +189,7 @@ def test_bad_prompts_and_settings_cost_no_loading(folder, asked, tmp_path, monke
     out = "--out", tmp_path / "teacher"
     long = lines(tmp_path / "long.jsonl", {"prompt": "x" * 600})
     assert "reads 512" in complaint("collect", "text", "-f", long, *out, "-m", folder)
-    monkeypatch.setattr("saltus.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **__: pytest.fail("the model was loaded"))
     turns = lines(tmp_path / "turns.jsonl", {"prompt": "a"}, {"turns": ["a", "b"]})
     assert "prompt 1 of" in complaint("collect", "text", "-f", turns, *out)
     assert "there is no file" in complaint("collect", "text", "-f", tmp_path / "nowhere", *out)
@@ -195,8 +204,8 @@ def test_the_commands_of_the_group_are_shown(folder):
 
 def test_a_question_s_seed_is_its_own():
     assert len({text_seed(seed, number) for seed in range(10) for number in range(100)}) == 1000
-    plan = Plan([Question("", (1,))] * 5, (0.0, 1.0), shard=4)
-    assert plan.part(1) == [(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)]
-    assert [text for number in range(len(plan.files)) for text in plan.part(number)] == [
+    plan = CollectionPlan([TokenizedPrompt("", (1,))] * 5, (0.0, 1.0), texts_per_shard=4)
+    assert plan.texts_of_shard(1) == [(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)]
+    assert [text for number in range(len(plan.shard_names)) for text in plan.texts_of_shard(number)] == [
         (question, temperature) for question in range(5) for temperature in (0.0, 1.0)
     ]

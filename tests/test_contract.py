@@ -8,16 +8,18 @@ import pytest
 from scipy import stats
 
 from saltus import testing
-from saltus.core.control import Controller, Costs
-from saltus.core.decode import rounds
-from saltus.core.forward import Forward, Laws
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Law, Sampling, one_hot, pick, probability, residual
+from saltus.core.sampling import Distribution, Sampling, one_hot, pick, probability, residual
+from saltus.core.scheduler import run_batch
 from saltus.core.tree import Tree
-from saltus.methods import available
-from saltus.testing import Toy, Writing, joint, toy, writing
+from saltus.methods import available_methods
+from saltus.testing import ToyDecoding, ToyNetwork, text_probabilities, toy_decoding, toy_network
 
-METHODS = [*available(), "jacobi+lookup", "small_model+lookup", "ptp+lookup", "jacobi+lookup+small_model"]
+METHODS = [*available_methods(), "jacobi+lookup", "small_model+lookup", "ptp+lookup", "jacobi+lookup+small_model"]
 PROMPT = [1, 2, 3, 4, 1, 2]
 LENGTH = 24
 SAMPLINGS = {
@@ -33,8 +35,12 @@ every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAM
 greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
 
 
-def write(method: str, length: int = LENGTH, *, seed: int = 0, target: Toy | None = None, **settings) -> Writing:
-    return writing(method, PROMPT, length, target=target or toy(sharp=1.5), seed=seed, **settings).finish()
+def write(
+    method: str, length: int = LENGTH, *, seed: int = 0, target: ToyNetwork | None = None, **settings
+) -> ToyDecoding:
+    return toy_decoding(
+        method, PROMPT, length, target=target or toy_network(logit_scale=1.5), seed=seed, **settings
+    ).run()
 
 
 @lru_cache
@@ -42,9 +48,9 @@ def plain_text(sampling: Sampling, seed: int = 0) -> list[int]:
     return write("plain", seed=seed, sampling=sampling).tokens
 
 
-def stairs() -> Costs:
+def stairs() -> CallCost:
     """Calls whose time jumps, as on machines that like some widths."""
-    return Costs({1: 1.0, 2: 1.3, 3: 1.31, 4: 1.32, 5: 1.6, 8: 1.62, 9: 2.0, 16: 2.1})
+    return CallCost({1: 1.0, 2: 1.3, 3: 1.31, 4: 1.32, 5: 1.6, 8: 1.62, 9: 2.0, 16: 2.1})
 
 
 @dataclass
@@ -59,7 +65,7 @@ class Reckless(Controller):
     def drafts(self) -> bool:
         return bool(self.dice.random() < 0.7)
 
-    def size(self, tree: Tree) -> int:
+    def num_nodes(self, tree: Tree) -> int:
         return int(self.dice.integers(0, len(tree.tokens) + 1))
 
 
@@ -80,7 +86,7 @@ def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
     for seed in range(4):
         for controller in (
             Controller(adaptive=True),
-            Controller(adaptive=True, costs=stairs()),
+            Controller(adaptive=True, call_cost=stairs()),
             Controller(budget=0),
             Controller(budget=1),
             Controller(budget=3, adaptive=True),
@@ -89,7 +95,7 @@ def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
         ):
             written = write(method, seed=seed, sampling=sampling, controller=controller)
             assert written.tokens == plain_text(sampling, seed)
-            assert written.networks["target"].widest <= controller.budget
+            assert written.networks["target"].max_draft_tokens <= controller.budget
 
 
 @every_method
@@ -109,7 +115,7 @@ def test_a_text_may_end_anywhere(method: str, sampling: Sampling):
     for end in range(1, LENGTH + 1):
 
         def stop(canvas, tokens, end=end) -> int | None:
-            return end - canvas.done if canvas.done + len(tokens) >= end else None
+            return end - canvas.num_decided if canvas.num_decided + len(tokens) >= end else None
 
         assert write(method, sampling=sampling, stop=stop).tokens == plain[:end]
 
@@ -132,18 +138,22 @@ def test_a_text_ends_with_its_end_token(method: str, sampling: Sampling):
 @every_method
 @greedy_and_sampled
 def test_a_text_is_the_same_in_a_batch_that_others_join_and_leave(method: str, sampling: Sampling):
-    target = toy(sharp=1.5)
+    target = toy_network(logit_scale=1.5)
     made = [
-        writing(method, PROMPT[i % 4 :], 5 + 4 * i, target=target, seed=i, sampling=sampling, controller=controller)
+        toy_decoding(
+            method, PROMPT[i % 4 :], 5 + 4 * i, target=target, seed=i, sampling=sampling, controller=controller
+        )
         for i, controller in enumerate([None, Controller(adaptive=True), None, Reckless(seed=3), None, Reckless()])
     ]
-    seats, later = [one.seat for one in made[:2]], [one.seat for one in made[2:]]
-    for _ in rounds(seats, made[0].networks):
+    sequences, later = [one.sequence for one in made[:2]], [one.sequence for one in made[2:]]
+    for _ in run_batch(sequences, made[0].networks):
         if later:
-            seats.append(later.pop(0))
+            sequences.append(later.pop(0))
     assert not later
     for i, one in enumerate(made):
-        alone = writing("plain", PROMPT[i % 4 :], 5 + 4 * i, target=toy(sharp=1.5), seed=i, sampling=sampling).finish()
+        alone = toy_decoding(
+            "plain", PROMPT[i % 4 :], 5 + 4 * i, target=toy_network(logit_scale=1.5), seed=i, sampling=sampling
+        ).run()
         assert one.tokens == alone.tokens
     assert target.calls < sum(len(one.steps) for one in made), "texts shared calls"
 
@@ -172,13 +182,13 @@ def test_a_call_of_the_target_decides_at_least_one_token(method: str, sampling: 
 def test_nothing_unverified_leaves(method: str, sampling: Sampling, rule):
     """Each step hands out the accepted path and one token that the target's law after it supports."""
     for step in write(method, sampling=sampling, rule=rule).steps:
-        path = step.asked.path(step.node)
+        path = step.inputs.path_tokens(step.last_node)
         assert step.tokens.tolist()[:-1] == path
-        laws = Laws(step.asked, step.reply, sampling, step.laws.noise)
-        for node, token in zip([-1, *step.asked.follow(path)], step.tokens.tolist(), strict=True):
-            assert probability(token, laws[node]) > 0
+        distributions = TargetDistributions(step.inputs, step.outputs, sampling, step.distributions.noise)
+        for node, token in zip([-1, *step.inputs.match_tokens(path)], step.tokens.tolist(), strict=True):
+            assert probability(token, distributions[node]) > 0
             if rule is match:
-                assert token == laws.pick(node)
+                assert token == distributions.pick(node)
 
 
 @every_method
@@ -188,9 +198,11 @@ def test_a_refused_draft_is_not_kept_in_the_text(method: str):
     canvas = written.steps[-1].canvas
     tampered = canvas.tokens.copy()
     tampered[len(PROMPT)] += 1
-    memory = written.seat.memories["target"]
+    kv_cache = written.sequence.kv_caches["target"]
     with pytest.raises(AssertionError, match="decided text never changes"):
-        written.networks["target"].check(Forward(type(canvas)(tampered % 6, canvas.order, canvas.done)), memory)
+        written.networks["target"].check(
+            ForwardInputs(type(canvas)(tampered % 6, canvas.order, canvas.num_decided)), kv_cache
+        )
 
 
 # ------------------------------------------------------------------------------------------ reject: the law of the text
@@ -201,8 +213,8 @@ DISTANCE = 0.18  # Σ (q − p)² / p between the law of a wrong rule and the ri
 ALPHA = 1e-4
 
 
-def small_toy() -> Toy:
-    return toy(vocab=VOCAB, sharp=1.2, seed=8)
+def small_toy() -> ToyNetwork:
+    return toy_network(vocab=VOCAB, logit_scale=1.2, seed=8)
 
 
 def cells(expected: np.ndarray) -> np.ndarray:
@@ -218,7 +230,7 @@ def cells(expected: np.ndarray) -> np.ndarray:
 
 def test_the_test_of_laws_has_power():
     """At 1 in 10,000 false alarms, what is DISTANCE away is found in 99 of 100 runs."""
-    freedom = cells(joint(small_toy(), PROMPT_3, SHORT, Sampling(temperature=1.0))).max()
+    freedom = cells(text_probabilities(small_toy(), PROMPT_3, SHORT, Sampling(temperature=1.0))).max()
     limit = stats.chi2.ppf(1 - ALPHA, freedom)
     assert stats.ncx2.sf(limit, freedom, TEXTS * DISTANCE) > 0.99
 
@@ -228,13 +240,13 @@ def p_value(method: str, sampling: Sampling | None = None, **settings) -> float:
     sampling = sampling or Sampling(temperature=1.0)
     settings = {"rule": reject, "error": 1.5} | settings
     controller = settings.pop("controller", None)
-    expected = joint(small_toy(), PROMPT_3, SHORT, sampling)
+    expected = text_probabilities(small_toy(), PROMPT_3, SHORT, sampling)
     target, counts = small_toy(), np.zeros(len(expected))
     for seed in range(TEXTS):
         made = controller(seed) if controller else None
-        written = writing(
+        written = toy_decoding(
             method, PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, controller=made, **settings
-        ).finish()
+        ).run()
         counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
     assert not counts[expected == 0].any()
     labels = cells(expected)
@@ -254,9 +266,9 @@ def test_reject_keeps_the_law_of_a_truncated_sampling():
     assert p_value("jacobi+lookup+small_model", Sampling(temperature=1.5, top_k=2)) > ALPHA
 
 
-def jump() -> Costs:
+def jump() -> CallCost:
     """One node is not worth its call, more of them may be."""
-    return Costs({1: 1.0, 2: 2.0, 3: 2.01, 4: 2.02})
+    return CallCost({1: 1.0, 2: 2.0, 3: 2.01, 4: 2.02})
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -265,7 +277,7 @@ def test_reject_keeps_the_law_under_a_controller(method: str):
     acceptance = Controller().acceptance
 
     def controller(seed: int) -> Controller:
-        return Controller(budget=3, adaptive=True, costs=jump(), acceptance=acceptance)
+        return Controller(budget=3, adaptive=True, call_cost=jump(), acceptance=acceptance)
 
     assert p_value(method, controller=controller, error=2.5) > ALPHA
 
@@ -276,12 +288,15 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
 
     @dataclass
     class Farsighted(Controller):
-        def size(self, tree: Tree) -> int:
-            rates = [(1 + sum(tree.values[:n])) / self.costs.of(n + 1) for n in range(len(tree.values) + 1)]
+        def num_nodes(self, tree: Tree) -> int:
+            rates = [
+                (1 + sum(tree.expected_tokens[:n])) / self.call_cost.seconds_for(n + 1)
+                for n in range(len(tree.expected_tokens) + 1)
+            ]
             return int(np.argmax(rates))
 
     def controller(seed: int) -> Controller:
-        return Farsighted(budget=3, adaptive=True, costs=jump())
+        return Farsighted(budget=3, adaptive=True, call_cost=jump())
 
     options = {"small_model": {"least": 0.0}}
     assert p_value("small_model", controller=controller, options=options, error=2.5) < ALPHA
@@ -292,36 +307,40 @@ def test_match_keeps_the_law():
     assert p_value("jacobi+lookup+small_model", rule=match) > ALPHA
 
 
-def without_residual(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+def without_residual(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
     """Wrong: after a rejection, sample from P again instead of what is left of it."""
-    return _wrong(asked, laws, lambda target, draft: target)
+    return _wrong(inputs, distributions, lambda target, draft: target)
 
 
-def draft_is_certain(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+def draft_is_certain(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
     """Wrong: forget the law that the draft was drawn from."""
-    return reject(Forward(asked.canvas, asked.tokens, asked.parents), laws)
+    return reject(ForwardInputs(inputs.canvas, inputs.tokens, inputs.parents), distributions)
 
 
-def accept_too_much(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+def accept_too_much(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
     """Wrong: a tolerance in the acceptance test."""
-    return _wrong(asked, laws, None, slack=1.5)
+    return _wrong(inputs, distributions, None, slack=1.5)
 
 
-def _wrong(asked: Forward, laws: Laws, left, slack: float = 1.0) -> tuple[np.ndarray, int]:
+def _wrong(
+    inputs: ForwardInputs, distributions: TargetDistributions, left, slack: float = 1.0
+) -> tuple[np.ndarray, int]:
     node, tokens = -1, []
-    for position in asked.canvas.open:
-        target = laws[node]
-        for sibling, child in enumerate(asked.children(node)):
-            token = asked.tokens[child]
-            draft: Law = (asked.drafted[child] if asked.drafted else None) or one_hot(token)
-            u = laws.noise.at(f"accept/{sibling}", [position])[0]
+    for position in inputs.canvas.open_positions:
+        target = distributions[node]
+        for sibling, child in enumerate(inputs.children(node)):
+            token = inputs.tokens[child]
+            draft: Distribution = (
+                inputs.draft_distributions[child] if inputs.draft_distributions else None
+            ) or one_hot(token)
+            u = distributions.noise.uniforms(f"accept/{sibling}", [position])[0]
             if u * probability(token, draft) < slack * probability(token, target):
                 tokens.append(token)
                 node = child
                 break
             target = (left or residual)(target, draft)
         else:
-            tokens.append(pick(laws.noise.at("text", [position])[0], target))
+            tokens.append(pick(distributions.noise.uniforms("text", [position])[0], target))
             break
     return np.array(tokens, dtype=np.int64), node
 
@@ -336,7 +355,7 @@ def test_a_wrong_rule_is_caught(rule):
 def test_dropping_drafts_for_their_token_is_caught():
     @dataclass
     class Choosy(Controller):
-        def size(self, tree: Tree) -> int:
+        def num_nodes(self, tree: Tree) -> int:
             return next((i for i, token in enumerate(tree.tokens) if token == 0), len(tree.tokens))
 
     assert p_value("small_model", controller=lambda seed: Choosy()) < ALPHA
@@ -345,7 +364,7 @@ def test_dropping_drafts_for_their_token_is_caught():
 @pytest.mark.usefixtures("unchecked")
 def test_drafting_with_the_uniforms_of_the_text_is_caught():
     """Picks by the text's uniforms are right for `match`; judged by `reject` they bend the law."""
-    made = testing.make
+    made = testing.make_methods
 
     def for_match(spec, options):
         method = made(spec, options)[0]
@@ -355,5 +374,5 @@ def test_drafting_with_the_uniforms_of_the_text_is_caught():
         return [method]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "make", for_match)
+        patch.setattr(testing, "make_methods", for_match)
         assert p_value("small_model") < ALPHA

@@ -8,14 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
-from saltus.core.control import Acceptance, Controller, Costs, Shifts
-from saltus.core.decode import Seat, rounds, run, speculate
-from saltus.core.forward import Forward, Laws, Reply, Step
+from saltus.core.control.acceptance import Acceptance
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.control.drafting_switch import DraftingSwitch
+from saltus.core.distributions import Step, TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, one_hot
-from saltus.core.tree import Branch, Tree, grow
-from saltus.testing import Toy, toy, writing
-from saltus.training.draws import draws
+from saltus.core.scheduler import SequenceState, run, run_batch
+from saltus.core.speculate import speculate
+from saltus.core.tree import Branch, Tree, grow_tree
+from saltus.testing import ToyNetwork, toy_decoding, toy_network
+from saltus.training.data.seeded_generator import seeded_generator
 
 PROMPT = [1, 2, 3]
 SAMPLED = Sampling(temperature=1.0)
@@ -23,9 +28,9 @@ SAMPLED = Sampling(temperature=1.0)
 
 def chain(values: list[float], drawn: bool = False) -> Tree:
     """A chain whose nodes have these values."""
-    chances = [value / before for value, before in zip(values, [1.0, *values], strict=False)]
+    probabilities = [value / before for value, before in zip(values, [1.0, *values], strict=False)]
     tokens = list(range(len(values)))
-    return grow([Branch(tokens, chances, "a", [one_hot(0)] * len(values) if drawn else None)], 99, 99)
+    return grow_tree([Branch(tokens, probabilities, "a", [one_hot(0)] * len(values) if drawn else None)], 99, 99)
 
 
 values = st.lists(st.floats(0.01, 1), max_size=8).map(lambda drawn: sorted(drawn, reverse=True))
@@ -36,24 +41,24 @@ seconds = st.dictionaries(st.integers(1, 12), st.floats(0.5, 3), max_size=6)
 
 
 def test_costs_are_straight_lines_between_what_was_measured():
-    costs = Costs({1: 1.0, 5: 2.0, 9: 6.0})
-    assert [costs.of(rows) for rows in (1, 3, 5, 6, 9)] == pytest.approx([1.0, 1.5, 2.0, 3.0, 6.0])
-    assert costs.of(11) == pytest.approx(6 + 2 * 5 / 8), "beyond, as steep as on the whole"
-    assert Costs({4: 2.0, 8: 3.0}).of(1) == 2.0, "below, as the narrowest"
+    costs = CallCost({1: 1.0, 5: 2.0, 9: 6.0})
+    assert [costs.seconds_for(rows) for rows in (1, 3, 5, 6, 9)] == pytest.approx([1.0, 1.5, 2.0, 3.0, 6.0])
+    assert costs.seconds_for(11) == pytest.approx(6 + 2 * 5 / 8), "beyond, as steep as on the whole"
+    assert CallCost({4: 2.0, 8: 3.0}).seconds_for(1) == 2.0, "below, as the narrowest"
 
 
 def test_without_measurements_a_row_costs_two_percent():
-    assert Costs().of(5) == pytest.approx(1.10)
+    assert CallCost().seconds_for(5) == pytest.approx(1.10)
 
 
 def test_costs_follow_the_calls_and_an_outlier_moves_them_little():
-    costs = Costs({1: 1.0, 8: 1.0})
+    costs = CallCost({1: 1.0, 8: 1.0})
     for _ in range(100):
-        costs.learn(8, 1.5)
-    assert costs.of(8) == pytest.approx(1.5, rel=0.01)
-    assert costs.of(1) == 1.0
-    costs.learn(8, 1000.0)
-    assert costs.of(8) < 1.7
+        costs.record(8, 1.5)
+    assert costs.seconds_for(8) == pytest.approx(1.5, rel=0.01)
+    assert costs.seconds_for(1) == 1.0
+    costs.record(8, 1000.0)
+    assert costs.seconds_for(8) < 1.7
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes
@@ -62,9 +67,11 @@ def test_costs_follow_the_calls_and_an_outlier_moves_them_little():
 @settings(deadline=None)
 @given(values, seconds, st.integers(0, 10))
 def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seconds, budget: int):
-    controller = Controller(budget=budget, costs=Costs(seconds))
-    size = controller.size(chain(values))
-    rates = [(1 + sum(values[:n])) / controller.costs.of(n + 1) for n in range(min(len(values), budget) + 1)]
+    controller = Controller(budget=budget, call_cost=CallCost(seconds))
+    size = controller.num_nodes(chain(values))
+    rates = [
+        (1 + sum(values[:n])) / controller.call_cost.seconds_for(n + 1) for n in range(min(len(values), budget) + 1)
+    ]
     assert rates[size] == pytest.approx(max(rates))
 
 
@@ -72,18 +79,18 @@ def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seco
 @given(values, st.lists(st.floats(0.01, 1), max_size=4), seconds)
 def test_with_drafts_of_their_own_laws_no_node_is_dropped_for_what_comes_after_it(values, later, seconds):
     """Whether node n stays is a function of the nodes up to n."""
-    controller = Controller(budget=99, costs=Costs(seconds))
+    controller = Controller(budget=99, call_cost=CallCost(seconds))
     more = [*values, *sorted((value * min(values, default=1.0) for value in later), reverse=True)]
-    short, long = (controller.size(chain(some, drawn=True)) for some in (values, more))
+    short, long = (controller.num_nodes(chain(some, drawn=True)) for some in (values, more))
     assert min(long, len(values)) == short
 
 
 def test_free_nodes_are_all_taken_and_dear_ones_are_not():
     tree = chain([0.5, 0.25, 0.1])
-    assert Controller(costs=Costs({1: 1.0, 4: 1.0})).size(tree) == 3
-    assert Controller(costs=Costs({1: 1.0, 4: 10.0})).size(tree) == 0
-    assert Controller(costs=Costs({1: 1.0, 4: 10.0}), adaptive=False).size(tree) == 3
-    assert Controller(adaptive=False, budget=2).size(tree) == 2
+    assert Controller(call_cost=CallCost({1: 1.0, 4: 1.0})).num_nodes(tree) == 3
+    assert Controller(call_cost=CallCost({1: 1.0, 4: 10.0})).num_nodes(tree) == 0
+    assert Controller(call_cost=CallCost({1: 1.0, 4: 10.0}), adaptive=False).num_nodes(tree) == 3
+    assert Controller(adaptive=False, budget=2).num_nodes(tree) == 2
 
 
 # --------------------------------------------------------------------------------------------------------- acceptance
@@ -94,23 +101,23 @@ def test_free_nodes_are_all_taken_and_dear_ones_are_not():
 def test_chances_converge_to_how_often_drafts_are_right(stated: float, truth: float):
     acceptance, dice = Acceptance(), np.random.default_rng(0)
     for _ in range(1500):
-        acceptance.observe("a", stated, bool(dice.random() < truth))
-    assert acceptance.calibrated("a", stated) == pytest.approx(min(truth, 0.99), abs=0.12)
-    assert acceptance.calibrated("b", stated) == stated
+        acceptance.record("a", stated, bool(dice.random() < truth))
+    assert acceptance.calibrated_probability("a", stated) == pytest.approx(min(truth, 0.99), abs=0.12)
+    assert acceptance.calibrated_probability("b", stated) == stated
 
 
 def test_a_source_without_a_record_is_believed():
-    assert Acceptance().calibrated("new", 0.37) == pytest.approx(0.37)
-    assert Acceptance().worth("new/chain", 0.06) == pytest.approx(0.06)
+    assert Acceptance().calibrated_probability("new", 0.37) == pytest.approx(0.37)
+    assert Acceptance().calibrated_payoff("new/chain", 0.06) == pytest.approx(0.06)
 
 
 def test_low_and_high_chances_are_corrected_apart():
     acceptance = Acceptance()
     for _ in range(300):
-        acceptance.observe("a", 0.1, True)
-        acceptance.observe("a", 0.9, False)
-    assert acceptance.calibrated("a", 0.1) > 0.5
-    assert acceptance.calibrated("a", 0.9) < 0.2
+        acceptance.record("a", 0.1, True)
+        acceptance.record("a", 0.9, False)
+    assert acceptance.calibrated_probability("a", 0.1) > 0.5
+    assert acceptance.calibrated_probability("a", 0.9) < 0.2
 
 
 @settings(deadline=None)
@@ -118,41 +125,41 @@ def test_low_and_high_chances_are_corrected_apart():
 def test_a_calibrated_chance_is_a_chance(observed, stated: float):
     acceptance = Acceptance()
     for chance, right in observed:
-        acceptance.observe("a", chance, right)
-    assert 0 <= acceptance.calibrated("a", stated) <= 0.99
+        acceptance.record("a", chance, right)
+    assert 0 <= acceptance.calibrated_probability("a", stated) <= 0.99
 
 
 def test_old_records_fade():
-    acceptance = Acceptance(memory=50.0)
+    acceptance = Acceptance(decay_observations=50.0)
     for right, steps in ((True, 500), (False, 500)):
         for _ in range(steps):
-            acceptance.observe("a", 0.5, right)
-    assert acceptance.calibrated("a", 0.5) < 0.15
+            acceptance.record("a", 0.5, right)
+    assert acceptance.calibrated_probability("a", 0.5) < 0.15
 
 
-def step(tree: Tree, asked: int, decided: list[int]) -> Step:
-    forward = Forward(continuation(PROMPT, 20), tree.tokens[:asked], tree.parents[:asked])
-    nodes = forward.follow(decided)
-    reply = toy(vocab=10).forward([forward], [toy().memory()])[0]
-    laws = Laws(forward, reply, Sampling(), Noise(0))
-    return Step(forward.canvas, forward, reply, laws, np.array(decided), nodes[-1] if nodes else -1)
+def step(tree: Tree, inputs: int, decided: list[int]) -> Step:
+    forward = ForwardInputs(continuation(PROMPT, 20), tree.tokens[:inputs], tree.parents[:inputs])
+    nodes = forward.match_tokens(decided)
+    outputs = toy_network(vocab=10).forward([forward], [toy_network().new_kv_cache()])[0]
+    distributions = TargetDistributions(forward, outputs, Sampling(), Noise(0))
+    return Step(forward.canvas, forward, outputs, distributions, np.array(decided), nodes[-1] if nodes else -1)
 
 
 def test_nodes_that_were_not_asked_for_are_learned_from_too():
     """What a draft said can be compared with the text whether or not the target was asked: nothing starves."""
-    tree = grow([Branch([4, 5, 6], [0.6, 0.6, 0.6], "a")], 9, 9)
-    for asked in (0, 1, 3):
+    tree = grow_tree([Branch([4, 5, 6], [0.6, 0.6, 0.6], "a")], 9, 9)
+    for inputs in (0, 1, 3):
         controller = Controller()
-        controller.observe(tree, step(tree, asked, [4, 5]))
+        controller.record(tree, step(tree, inputs, [4, 5]))
         (right, stated), *rest = controller.acceptance.counts.values()
         assert (right, stated) == pytest.approx((2.0, 1.2), rel=0.01)
         assert not rest
 
 
 def test_a_node_counts_only_if_the_ones_before_it_were_right():
-    tree = grow([Branch([4, 5], [0.6, 0.6], "a"), Branch([7, 5], [0.4, 0.4], "b")], 9, 9)
+    tree = grow_tree([Branch([4, 5], [0.6, 0.6], "a"), Branch([7, 5], [0.4, 0.4], "b")], 9, 9)
     controller = Controller()
-    controller.observe(tree, step(tree, 4, [4, 1]))
+    controller.record(tree, step(tree, 4, [4, 1]))
     counts = {source: count for (source, _), count in controller.acceptance.counts.items()}
     assert counts["a"] == pytest.approx((1.0, 1.2), rel=0.01)
     assert counts["b"] == pytest.approx((0.0, 0.4), rel=0.01)
@@ -161,26 +168,26 @@ def test_a_node_counts_only_if_the_ones_before_it_were_right():
 def test_a_drafter_that_brings_less_than_it_said_is_asked_less_until_its_record_fades():
     acceptance = Acceptance()
     for _ in range(200):
-        acceptance.harvest("slow/chain", 0, 0.2)
-        acceptance.harvest("quick/chain", 2, 0.2)
-    assert acceptance.worth("slow/chain", 0.06) < 0.02
-    assert acceptance.worth("quick/other", 0.06) > 0.3, "one drafter, one record"
+        acceptance.record_payoff("slow/chain", 0, 0.2)
+        acceptance.record_payoff("quick/chain", 2, 0.2)
+    assert acceptance.calibrated_payoff("slow/chain", 0.06) < 0.02
+    assert acceptance.calibrated_payoff("quick/other", 0.06) > 0.3, "one drafter, one record"
     for _ in range(3000):
-        acceptance.harvest("slow/chain", 0, 0.0)
-    assert acceptance.worth("slow/chain", 0.06) > 0.055
+        acceptance.record_payoff("slow/chain", 0, 0.0)
+    assert acceptance.calibrated_payoff("slow/chain", 0.06) > 0.055
 
 
 def test_all_tokens_of_a_drafter_count_for_the_nodes_that_it_was_given():
     """A chain that is never right itself has paid if it has led to branches that are."""
-    chain = Branch([4, 5, 6], [0.01] * 3, "a/chain", worths=[0.2, 0.1, 0.05])
-    tree = grow([chain, Branch([7, 8], [0.9, 0.9], "a/pool"), Branch([4], [0.5], "b")], 9, 9)
+    chain = Branch([4, 5, 6], [0.01] * 3, "a/chain", payoffs=[0.2, 0.1, 0.05])
+    tree = grow_tree([chain, Branch([7, 8], [0.9, 0.9], "a/pool"), Branch([4], [0.5], "b")], 9, 9)
     controller = Controller()
-    controller.observe(tree, step(tree, len(tree.tokens), [7, 8, 1]))
-    controller.observe(tree, step(tree, 2, [4, 1]))
-    tokens, worths = controller.acceptance.returns.pop("a")
+    controller.record(tree, step(tree, len(tree.tokens), [7, 8, 1]))
+    controller.record(tree, step(tree, 2, [4, 1]))
+    tokens, worths = controller.acceptance.payoff_counts.pop("a")
     assert tokens == pytest.approx(2, rel=0.01)
     assert worths == pytest.approx(0.35, rel=0.01), "nothing of the second call, which asked for the pool alone"
-    assert not controller.acceptance.returns
+    assert not controller.acceptance.payoff_counts
 
 
 # ------------------------------------------------------------------------------------------------------ the whole loop
@@ -190,67 +197,72 @@ def test_all_tokens_of_a_drafter_count_for_the_nodes_that_it_was_given():
 class Clock:
     """A toy whose calls take simulated time by the rows of its tree."""
 
-    toy: Toy
-    costs: Costs
+    toy: ToyNetwork
+    costs: CallCost
     spent: float = 0.0
 
-    def memory(self):
-        return self.toy.memory()
+    def new_kv_cache(self):
+        return self.toy.new_kv_cache()
 
-    def forward(self, asks, memories) -> list[Reply]:
-        seconds = self.costs.of(sum(len(ask.tokens) + 1 for ask in asks))
+    def forward(self, batch, kv_caches) -> list[ForwardOutputs]:
+        seconds = self.costs.seconds_for(sum(len(inputs.tokens) + 1 for inputs in batch))
         self.spent += seconds
         return [
-            Reply(one.logits, seconds=seconds, read=one.read, rows=len(ask.tokens) + 1)
-            for ask, one in zip(asks, self.toy.forward(asks, memories), strict=True)
+            ForwardOutputs(
+                one.logits,
+                seconds=seconds,
+                context_tokens_read=one.context_tokens_read,
+                num_rows=len(inputs.tokens) + 1,
+            )
+            for inputs, one in zip(batch, self.toy.forward(batch, kv_caches), strict=True)
         ]
 
 
-def time_of(method: str, costs: Costs, length: int = 300, seed: int = 0, error: float = 0.5, **settings) -> float:
+def time_of(method: str, costs: CallCost, length: int = 300, seed: int = 0, error: float = 0.5, **settings) -> float:
     """Simulated seconds of a text, the drafter's own calls included at a third of the target's."""
-    target = toy(sharp=1.2)
-    made = writing(method, PROMPT, length, target=target, seed=seed, sampling=SAMPLED, error=error, **settings)
+    target = toy_network(logit_scale=1.2)
+    made = toy_decoding(method, PROMPT, length, target=target, seed=seed, sampling=SAMPLED, error=error, **settings)
     clocks = {"target": Clock(target, costs)}
     for name, network in made.networks.items():
         if name != "target":
-            clocks[name] = Clock(network, Costs({rows: value / 3 for rows, value in costs.seconds.items()}))
-    for _ in rounds([made.seat], clocks):
+            clocks[name] = Clock(network, CallCost({rows: value / 3 for rows, value in costs.seconds.items()}))
+    for _ in run_batch([made.sequence], clocks):
         pass
     return sum(clock.spent for clock in clocks.values())
 
 
-STEEP = Costs({1: 1.0, 16: 8.0})
-FLAT = Costs({1: 1.0, 16: 1.05})
+STEEP = CallCost({1: 1.0, 16: 8.0})
+FLAT = CallCost({1: 1.0, 16: 1.05})
 
 
 @pytest.mark.parametrize("method", ["lookup", "jacobi", "jacobi+lookup", "small_model"])
 def test_where_nodes_are_dear_no_method_is_much_slower_than_plain(method: str):
     """Within 5 %, a drafter that is almost never right included."""
-    controller = Controller(costs=Costs(dict(STEEP.seconds)))
+    controller = Controller(call_cost=CallCost(dict(STEEP.seconds)))
     assert time_of(method, STEEP, error=30.0, controller=controller) < 1.05 * time_of("plain", STEEP)
 
 
 @pytest.mark.parametrize("method", ["lookup", "jacobi", "jacobi+lookup"])
 def test_where_nodes_are_cheap_a_method_is_as_fast_as_with_all_its_nodes(method: str):
-    controller = Controller(costs=Costs(dict(FLAT.seconds)))
+    controller = Controller(call_cost=CallCost(dict(FLAT.seconds)))
     full = time_of(method, FLAT, controller=Controller(adaptive=False))
     assert time_of(method, FLAT, controller=controller) < 1.05 * full < time_of("plain", FLAT)
 
 
 def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draft_on():
-    controller = Controller(costs=Costs({1: 1.0, 16: 1.1}))
-    target, asked = toy(sharp=1.2), []
-    made = writing(
+    controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
+    target, inputs = toy_network(logit_scale=1.2), []
+    made = toy_decoding(
         "small_model+lookup", PROMPT, 300, target=target, sampling=SAMPLED, error=30.0, controller=controller
     )
     clocks = {
-        "target": Clock(target, controller.costs),
-        "drafter": Clock(made.networks["drafter"], Costs({1: 1.0, 16: 1.0})),
+        "target": Clock(target, controller.call_cost),
+        "drafter": Clock(made.networks["drafter"], CallCost({1: 1.0, 16: 1.0})),
     }
-    for _ in rounds([made.seat], clocks):
-        asked.append(clocks["drafter"].toy.calls)
-    assert asked[-1] < 100
-    rests = np.diff(np.flatnonzero(np.diff(asked)))
+    for _ in run_batch([made.sequence], clocks):
+        inputs.append(clocks["drafter"].toy.calls)
+    assert inputs[-1] < 100
+    rests = np.diff(np.flatnonzero(np.diff(inputs)))
     assert max(rests) >= 64 > min(rests)
     assert len(made.steps) < 290, "lookup went on"
 
@@ -263,31 +275,43 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
 def test_shifts_find_out_whether_drafting_pays_though_each_step_says_little(odds, time, least):
     tokens = spent = 0.0
     for seed in range(10):
-        shifts, chance = Shifts(), draws(seed, "acceptance")
+        shifts, chance = DraftingSwitch(), seeded_generator(seed, "acceptance")
         for _ in range(1000):
-            works = shifts.work()
+            works = shifts.should_draft()
             decided = 1 + int(chance.choice(len(odds), p=odds)) if works else 1
-            (shifts.awake if works else shifts.asleep).observe(decided, time if works else 1.0)
+            (shifts.with_drafts if works else shifts.without_drafts).record(decided, time if works else 1.0)
             tokens, spent = tokens + decided, spent + (time if works else 1.0)
     assert tokens / spent > least
 
 
 def test_reading_a_prompt_is_not_held_against_a_drafter():
-    controller = Controller(costs=Costs({1: 1.0, 16: 1.1}))
-    target = toy(sharp=1.2)
+    controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
+    target = toy_network(logit_scale=1.2)
     options = {"small_model": {"least": 0.0}}
-    made = writing("small_model", PROMPT * 50, 30, target=target, error=0.0, controller=controller, options=options)
+    made = toy_decoding(
+        "small_model", PROMPT * 50, 30, target=target, error=0.0, controller=controller, options=options
+    )
 
     class Prefill(Clock):
-        def forward(self, asks, memories) -> list[Reply]:
-            replies = super().forward(asks, memories)
-            return [Reply(one.logits, seconds=60.0 if one.read > 32 else 0.05, read=one.read) for one in replies]
+        def forward(self, batch, kv_caches) -> list[ForwardOutputs]:
+            batch_outputs = super().forward(batch, kv_caches)
+            return [
+                ForwardOutputs(
+                    one.logits,
+                    seconds=60.0 if one.context_tokens_read > 32 else 0.05,
+                    context_tokens_read=one.context_tokens_read,
+                )
+                for one in batch_outputs
+            ]
 
-    clocks = {"target": Clock(target, controller.costs), "drafter": Prefill(made.networks["drafter"], Costs({1: 0.05}))}
-    for _ in rounds([made.seat], clocks):
+    clocks = {
+        "target": Clock(target, controller.call_cost),
+        "drafter": Prefill(made.networks["drafter"], CallCost({1: 0.05})),
+    }
+    for _ in run_batch([made.sequence], clocks):
         pass
-    assert controller.shifts.working
-    assert controller.shifts.awake.rate > 1.5
+    assert controller.drafting_switch.drafting
+    assert controller.drafting_switch.with_drafts.rate > 1.5
     assert len(made.steps) <= 7
 
 
@@ -296,17 +320,19 @@ def test_no_budget_asks_no_drafter():
         raise AssertionError("asked")
 
     steps: list[Step] = []
-    writer = speculate(continuation(PROMPT, 5), Noise(0), SAMPLED, [offended], steps.append, controller=Controller(0))
-    run(writer, {"target": toy()})
+    generator = speculate(
+        continuation(PROMPT, 5), Noise(0), SAMPLED, [offended], steps.append, controller=Controller(0)
+    )
+    run(generator, {"target": toy_network()})
     assert len(steps) == 5
 
 
 def test_seats_share_a_controller():
-    controller = Controller(costs=Costs({1: 1.0, 16: 1.05}))
-    target = toy()
-    made = [writing("lookup", PROMPT, 40, target=target, seed=i, controller=controller) for i in range(3)]
-    seats: list[Seat] = [one.seat for one in made]
-    for _ in rounds(seats, {"target": target}):
+    controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.05}))
+    target = toy_network()
+    made = [toy_decoding("lookup", PROMPT, 40, target=target, seed=i, controller=controller) for i in range(3)]
+    sequences: list[SequenceState] = [one.sequence for one in made]
+    for _ in run_batch(sequences, {"target": target}):
         pass
     assert all(len(one.tokens) == 40 for one in made)
     assert controller.acceptance.counts

@@ -11,10 +11,10 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import saltus
 from conftest import tiny_llama
 from saltus.core.sampling import Sampling
-from saltus.methods import available
-from saltus.transformers_generate import _sampling
+from saltus.integrations.transformers_generate import _sampling
+from saltus.methods import available_methods
 
-METHODS = [*available(), "jacobi+lookup"]
+METHODS = [*available_methods(), "jacobi+lookup"]
 TEXT = torch.tensor([[5, 9, 30, 7, 5, 9, 30, 8, 5, 9]])
 PADDED = torch.tensor([[1, 1, 1, 40, 41, 42], [5, 9, 30, 7, 5, 9], [1, 20, 21, 20, 21, 20]])
 MASK = (PADDED != 1).long()
@@ -186,7 +186,7 @@ def test_a_streamer_hears_what_generate_tells_it(model):
 
 
 def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypatch):
-    monkeypatch.setattr("saltus.networks.causal.CausalNetwork.forward", lambda self, asks, memories: 1 / 0)
+    monkeypatch.setattr("saltus.networks.models.causal.CausalNetwork.forward", lambda self, batch, kv_caches: 1 / 0)
     with pytest.raises(ValueError, match="cannot be served: division by zero"):
         model.generate(TEXT, custom_generate=saltus.custom_generate("lookup"), max_new_tokens=4)
     assert model.config._attn_implementation == "sdpa"
@@ -194,8 +194,10 @@ def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypa
 
 def test_what_was_learned_of_a_model_is_kept(model, monkeypatch):
     measured = []
-    monkeypatch.setattr("saltus.writing.calibrate", lambda network: measured.append(1) or {1: 1.0, 8: 1.1})
-    writer = saltus.custom_generate("lookup")
+    monkeypatch.setattr(
+        "saltus.engine.request.measure_call_seconds", lambda network: measured.append(1) or {1: 1.0, 8: 1.1}
+    )
+    generator = saltus.custom_generate("lookup")
     for _ in range(3):
-        model.generate(TEXT, custom_generate=writer, max_new_tokens=4)
+        model.generate(TEXT, custom_generate=generator, max_new_tokens=4)
     assert len(measured) == 1

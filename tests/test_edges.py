@@ -4,13 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from saltus.core.sampling import Sampling, interval, law, pick, probability
-from saltus.training.draws import draws
-from saltus.training.edges import Edges, Skipped, edges, picks, place, text_edges
+from saltus.core.sampling import Sampling, pick, probability, token_distribution, uniform_interval
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.uniform_intervals import (
+    SkippedTokens,
+    UniformIntervals,
+    pick_tokens,
+    sample_uniforms,
+    text_uniform_intervals,
+    uniform_intervals,
+)
 
 
 def logits(*shape: int, sharp: float = 3.0, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(draws(seed, "logits").normal(size=shape) * sharp).float()
+    return torch.from_numpy(seeded_generator(seed, "logits").normal(size=shape) * sharp).float()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -20,38 +27,49 @@ def test_edges_of_whole_tensors_are_those_of_the_sampling_pipeline(temperature, 
     rows[:, 5] = rows[:, 7]  # ties go to the lower id
     sampling = Sampling(temperature=temperature)
     for token in range(25):
-        found = edges(rows, torch.full((40,), token), temperature)
-        expected = [interval(token, law(row, sampling)) for row in rows]
+        found = uniform_intervals(rows, torch.full((40,), token), temperature)
+        expected = [uniform_interval(token, token_distribution(row, sampling)) for row in rows]
         np.testing.assert_allclose(torch.stack([found.low, found.high], 1), expected, rtol=0, atol=1e-12)
 
 
 def test_picks_of_whole_tensors_are_those_of_the_sampling_pipeline():
-    rows, uniforms = logits(500, 25), torch.from_numpy(draws(1, "u").random(500))
+    rows, uniforms = logits(500, 25), torch.from_numpy(seeded_generator(1, "u").random(500))
     uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    found = picks(uniforms, rows)
-    expected = [pick(float(u), law(row, Sampling(temperature=1.0))) for u, row in zip(uniforms, rows, strict=True)]
+    found = pick_tokens(uniforms, rows)
+    expected = [
+        pick(float(u), token_distribution(row, Sampling(temperature=1.0)))
+        for u, row in zip(uniforms, rows, strict=True)
+    ]
     assert found.tolist() == expected
 
 
 def test_a_uniform_on_an_edge_picks_the_token_above_it():
     rows = torch.zeros(5, 4)
-    assert picks(torch.tensor([0.0, 0.25, 0.5, 0.75, 0.74], dtype=torch.float64), rows).tolist() == [0, 1, 2, 3, 2]
+    assert pick_tokens(torch.tensor([0.0, 0.25, 0.5, 0.75, 0.74], dtype=torch.float64), rows).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("order", ["pick", "token"])
 @pytest.mark.parametrize("b", [2.0, 1.0, 0.5, float("inf")])
 def test_a_placed_uniform_picks_its_token(b, order):
     rows = logits(300, 25)
-    tokens = torch.from_numpy(draws(2, "tokens").integers(25, size=300))
-    uniforms, holds = place(edges(rows, tokens, order=order), draws(3, "place"), b)
+    tokens = torch.from_numpy(seeded_generator(2, "tokens").integers(25, size=300))
+    uniforms, holds = sample_uniforms(
+        uniform_intervals(rows, tokens, token_order=order), seeded_generator(3, "place"), b
+    )
     assert holds.float().mean() > 0.99
-    assert torch.equal(picks(uniforms, rows, order=order)[holds], tokens[holds])
+    assert torch.equal(pick_tokens(uniforms, rows, token_order=order)[holds], tokens[holds])
 
 
 def test_uniforms_placed_for_drawn_tokens_are_uniform():
     rows = logits(1, 8, sharp=1.0).expand(20_000, -1)
-    tokens = picks(torch.from_numpy(draws(4, "u").random(20_000)), rows)
-    uniforms, _ = place(edges(rows, tokens), draws(5, "place"))
+    tokens = pick_tokens(torch.from_numpy(seeded_generator(4, "u").random(20_000)), rows)
+    uniforms, _ = sample_uniforms(uniform_intervals(rows, tokens), seeded_generator(5, "place"))
     counts, _ = np.histogram(uniforms, bins=20, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-square with 19 degrees of freedom, one in a thousand
 
@@ -60,11 +78,11 @@ def test_edges_of_a_text_follow_every_sampling_setting():
     rows, tokens = logits(6, 30), torch.tensor([3, 9, 9, 1, 0, 4])
     sampling = Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, forced=((12, 1),))
     before = np.array([4, 4, 9])
-    found = text_edges(rows, tokens, sampling, before, first=9)
+    found = text_uniform_intervals(rows, tokens, sampling, before, first_index=9)
     text = np.concatenate([before, tokens.numpy()])
     for k in range(6):
-        one = law(rows[k], sampling, text[: 3 + k], 9 + k)
-        assert (float(found.low[k]), float(found.high[k])) == interval(int(tokens[k]), one)
+        one = token_distribution(rows[k], sampling, text[: 3 + k], 9 + k)
+        assert (float(found.low[k]), float(found.high[k])) == uniform_interval(int(tokens[k]), one)
         assert float(found.high[k] - found.low[k]) == pytest.approx(probability(int(tokens[k]), one), abs=1e-12)
     assert (float(found.low[3]), float(found.high[3])) == (0.0, 1.0), "a forced token has every uniform"
 
@@ -72,12 +90,12 @@ def test_edges_of_a_text_follow_every_sampling_setting():
 def test_tokens_outside_their_edges_are_counted_and_shown():
     rows = logits(4, 10)
     rows[1, 2] = -1e4  # weight 0: no uniform picks it
-    tokens, skipped = torch.tensor([2, 2, 2, 2]), Skipped()
-    borders = edges(rows, tokens)
-    _, holds = place(borders, draws(0, "place"))
+    tokens, skipped = torch.tensor([2, 2, 2, 2]), SkippedTokens()
+    borders = uniform_intervals(rows, tokens)
+    _, holds = sample_uniforms(borders, seeded_generator(0, "place"))
     assert holds.tolist() == [True, False, True, True]
-    skipped.add(holds, tokens, borders)
-    assert (skipped.seen, skipped.count) == (4, 1)
+    skipped.record(holds, tokens, borders)
+    assert (skipped.num_tokens, skipped.num_skipped) == (4, 1)
     assert "1 of 4 tokens were skipped" in str(skipped)
     assert "2 in [" in str(skipped)
 
@@ -85,4 +103,4 @@ def test_tokens_outside_their_edges_are_counted_and_shown():
 def test_an_impossible_place_is_refused():
     zeros = torch.zeros(2, dtype=torch.float64)
     with pytest.raises(ValueError, match="b is 0"):
-        place(Edges(zeros, zeros + 1), draws(0, "place"), 0.0)
+        sample_uniforms(UniformIntervals(zeros, zeros + 1), seeded_generator(0, "place"), 0.0)

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, Ma
 
 import saltus
 from conftest import TEMPLATE, space_tokenizer, tiny_llama
-from saltus.core.forward import Reply
+from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
-from saltus.methods import available
-from saltus.networks import causal
-from saltus.networks.memory import Memory
-from saltus.writing import Shelf, Text, calibrate, write
+from saltus.engine.request import PrefixCache, Request, measure_call_seconds, run_requests
+from saltus.methods import available_methods
+from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.models import causal
 
-METHODS = [*available(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
+METHODS = [*available_methods(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 GREEDY, SAMPLED = {}, {"temperature": 0.7, "seed": 3}
 
@@ -33,7 +33,7 @@ def engine(tiny_folder, partners) -> saltus.Engine:
 
 
 def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:
-    return dataclasses.replace(engine, target=dataclasses.replace(engine.target, ends=frozenset(tokens)))
+    return dataclasses.replace(engine, target=dataclasses.replace(engine.target, end_tokens=frozenset(tokens)))
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def test_a_stream_says_what_generate_says(engine, method, settings):
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == whole.text == stream.generation.text
     assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
-    assert [chunk.call for chunk in chunks] == list(range(len(whole.steps)))
+    assert [chunk.call_index for chunk in chunks] == list(range(len(whole.calls)))
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
 
 
@@ -91,13 +91,13 @@ def test_a_text_is_the_same_alone_and_in_a_batch(engine, method):
 
 
 def test_others_take_the_seats_of_finished_texts(engine, monkeypatch):
-    asked = []
+    inputs = []
     forward = engine.network.forward
     monkeypatch.setattr(
-        engine.network, "forward", lambda asks, memories: asked.append(len(asks)) or forward(asks, memories)
+        engine.network, "forward", lambda batch, kv_caches: inputs.append(len(batch)) or forward(batch, kv_caches)
     )
     engine.generate(["a", "b", "c"], method="plain", max_new_tokens=4)
-    assert asked == [2] * 4 + [1] * 4
+    assert inputs == [2] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -112,7 +112,7 @@ def test_an_end_token_ends_the_text_in_every_place(engine, method):
 
 
 def test_end_tokens_are_the_configs_and_the_tokenizers(tiny_folder):
-    assert saltus.load(str(tiny_folder(eos_token_id=[5, 7]))).target.ends == {0, 5, 7}
+    assert saltus.load(str(tiny_folder(eos_token_id=[5, 7]))).target.end_tokens == {0, 5, 7}
 
 
 def test_end_tokens_can_be_ignored(engine):
@@ -173,8 +173,8 @@ def test_a_drafter_rests_where_its_own_context_ends(engine, tiny_folder):
     other = saltus.load(engine.target.name, "small_model", options=short, adaptive=False)
     answer = other.generate("the cat", raw=True, max_new_tokens=80, ignore_eos=True)
     assert answer.tokens == engine.generate("the cat", raw=True, max_new_tokens=80, ignore_eos=True).tokens
-    assert answer.steps[0].nodes
-    assert not any(step.nodes for step in answer.steps[-20:])
+    assert answer.calls[0].num_draft_tokens
+    assert not any(step.num_draft_tokens for step in answer.calls[-20:])
 
 
 def test_texts_without_room_leave_their_seats_to_others(tiny_folder):
@@ -189,7 +189,9 @@ def test_a_continuation_joins_its_prompt_and_an_answer_stands_alone(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     engine = saltus.load(str(tmp_path), "plain")
     the = tokenizer("the").input_ids
-    engine.network.forward = lambda asks, memories: [Reply(_certain_of(the[0], len(tokenizer))) for _ in asks]
+    engine.network.forward = lambda batch, kv_caches: [
+        ForwardOutputs(_certain_of(the[0], len(tokenizer))) for _ in batch
+    ]
     settings = {"max_new_tokens": 2}
     assert engine.generate("the cat", **settings).text == " the the"
     engine.tokenizer.chat_template = TEMPLATE
@@ -261,20 +263,20 @@ def test_a_drafter_with_another_vocabulary_is_refused(engine, tiny_folder):
 
 
 def test_attention_that_overlooks_the_tree_is_found_out(tiny_folder, monkeypatch):
-    part = causal._part
+    part = causal._sequence_rows
 
     def chain(*arguments, **settings):
         made = part(*arguments, **settings)
-        made.visible[:] = np.tri(len(made.visible))
+        made.tree_mask[:] = np.tri(len(made.tree_mask))
         return made
 
-    monkeypatch.setattr(causal, "_part", chain)
+    monkeypatch.setattr(causal, "_sequence_rows", chain)
     with refused("a tree of tokens gets other logits"):
         saltus.load(str(tiny_folder()))
 
 
 def test_attention_that_is_not_ours_is_found_out(tiny_folder, monkeypatch):
-    monkeypatch.setattr(causal, "supports", lambda model: False)
+    monkeypatch.setattr(causal, "supports_native_decoder", lambda model: False)
     monkeypatch.setattr(LlamaForCausalLM, "set_attn_implementation", lambda self, name: None)
     with refused("does not go through Transformers' AttentionInterface"):
         saltus.load(str(tiny_folder()))
@@ -286,7 +288,7 @@ def test_missing_weights_are_not_made_up(tiny_folder, tmp_path):
     with refused("weights or has them in other shapes, such as model.layers.2"):
         saltus.load(str(config.parent))
     config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1'))
-    assert saltus.load(str(config.parent)).network.layers == 1
+    assert saltus.load(str(config.parent)).network.num_layers == 1
 
 
 @pytest.mark.parametrize(
@@ -347,11 +349,11 @@ def test_an_engine_survives_an_interruption_in_the_middle_of_a_call(engine, monk
     whole = engine.generate(PROMPT, max_new_tokens=12)
     forward, calls = engine.network.forward, itertools.count()
 
-    def interrupted(asks, memories):
-        replies = forward(asks, memories)
+    def interrupted(batch, kv_caches):
+        batch_outputs = forward(batch, kv_caches)
         if next(calls) == 3:
             raise error
-        return replies
+        return batch_outputs
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.network, "forward", interrupted)
@@ -379,7 +381,7 @@ def test_a_conversation_goes_on_from_memory(engine):
     first = engine.generate(messages, max_new_tokens=8, ignore_eos=True)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "why?"}]
     second = engine.generate(messages, max_new_tokens=8)
-    assert second.steps[0].read < len(engine.encode(messages)) - len(engine.encode(PROMPT))
+    assert second.calls[0].context_tokens_read < len(engine.encode(messages)) - len(engine.encode(PROMPT))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -388,38 +390,38 @@ def test_a_next_turn_reads_only_what_is_new_and_changes_nothing(tiny_folder, dty
     engine, fresh = (saltus.load(str(tiny_folder()), dtype=dtype, adaptive=False) for _ in range(2))
     first = engine.generate(PROMPT, **settings)
     text = [*engine.encode(PROMPT), *first.tokens, *engine.encode("and the dog?", raw=True)]
-    second, again = (Text(text, 24, 0, Sampling(), logprobs=True) for _ in range(2))
-    for one, asked in ((engine, second), (fresh, again)):
-        deque(write(one.ensembles["lookup"], [asked], shelf=one.shelf), maxlen=0)
-    assert second.calls[0].read < len(text) - len(engine.encode(PROMPT))
-    assert again.calls[0].read == len(text)
+    second, again = (Request(text, 24, 0, Sampling(), logprobs=True) for _ in range(2))
+    for one, inputs in ((engine, second), (fresh, again)):
+        deque(run_requests(one.decoding_setups["lookup"], [inputs], prefix_cache=one.prefix_cache), maxlen=0)
+    assert second.calls[0].context_tokens_read < len(text) - len(engine.encode(PROMPT))
+    assert again.calls[0].context_tokens_read == len(text)
     assert second.tokens == again.tokens
     assert second.log_probabilities == again.log_probabilities
 
 
 def test_the_same_prompt_again_is_read_again(engine):
-    reads = [engine.generate(PROMPT, max_new_tokens=8).steps[0].read for _ in range(2)]
+    reads = [engine.generate(PROMPT, max_new_tokens=8).calls[0].context_tokens_read for _ in range(2)]
     assert reads == [len(engine.encode(PROMPT))] * 2
 
 
 def test_only_so_many_memories_are_kept(engine):
-    shelf = Shelf(texts=3)
+    prefix_cache = PrefixCache(max_entries=3)
     for number in range(5):
-        shelf.put([number], {"target": Memory(np.array([number, 8, 9]))})
-    assert [shelf.take([number, 8, 9, 9]) != {} for number in range(5)] == [False, False, True, True, True]
-    assert shelf.kept == []
+        prefix_cache.put([number], {"target": KVCache(np.array([number, 8, 9]))})
+    assert [prefix_cache.take([number, 8, 9, 9]) != {} for number in range(5)] == [False, False, True, True, True]
+    assert prefix_cache.entries == []
 
 
 def test_of_two_memories_alike_in_length_the_right_one_is_taken():
-    shelf = Shelf()
+    prefix_cache = PrefixCache()
     for number in range(2):
-        shelf.put([number], {"target": Memory(np.array([number, 8, 9]))})
-    assert shelf.take([1, 8, 9, 9])["target"].tokens[0] == 1
-    assert [kept["target"].tokens[0] for _, kept in shelf.kept] == [0]
-    small = Shelf(room=1)
+        prefix_cache.put([number], {"target": KVCache(np.array([number, 8, 9]))})
+    assert prefix_cache.take([1, 8, 9, 9])["target"].tokens[0] == 1
+    assert [kept["target"].tokens[0] for _, kept in prefix_cache.entries] == [0]
+    small = PrefixCache(max_bytes=1)
     for number in range(2):
-        small.put([number], {"target": Memory(np.array([number, 8]), torch.zeros(9), torch.zeros(9))})
-    assert [entry[1]["target"].tokens[0] for entry in small.kept] == [1]
+        small.put([number], {"target": KVCache(np.array([number, 8]), torch.zeros(9), torch.zeros(9))})
+    assert [entry[1]["target"].tokens[0] for entry in small.entries] == [1]
 
 
 @pytest.mark.parametrize("method", ["small_model", "ptp", "mtpc"])
@@ -437,22 +439,25 @@ def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
 
 def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
     measured = []
-    monkeypatch.setattr("saltus.writing.calibrate", lambda network: measured.append(1) or calibrate(network))
+    monkeypatch.setattr(
+        "saltus.engine.request.measure_call_seconds",
+        lambda network: measured.append(1) or measure_call_seconds(network),
+    )
     fresh = saltus.load(engine.target.name)
     fresh.generate(PROMPT, method="plain", max_new_tokens=2)
     assert not measured
     fresh.generate(PROMPT, method="lookup", max_new_tokens=2)
     fresh.generate([PROMPT, PROMPT], method="jacobi", max_new_tokens=2)
     assert len(measured) == 1
-    assert min(fresh.costs.seconds.values()) > 0
+    assert min(fresh.call_cost.seconds.values()) > 0
 
 
 def test_statistics_add_up(engine):
     answer = engine.generate(PROMPT, method="small_model", max_new_tokens=30, ignore_eos=True)
     found = answer.statistics
     assert sum(found.accepted) == found.tokens == len(answer.tokens) == 30
-    assert found.calls == len(answer.steps) == len(found.accepted)
+    assert found.calls == len(answer.calls) == len(found.accepted)
     assert found.tokens_per_call == 30 / found.calls
-    assert found.seconds >= sum(step.seconds for step in answer.steps) >= found.prefill_seconds > 0
+    assert found.seconds >= sum(step.seconds for step in answer.calls) >= found.prefill_seconds > 0
     assert found.draft_calls > 0
-    assert answer.steps[0].read == len(engine.encode(PROMPT))
+    assert answer.calls[0].context_tokens_read == len(engine.encode(PROMPT))

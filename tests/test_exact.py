@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from architectures import chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks.causal import ROWS, CausalNetwork
+from saltus.core.forward import ForwardInputs
+from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.bfloat16, torch.float32]
 TRUNK = list(range(-1, 40))
@@ -16,10 +16,10 @@ TRUNK = list(range(-1, 40))
 
 def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
     """The logits after each token behind the prompt, where every call takes `width` of them as nodes."""
-    memory, found = network.memory(), []
+    kv_cache, found = network.new_kv_cache(), []
     for start in range(prompt, len(tokens), width):
         nodes = tokens[start : start + width]
-        logits = read(network, tokens[:start], nodes, TRUNK[: len(nodes)], memory)
+        logits = read(network, tokens[:start], nodes, TRUNK[: len(nodes)], kv_cache)
         found.append(logits[1:])
     return torch.cat(found)
 
@@ -29,7 +29,7 @@ def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
 def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtype):
     """The same weights, the library's products and attention: wide calls round otherwise than narrow ones."""
     tokens = text(200)
-    ours, free = (CausalNetwork(tiny(name).to(dtype), free=free) for free in (False, True))
+    ours, free = (CausalNetwork(tiny(name).to(dtype), free_shapes=free) for free in (False, True))
     one, eight = (by_width(ours, tokens, 40, width) for width in (1, 8))
     assert torch.equal(one, eight)
     one, eight = (by_width(free, tokens, 40, width) for width in (1, 8))
@@ -55,8 +55,8 @@ def tokens() -> np.ndarray:
 @pytest.fixture(scope="module")
 def one_by_one(network, tokens) -> torch.Tensor:
     """The logits after tokens 64 to 96 as plain decoding gets them."""
-    memory = network.memory()
-    return torch.cat([read(network, tokens[:length], memory=memory) for length in range(65, 98)])
+    kv_cache = network.new_kv_cache()
+    return torch.cat([read(network, tokens[:length], kv_cache=kv_cache) for length in range(65, 98)])
 
 
 @pytest.mark.model
@@ -75,7 +75,7 @@ def test_the_default_models_logits_do_not_depend_on_how_the_prompt_was_read(netw
 @pytest.mark.model
 def test_the_default_models_logits_do_not_depend_on_branches_beside_them(network, tokens, one_by_one):
     """Right tokens scattered over a tree of wrong ones, at other rows and slots than a chain's."""
-    memory, start = network.memory(), 64
+    kv_cache, start = network.new_kv_cache(), 64
     for size in (5, 9, 30):
         draws = np.random.default_rng(size)
         nodes, parents, trunk = [], [], [-1]
@@ -87,37 +87,37 @@ def test_the_default_models_logits_do_not_depend_on_branches_beside_them(network
             else:
                 parents.append(int(draws.integers(-1, len(nodes))) if nodes else -1)
                 nodes.append(int(draws.integers(100, 40_000)))
-        laws = read(network, tokens[:start], nodes, parents, memory)
+        distributions = read(network, tokens[:start], nodes, parents, kv_cache)
         for depth, node in enumerate(trunk[1:]):
-            assert torch.equal(laws[node + 1], one_by_one[start - 64 + depth])
+            assert torch.equal(distributions[node + 1], one_by_one[start - 64 + depth])
         start += len(trunk) - 1
 
 
 @pytest.mark.model
 def test_the_default_models_logits_do_not_depend_on_a_batch_or_its_extents(network, tokens):
-    places = [slice(0, 30), slice(0, ROWS + 70), slice(50, 63)]
-    asks = [
-        Forward(continuation(tokens[place], 40), *random_tree(nodes, seed=nodes))
+    places = [slice(0, 30), slice(0, MAX_ROWS_PER_CALL + 70), slice(50, 63)]
+    batch = [
+        ForwardInputs(continuation(tokens[place], 40), *random_tree(nodes, seed=nodes))
         for place, nodes in zip(places, (7, 3, 12), strict=True)
     ]
-    memories = [network.memory() for _ in asks]
+    kv_caches = [network.new_kv_cache() for _ in batch]
     for _ in range(2):  # the prompts, then the same trees over memories of unlike extents
-        replies = network.forward(asks, memories)
-        for ask, reply in zip(asks, replies, strict=True):
-            assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+        batch_outputs = network.forward(batch, kv_caches)
+        for inputs, outputs in zip(batch, batch_outputs, strict=True):
+            assert torch.equal(outputs.logits, network.forward([inputs], [network.new_kv_cache()])[0].logits)
 
 
 @pytest.mark.model
 @torch.inference_mode()
 def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_forward(network, tokens, model_folder):
     """Run lean and through Transformers' layers, against the same weights in float32."""
-    assert network.lean is not None
+    assert network.native_decoder is not None
     ways = [chain(network, tokens[:60]).float()]
-    lean, network.lean = network.lean, None
+    lean, network.native_decoder = network.native_decoder, None
     try:
         ways.append(chain(network, tokens[:60]).float())
     finally:
-        network.lean = lean
+        network.native_decoder = lean
     rows = torch.tensor(tokens[None, :60])
     own = AutoModelForCausalLM.from_pretrained(model_folder, dtype=network.model.dtype)
     theirs = own(rows).logits[0].float()

@@ -11,10 +11,10 @@ import torch
 import saltus
 from architectures import VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks import canonical
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.fixed import SeatedMemory, extent, unfit
+from saltus.core.forward import ForwardInputs
+from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact import fixed_shape_attention
+from saltus.networks.models.exact.fixed_shapes import FixedShapeKVCache, attention_extent, why_not_fixed_shapes
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
@@ -26,9 +26,9 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 def small(name: str, dtype: torch.dtype = torch.float32, **changes) -> CausalNetwork:
     """Fixed shapes with borders so near that short texts cross them."""
-    network = CausalNetwork(tiny(name, **changes).to(dtype), width=16, shaped=True)
-    assert network.fixed is not None
-    network.fixed.chunk, network.fixed.least = 16, 32
+    network = CausalNetwork(tiny(name, **changes).to(dtype), rows_per_call=16, fixed_shapes=True)
+    assert network.fixed_shape_runner is not None
+    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
     return network
 
 
@@ -43,19 +43,19 @@ def networks():
 
 
 @torch.inference_mode()
-def fresh(network) -> SeatedMemory:
+def fresh(network) -> FixedShapeKVCache:
     """A memory in whose seat nothing useful is left of the text before."""
-    for seat in network.fixed.free:
-        seat.keys.fill_(3)
-        seat.values.fill_(3)
-    return network.memory()
+    for sequence in network.fixed_shape_runner.free_kv_buffers:
+        sequence.keys.fill_(3)
+        sequence.values.fill_(3)
+    return network.new_kv_cache()
 
 
-def written(network, tokens, prompt: int, memory=None) -> torch.Tensor:
+def written(network, tokens, prompt: int, kv_cache=None) -> torch.Tensor:
     """The logits after the prompt and after each token behind it, as plain decoding gets them."""
-    canvas, memory, rows = continuation(tokens[:prompt], len(tokens) - prompt + 1), memory or fresh(network), []
+    canvas, kv_cache, rows = continuation(tokens[:prompt], len(tokens) - prompt + 1), kv_cache or fresh(network), []
     for token in [*tokens[prompt:], None]:
-        rows.append(network.forward([Forward(canvas)], [memory])[0].logits[0])
+        rows.append(network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0])
         canvas = canvas if token is None else canvas.fill(np.array([token]))
     return torch.stack(rows)
 
@@ -80,9 +80,9 @@ def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name
     """Token by token, by right branches among wrong ones that are moved when they become text, and read at once."""
     network, tokens = networks(name, dtype), text(LENGTH)
     plain = written(network, tokens, 20)
-    draws, memory, canvas = np.random.default_rng(1), fresh(network), continuation(tokens[:20], LENGTH - 19)
-    while canvas.done <= LENGTH - 20:
-        done = canvas.done
+    draws, kv_cache, canvas = np.random.default_rng(1), fresh(network), continuation(tokens[:20], LENGTH - 19)
+    while canvas.num_decided <= LENGTH - 20:
+        done = canvas.num_decided
         nodes, parents, trunk = [], [], [-1]
         for _ in range(draws.integers(0, 12)):
             if draws.random() < 0.6 and len(trunk) < LENGTH - 19 - done:
@@ -92,103 +92,103 @@ def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name
             else:
                 parents.append(int(draws.integers(-1, len(nodes))) if nodes else -1)
                 nodes.append(int(draws.integers(3, VOCAB)))
-        ask = Forward(canvas, tuple(nodes), tuple(parents))
-        logits = network.forward([ask], [memory])[0].logits
+        inputs = ForwardInputs(canvas, tuple(nodes), tuple(parents))
+        logits = network.forward([inputs], [kv_cache])[0].logits
         assert torch.equal(logits[[node + 1 for node in trunk]], plain[done : done + len(trunk)])
         kept = int(draws.integers(1, len(trunk) + 1))
         canvas = canvas.fill(np.append(tokens, 3)[20 + done : 20 + done + kept])
     for done in (0, 3, 40):
         again = continuation(tokens[:20], LENGTH).fill(tokens[20 : 20 + done])
-        assert torch.equal(network.forward([Forward(again)], [fresh(network)])[0].logits[0], plain[done])
+        assert torch.equal(network.forward([ForwardInputs(again)], [fresh(network)])[0].logits[0], plain[done])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
 def test_a_batch_a_long_prompt_and_a_tree_wider_than_a_call_give_the_same_bits(networks, name):
     network = networks(name, torch.float32)
-    asks = [
-        Forward(continuation(text(5), 20), (3, 4, 5), (-1, 0, -1)),
-        Forward(continuation(text(61, seed=2), 40), *random_tree(60, seed=3), features=True),
-        Forward(continuation(text(300, seed=1), 20), *random_tree(9)),
+    batch = [
+        ForwardInputs(continuation(text(5), 20), (3, 4, 5), (-1, 0, -1)),
+        ForwardInputs(continuation(text(61, seed=2), 40), *random_tree(60, seed=3), output_hidden_states=True),
+        ForwardInputs(continuation(text(300, seed=1), 20), *random_tree(9)),
     ]
-    replies = network.forward(asks, [network.memory() for _ in asks])
-    for ask, reply in zip(asks, replies, strict=True):
-        assert len(reply.logits) == len(ask.tokens) + 1
-        for node in range(-1, len(ask.tokens), 5):
-            path = np.array(ask.path(node), dtype=np.int64)
-            grown = Forward(ask.canvas.fill(path), features=ask.features)
+    batch_outputs = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    for inputs, outputs in zip(batch, batch_outputs, strict=True):
+        assert len(outputs.logits) == len(inputs.tokens) + 1
+        for node in range(-1, len(inputs.tokens), 5):
+            path = np.array(inputs.path_tokens(node), dtype=np.int64)
+            grown = ForwardInputs(inputs.canvas.fill(path), output_hidden_states=inputs.output_hidden_states)
             alone = network.forward([grown], [fresh(network)])[0]
-            assert torch.equal(reply.logits[node + 1], alone.logits[0])
-            if ask.features:
-                assert torch.equal(reply.features[node + 1], alone.features[0])
+            assert torch.equal(outputs.logits[node + 1], alone.logits[0])
+            if inputs.output_hidden_states:
+                assert torch.equal(outputs.hidden_states[node + 1], alone.hidden_states[0])
 
 
 def test_the_default_shapes_agree_with_small_ones_but_for_rounding():
     tokens = text(60)
-    wide = CausalNetwork(tiny("Llama"), shaped=True)
+    wide = CausalNetwork(tiny("Llama"), fixed_shapes=True)
     torch.testing.assert_close(written(wide, tokens, 30), written(small("Llama"), tokens, 30), rtol=1e-4, atol=1e-4)
 
 
 def test_every_decoding_call_has_one_width_and_extents_follow_positions(networks, monkeypatch):
     network, seen, firsts = small("Llama"), [], []
-    evaluate = network.fixed._evaluate
+    evaluate = network.fixed_shape_runner._run_static_inputs
 
-    def watched(seat, board, reach):
-        seen.append((board.rows, reach))
+    def watched(sequence, board, reach):
+        seen.append((board.num_rows, reach))
         firsts.append(int(board.positions[0]))
-        return evaluate(seat, board, reach)
+        return evaluate(sequence, board, reach)
 
-    monkeypatch.setattr(network.fixed, "_evaluate", watched)
-    network.fixed.chunk, memory = 32, network.memory()
-    network.forward([Forward(continuation(text(62), 40))], [memory])
+    monkeypatch.setattr(network.fixed_shape_runner, "_run_static_inputs", watched)
+    network.fixed_shape_runner.prefill_chunk, kv_cache = 32, network.new_kv_cache()
+    network.forward([ForwardInputs(continuation(text(62), 40))], [kv_cache])
     assert seen == [(32, 32), (32, 64), (16, 64)]
     seen.clear()
     grown = continuation(text(62), 40).fill(np.array([5]))
-    network.forward([Forward(grown, (5, 6, 7, 8, 9), (-1, 0, 0, 1, 1))], [memory])
+    network.forward([ForwardInputs(grown, (5, 6, 7, 8, 9), (-1, 0, 0, 1, 1))], [kv_cache])
     assert seen == [(16, 64), (16, 128)], "nodes at position 64 and beyond look further"
     seen.clear()
     grown = grown.fill(np.array([5, 7, 4]))
-    network.forward([Forward(grown)], [memory])
+    network.forward([ForwardInputs(grown)], [kv_cache])
     assert seen == [(16, 128)]
     seen.clear()
-    network.forward([Forward(grown)], [network.memory()])
+    network.forward([ForwardInputs(grown)], [network.new_kv_cache()])
     assert seen == [(32, 32), (32, 64), (16, 64), (16, 128)], "what was written is read again as it was decoded"
     edited = text(62)
     edited[50] = 3
-    network.forward([Forward(continuation(edited, 40))], [memory])
+    network.forward([ForwardInputs(continuation(edited, 40))], [kv_cache])
     assert firsts[-2:] == [32, 61], "chunks start at their own borders, wherever the memory ends"
 
 
 def test_a_text_that_is_gone_leaves_its_seat_to_the_next(networks):
     network = small("Llama")
-    first, second = network.memory(), network.memory()
-    before = [read(network, text(40), memory=memory) for memory in (first, second)]
+    first, second = network.new_kv_cache(), network.new_kv_cache()
+    before = [read(network, text(40), kv_cache=kv_cache) for kv_cache in (first, second)]
     assert torch.equal(*before)
     assert first.keys.data_ptr() != second.keys.data_ptr()
     place = first.keys.data_ptr()
     del first
     gc.collect()
-    third = network.memory()
-    assert torch.equal(read(network, text(40), memory=third), before[0])
+    third = network.new_kv_cache()
+    assert torch.equal(read(network, text(40), kv_cache=third), before[0])
     assert third.keys.data_ptr() == place
-    assert not network.fixed.free
+    assert not network.fixed_shape_runner.free_kv_buffers
 
 
 def test_a_seat_grows_with_its_text_and_keeps_what_it_knew():
-    network, memory, tokens = small("Llama"), None, text(120)
-    memory = network.memory()
-    read(network, tokens[:20], memory=memory)
-    capacity = memory.keys.shape[1]
-    grown = read(network, tokens, memory=memory)
-    assert memory.keys.shape[1] > capacity
+    network, kv_cache, tokens = small("Llama"), None, text(120)
+    kv_cache = network.new_kv_cache()
+    read(network, tokens[:20], kv_cache=kv_cache)
+    capacity = kv_cache.keys.shape[1]
+    grown = read(network, tokens, kv_cache=kv_cache)
+    assert kv_cache.keys.shape[1] > capacity
     assert torch.equal(grown, read(network, tokens))
 
 
 def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
     """It fails in the second layer: accepted nodes have been moved, and scratch is written over."""
-    network, attend = small("Llama"), canonical.Canonical.attend
-    memory, decided, tree = network.memory(), text(20), random_tree(6)
-    read(network, decided, *tree, memory)
-    grown = [*decided, *Forward(continuation(decided, 9), *tree).path(5), 4]
+    network, attend = small("Llama"), fixed_shape_attention.FixedShapeAttention.attend
+    kv_cache, decided, tree = network.new_kv_cache(), text(20), random_tree(6)
+    read(network, decided, *tree, kv_cache)
+    grown = [*decided, *ForwardInputs(continuation(decided, 9), *tree).path_tokens(5), 4]
 
     def failing(self, module, *args):
         if module.layer_idx:
@@ -196,10 +196,10 @@ def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
         return attend(self, module, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(canonical.Canonical, "attend", failing)
+        patch.setattr(fixed_shape_attention.FixedShapeAttention, "attend", failing)
         with pytest.raises(MemoryError):
-            read(network, grown, *random_tree(9, seed=4), memory)
-    assert torch.equal(read(network, grown, *tree, memory), read(network, grown, *tree))
+            read(network, grown, *random_tree(9, seed=4), kv_cache)
+    assert torch.equal(read(network, grown, *tree, kv_cache), read(network, grown, *tree))
 
 
 def test_a_tree_deeper_than_a_call_is_refused():
@@ -210,19 +210,19 @@ def test_a_tree_deeper_than_a_call_is_refused():
 
 def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
     with caplog.at_level("WARNING", logger="saltus"):
-        network = CausalNetwork(tiny("Mixtral"), shaped=True)
-    assert network.free
-    assert network.fixed is None
+        network = CausalNetwork(tiny("Mixtral"), fixed_shapes=True)
+    assert network.free_shapes
+    assert network.fixed_shape_runner is None
     assert "experts" in caplog.text
-    assert "furthest" in unfit(
+    assert "furthest" in why_not_fixed_shapes(
         tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     )
-    assert unfit(tiny("Gemma3")) is None
+    assert why_not_fixed_shapes(tiny("Gemma3")) is None
 
 
 @pytest.mark.parametrize(("position", "expected"), [(0, 32), (31, 32), (32, 64), (63, 64), (64, 128), (200, 256)])
 def test_an_extent_holds_its_positions(position, expected):
-    assert extent(position, 32) == expected
+    assert attention_extent(position, 32) == expected
 
 
 # Graphs
@@ -232,26 +232,26 @@ def test_an_extent_holds_its_positions(position, expected):
 def replayed(monkeypatch):
     """Stand in for CUDA: a graph repeats the call that was captured, into the tensors that came out of it."""
     network, captured = small("Llama"), []
-    evaluate = network.fixed._evaluate
+    evaluate = network.fixed_shape_runner._run_static_inputs
 
     class Graph:
         def replay(self):
-            (seat, board, reach, place), out = self.call
-            assert seat.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
-            for old, new in zip(out, evaluate(seat, board, reach), strict=True):
+            (sequence, board, reach, place), out = self.call
+            assert sequence.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
+            for old, new in zip(out, evaluate(sequence, board, reach), strict=True):
                 old.copy_(new)
 
     @contextmanager
     def graph(made, *_, **__):
         calls = []
 
-        def recorded(seat, board, reach):
-            out = evaluate(seat, board, reach)
-            calls.append(((seat, board, reach, seat.keys.data_ptr()), tuple(x.clone() for x in out)))
+        def recorded(sequence, board, reach):
+            out = evaluate(sequence, board, reach)
+            calls.append(((sequence, board, reach, sequence.keys.data_ptr()), tuple(x.clone() for x in out)))
             return calls[-1][1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(network.fixed, "_evaluate", recorded)
+            patch.setattr(network.fixed_shape_runner, "_run_static_inputs", recorded)
             yield
         (made.call,) = calls
         captured.append(made.call[0][1:3])
@@ -265,7 +265,7 @@ def replayed(monkeypatch):
         "graph_pool_handle": lambda: 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    network.fixed.graphs = True
+    network.fixed_shape_runner.use_cuda_graphs = True
     return network, captured
 
 
@@ -274,18 +274,18 @@ def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(repla
     network, captured = replayed
     tokens, plain = text(LENGTH), small("Llama")
     expected = written(plain, tokens, 20)
-    memory, canvas = network.memory(), continuation(tokens[:20], LENGTH - 19)
-    while canvas.done < LENGTH - 20:
-        rest = tokens[len(canvas.decided) :][:6].tolist()
-        ask = Forward(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
-        logits = network.forward([ask], [memory])[0].logits
-        assert torch.equal(logits[[0, *range(2, len(logits))]], expected[canvas.done :][: len(rest) + 1])
+    kv_cache, canvas = network.new_kv_cache(), continuation(tokens[:20], LENGTH - 19)
+    while canvas.num_decided < LENGTH - 20:
+        rest = tokens[len(canvas.decided_prefix) :][:6].tolist()
+        inputs = ForwardInputs(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
+        logits = network.forward([inputs], [kv_cache])[0].logits
+        assert torch.equal(logits[[0, *range(2, len(logits))]], expected[canvas.num_decided :][: len(rest) + 1])
         canvas = canvas.fill(np.array([*rest, 3])[:5])
-    assert len({(board.rows, reach) for board, reach in captured}) == len(captured) == 3  # chunks are as wide here
+    assert len({(board.num_rows, reach) for board, reach in captured}) == len(captured) == 3  # chunks are as wide here
     longer = text(150, seed=5)
-    assert torch.equal(read(network, longer, *random_tree(9), memory), read(plain, longer, *random_tree(9)))
-    assert memory.seat.capacity == 256
-    assert torch.equal(read(network, tokens, memory=memory), read(plain, tokens))
+    assert torch.equal(read(network, longer, *random_tree(9), kv_cache), read(plain, longer, *random_tree(9)))
+    assert kv_cache.kv_buffers.capacity == 256
+    assert torch.equal(read(network, tokens, kv_cache=kv_cache), read(plain, tokens))
 
 
 def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, caplog):
@@ -299,7 +299,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, c
     monkeypatch.setattr(torch.cuda, "graph", refusing)
     with caplog.at_level("WARNING", logger="saltus"):
         assert torch.equal(read(network, text(40)), read(small("Llama"), text(40)))
-    assert not network.fixed.graphs
+    assert not network.fixed_shape_runner.use_cuda_graphs
     assert caplog.text.count("cannot be captured") == 1
 
 
@@ -308,15 +308,15 @@ def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, c
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])
 def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, dtype):
     network, tokens = CausalNetwork(tiny(name).to("cuda", dtype)), text(LENGTH)
-    network.fixed.chunk, network.fixed.least = 16, 32
-    plain, memory, canvas = written(network, tokens, 20), fresh(network), continuation(tokens[:20], LENGTH - 19)
-    while canvas.done < LENGTH - 20:
-        rest = tokens[len(canvas.decided) :][:6].tolist()
-        ask = Forward(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
-        logits = network.forward([ask], [memory])[0].logits
-        assert torch.equal(logits[[0, *range(2, len(logits))]], plain[canvas.done :][: len(rest) + 1])
+    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
+    plain, kv_cache, canvas = written(network, tokens, 20), fresh(network), continuation(tokens[:20], LENGTH - 19)
+    while canvas.num_decided < LENGTH - 20:
+        rest = tokens[len(canvas.decided_prefix) :][:6].tolist()
+        inputs = ForwardInputs(canvas, (3, *rest), (-1, -1, *range(1, len(rest))))
+        logits = network.forward([inputs], [kv_cache])[0].logits
+        assert torch.equal(logits[[0, *range(2, len(logits))]], plain[canvas.num_decided :][: len(rest) + 1])
         canvas = canvas.fill(np.array([*rest, 3])[:5])
-    assert network.fixed.graphs, "it was captured"
+    assert network.fixed_shape_runner.use_cuda_graphs, "it was captured"
 
 
 # Whole texts
@@ -326,10 +326,10 @@ def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, d
 def engines(tiny_folder):
     """The same model by kernels and by fixed shapes."""
     ours, fixed = (saltus.load(str(tiny_folder(max_position_embeddings=80)), "plain", device="cpu") for _ in range(2))
-    network = CausalNetwork(fixed.network.model, shaped=True)
-    network.fixed.chunk, network.fixed.least = 16, 32
+    network = CausalNetwork(fixed.network.model, fixed_shapes=True)
+    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
     object.__setattr__(fixed.target, "network", network)
-    fixed.ensembles.clear()
+    fixed.decoding_setups.clear()
     return ours, fixed
 
 
@@ -341,6 +341,6 @@ def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
     settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
     prompts = ["the cat sat on the mat and the cat sat on the", "the dog"]
     expected = [ours.generate(prompt, method="plain", **settings).tokens for prompt in prompts]
-    fixed.shelf.kept.clear()
+    fixed.prefix_cache.entries.clear()
     assert fixed.generate(prompts[0], method=method, **settings).tokens == expected[0]
     assert [one.tokens for one in fixed.generate(prompts, method=method, **settings)] == expected

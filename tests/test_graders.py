@@ -6,8 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from saltus.evaluation import programs
-from saltus.evaluation.graders import GRADERS, exact_answer, headline, last_number
+from saltus.evaluation.benchmarks import program_assembly
+from saltus.evaluation.benchmarks.graders import GRADERS, exact_answer, last_number, main_score
 
 confined = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
 
@@ -151,7 +151,7 @@ def test_a_program_of_mbpp_is_set_up_after_its_code(text: str, passed: bool) -> 
 
 
 def test_rows_of_mbpp_need_no_set_up() -> None:
-    assert programs.mbpp({"test_list": ["assert one == 1"]}, "one = 1") == "one = 1\n\nassert one == 1\n"
+    assert program_assembly.mbpp({"test_list": ["assert one == 1"]}, "one = 1") == "one = 1\n\nassert one == 1\n"
 
 
 @confined
@@ -177,14 +177,14 @@ def test_rouge_is_one_for_the_reference_and_none_for_other_words() -> None:
     pytest.importorskip("rouge_score")
     row = {"reference": "The cats sat on the mat."}
     assert GRADERS["rouge"].score(row, "the cat sat on the mats") == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-    assert headline(GRADERS["rouge"].score(row, "nothing alike")) == 0.0
+    assert main_score(GRADERS["rouge"].score(row, "nothing alike")) == 0.0
     swapped = GRADERS["rouge"].score(row, "on the mat sat the cats")
     assert swapped["rouge1"] == 1.0
     assert swapped["rougeL"] == pytest.approx(0.5)  # "on the mat" of six words, in both
 
 
 def test_rouge_without_its_package_tells_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from saltus.evaluation import graders
+    from saltus.evaluation.benchmarks import graders
 
     monkeypatch.setattr(graders, "_rouge_scorer", graders._rouge_scorer.__wrapped__)
     for name in ("rouge_score", "rouge_score.rouge_scorer"):
@@ -194,15 +194,15 @@ def test_rouge_without_its_package_tells_the_cure(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_score_has_its_headline() -> None:
-    assert headline({"passed": True}) == 1.0
-    assert headline({"correct": False}) == 0.0
-    assert headline({"rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.375}) == 0.375
+    assert main_score({"passed": True}) == 1.0
+    assert main_score({"correct": False}) == 0.0
+    assert main_score({"rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.375}) == 0.375
     with pytest.raises(ValueError, match="no headline"):
-        headline({"bleu": 0.3})
+        main_score({"bleu": 0.3})
 
 
 def test_graders_name_their_numbers() -> None:
-    assert {name: grader.of for name, grader in GRADERS.items()} == {
+    assert {name: grader.metric_name for name, grader in GRADERS.items()} == {
         "gsm8k": "exact answer",
         "humaneval": "pass@1",
         "mbpp": "pass@1",

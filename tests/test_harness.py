@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import saltus
 from conftest import space_tokenizer, tiny_llama
 from saltus.cli.app import app
-from saltus.cli.lm_eval import completed
-from saltus.evaluation.harness import model_class
-from saltus.evaluation.likelihood import score
+from saltus.cli.lm_eval import complete_arguments
+from saltus.evaluation.benchmarks.lm_eval_model import model_class
+from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 
 pytest.importorskip("lm_eval")
 
@@ -75,13 +75,13 @@ def tasks(place: Path) -> list[dict]:
     ]  # fmt: skip
 
 
-def evaluated(model: object, asked: list[dict], **settings) -> dict:
+def evaluated(model: object, inputs: list[dict], **settings) -> dict:
     """Scores by task, and what the model answered, document by document."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     own = TaskManager(include_defaults=False)  # thousands of others take their time
-    results = simple_evaluate(model=model, tasks=asked, bootstrap_iters=0, task_manager=own, **settings)
+    results = simple_evaluate(model=model, tasks=inputs, bootstrap_iters=0, task_manager=own, **settings)
     answers = {
         task: [row["resps"] for row in sorted(rows, key=lambda row: row["doc_id"])]
         for task, rows in results["samples"].items()
@@ -91,16 +91,16 @@ def evaluated(model: object, asked: list[dict], **settings) -> dict:
 
 def counted(model) -> list:
     """The Forwards that a model's network will be asked, and how many decided tokens each had to read."""
-    network, asked = model.engine.network, []
+    network, inputs = model.engine.network, []
     before = network.forward
 
-    def forward(asks, memories):
-        replies = before(asks, memories)
-        asked.append([(ask, reply.read) for ask, reply in zip(asks, replies, strict=True)])
-        return replies
+    def forward(batch, kv_caches):
+        batch_outputs = before(batch, kv_caches)
+        inputs.append([(ask, outputs.context_tokens_read) for ask, outputs in zip(batch, batch_outputs, strict=True)])
+        return batch_outputs
 
     network.forward = forward
-    return asked
+    return inputs
 
 
 def requests(*arguments: tuple) -> list:
@@ -111,8 +111,8 @@ def requests(*arguments: tuple) -> list:
 
 @pytest.mark.parametrize(("method", "together"), [("plain", 1), ("lookup", 1), ("jacobi+lookup", 3)])
 def test_scores_are_those_of_lm_eval_s_own_class(folder, theirs, tmp_path, method, together):
-    asked = tasks(tmp_path)
-    one, two = evaluated(theirs, asked), evaluated(ours(folder, method=method, batch_size=together), asked)
+    inputs = tasks(tmp_path)
+    one, two = evaluated(theirs, inputs), evaluated(ours(folder, method=method, batch_size=together), inputs)
     assert one["results"]["choose"]["acc,none"] == two["results"]["choose"]["acc,none"]
     for a, b in zip(one["answers"]["choose"], two["answers"]["choose"], strict=True):
         for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):
@@ -134,23 +134,23 @@ def test_what_greedy_decoding_would_write_is_found_at_any_length(folder, theirs)
     assert len(tokens) > 450
     other = [*tokens[:-1], (tokens[-1] + 1) % 300]
     pairs = [(prompt, tokens[:n]) for n in (1, 2, 199, 200, 201, 202, 401, len(tokens))] + [(prompt, other)]
-    asked = [(None, context, continuation) for context, continuation in pairs]
+    inputs = [(None, context, continuation) for context, continuation in pairs]
     for together in (1, 2, 16):
         model.batch_size = together
-        found = model._loglikelihood_tokens(asked, disable_tqdm=True)
+        found = model._loglikelihood_tokens(inputs, disable_tqdm=True)
         assert [greedy for _, greedy in found] == [True] * 8 + [False]
-        for one, two in zip(theirs._loglikelihood_tokens(asked, disable_tqdm=True), found, strict=True):
+        for one, two in zip(theirs._loglikelihood_tokens(inputs, disable_tqdm=True), found, strict=True):
             assert two[0] == pytest.approx(one[0], abs=1e-4, rel=1e-6)
             assert one[1] is two[1]
 
 
 def test_choices_of_one_question_take_one_call_and_examples_are_read_once(folder):
     model = ours(folder)
-    asked = counted(model)
+    inputs = counted(model)
     shots, questions = [5, 6, 7, 8] * 30, [[9, 10], [11, 12], [13, 14]]
     pairs = [([*shots, *question], [20, 21, choice]) for choice in (30, 31, 32, 33) for question in questions]
-    score(model.engine.network, pairs)
-    calls = [call for each in asked for call in each]
+    score_continuations(model.engine.network, pairs)
+    calls = [call for each in inputs for call in each]
     assert len(calls) == 3
     assert [read for _, read in calls] == [122, 2, 2]
     assert [len(ask.tokens) for ask, _ in calls] == [2, 2, 2]  # 20 and 21 are shared, the choices only scored
@@ -158,22 +158,22 @@ def test_choices_of_one_question_take_one_call_and_examples_are_read_once(folder
 
 def test_a_call_never_has_more_nodes_than_there_is_room_for(folder):
     model = ours(folder)
-    asked = counted(model)
+    inputs = counted(model)
     pairs = [([1, 2, 3 + i % 5], [10 + i, *range(50), i]) for i in range(40)] + [([1, 2], list(range(100)) * 3)]
-    alone = score(model.engine.network, pairs)
-    together = score(model.engine.network, pairs, lanes=4)
-    assert max(sum(len(ask.tokens) for ask, _ in call) for call in asked) <= 200
+    alone = score_continuations(model.engine.network, pairs)
+    together = score_continuations(model.engine.network, pairs, batch_size=4)
+    assert max(sum(len(ask.tokens) for ask, _ in call) for call in inputs) <= 200
     for one, two in zip(alone, together, strict=True):
         assert one.log_likelihood == pytest.approx(two.log_likelihood, abs=1e-4)
 
 
 def test_prompts_that_begin_alike_are_read_once(folder):
     model = ours(folder, method="plain")
-    asked = counted(model)
+    inputs = counted(model)
     settings = {"until": [], "max_gen_toks": 2}
     prompts = [f"{WORDS}. {WORDS}. the {animal}" for animal in ("cat", "dog", "log", "mat", "sun")]
     written = model.generate_until(requests(*((prompt, settings) for prompt in prompts)), disable_tqdm=True)
-    read = sorted((reply for call in asked for _, reply in call), reverse=True)
+    read = sorted((outputs for call in inputs for _, outputs in call), reverse=True)
     length = len(model.tok_encode(prompts[0]))
     assert read[1] > length / 2 > read[2]  # the first two meet an empty shelf
     afresh = [ours(folder, method="plain").generate_until(requests((prompt, settings)), True) for prompt in prompts]
@@ -181,11 +181,11 @@ def test_prompts_that_begin_alike_are_read_once(folder):
 
 
 def test_answers_are_kept_and_not_asked_for_again(folder, tmp_path):
-    asked = tasks(tmp_path)
+    inputs = tasks(tmp_path)
     model = ours(folder)
-    first = evaluated(model, asked, use_cache=str(tmp_path / "kept"))
+    first = evaluated(model, inputs, use_cache=str(tmp_path / "kept"))
     calls = counted(model)
-    again = evaluated(model, asked, use_cache=str(tmp_path / "kept"))
+    again = evaluated(model, inputs, use_cache=str(tmp_path / "kept"))
     assert not calls
     as_lists = json.loads(json.dumps(first["answers"]))
     assert json.loads(json.dumps(again["answers"])) == as_lists
@@ -216,57 +216,63 @@ def test_every_answer_reaches_the_cache_as_soon_as_it_is_known(folder):
 
 def test_sampled_repetitions_differ_and_methods_do_not(folder):
     settings = {"until": [], "max_gen_toks": 24, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    asked = requests(*[(WORDS, settings)] * 3, ("the dog", settings))
+    inputs = requests(*[(WORDS, settings)] * 3, ("the dog", settings))
     written = [
-        ours(folder, method=method, batch_size=together, seed=3).generate_until(asked, disable_tqdm=True)
+        ours(folder, method=method, batch_size=together, seed=3).generate_until(inputs, disable_tqdm=True)
         for method, together in (("plain", 1), ("lookup", 1), ("jacobi", 4))
     ]
     assert written[0] == written[1] == written[2]
     assert len(set(written[0])) == 4
-    assert ours(folder, seed=4).generate_until(asked, disable_tqdm=True) != written[0]
+    assert ours(folder, seed=4).generate_until(inputs, disable_tqdm=True) != written[0]
 
 
 def test_a_task_that_does_not_sample_is_greedy_whatever_its_temperature(folder):
     texts = [
-        ours(folder).generate_until(requests((WORDS, {"until": ["zz"], "max_gen_toks": 12, **law})), True)
-        for law in ({}, {"do_sample": False, "temperature": 0.9}, {"temperature": 0.0, "top_p": 0.9, "num_beams": 1})
+        ours(folder).generate_until(requests((WORDS, {"until": ["zz"], "max_gen_toks": 12, **distribution})), True)
+        for distribution in (
+            {},
+            {"do_sample": False, "temperature": 0.9},
+            {"temperature": 0.0, "top_p": 0.9, "num_beams": 1},
+        )
     ]
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_unset_laws_are_the_model_s_own_and_then_those_of_transformers(folder):
-    from saltus.evaluation.harness_requests import sampling_of
+    from saltus.evaluation.benchmarks.lm_eval_requests import sampling_from_kwargs
 
     model = ours(folder).engine.network.model
     sampled = {"do_sample": True, "temperature": 0.7}
-    assert sampling_of(sampled, model).top_k == 50
+    assert sampling_from_kwargs(sampled, model).top_k == 50
     model.generation_config.repetition_penalty = 1.3
     model.generation_config.top_k = 7
-    assert sampling_of(sampled, model).top_k == 7
-    assert sampling_of({**sampled, "top_k": 3}, model).top_k == 3
-    assert sampling_of({"do_sample": False}, model) == saltus_sampling(repetition_penalty=1.3)
+    assert sampling_from_kwargs(sampled, model).top_k == 7
+    assert sampling_from_kwargs({**sampled, "top_k": 3}, model).top_k == 3
+    assert sampling_from_kwargs({"do_sample": False}, model) == saltus_sampling(repetition_penalty=1.3)
 
 
-def saltus_sampling(**law):
+def saltus_sampling(**distribution):
     from saltus.core.sampling import Sampling
 
-    return Sampling(**law)
+    return Sampling(**distribution)
 
 
 def test_stop_strings_may_be_special_tokens(folder, theirs):
     stops = ["<|user|>", "<|assistant|>", "<|pad|>", "<|system|>", *"aeiou"]
     for prompt in (WORDS, "the dog", "on on on"):
-        asked = requests((prompt, {"until": list(stops), "max_gen_toks": 100}))
-        assert ours(folder).generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
+        inputs = requests((prompt, {"until": list(stops), "max_gen_toks": 100}))
+        assert ours(folder).generate_until(inputs, disable_tqdm=True) == theirs.generate_until(
+            inputs, disable_tqdm=True
+        )
 
 
 def test_a_text_ends_with_any_end_token_and_with_special_tokens_that_are_stop_strings(folder):
-    from saltus.evaluation.harness_requests import Ending
+    from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition
 
     tokenizer = ours(folder).tokenizer
     user, pad = tokenizer.convert_tokens_to_ids(["<|user|>", "<|pad|>"])
     letters = tokenizer.encode("cat")
-    ending = Ending(tokenizer, frozenset({pad}), ("<|user|>", "tc"))
+    ending = EndCondition(tokenizer, frozenset({pad}), ("<|user|>", "tc"))
     assert [ending(token) for token in (*letters, pad, *letters, user)] == [
         *[False] * len(letters), True, *[False] * len(letters), True,
     ]  # fmt: skip
@@ -287,12 +293,12 @@ def test_begin_tokens_and_chats_are_those_of_lm_eval_s_own_class(tmp_path, folde
     settings = {"until": ["sat"], "max_gen_toks": 9}
     for text in ("the cat", "<s>the cat", " the"):
         read = one.tok_batch_encode([text], left_truncate_len=512 - 9)[0][0].tolist()
-        assert two._job(text, settings, 0).text.prompt == read
+        assert two._new_request(text, settings, 0).request.prompt == read
     long = "the cat sat " * 200 + "the cat"
     read = one.tok_batch_encode([long], left_truncate_len=512 - 9)[0][0].tolist()
-    assert two._job(long, settings, 0).text.prompt == read
-    asked = requests(*((text, settings) for text in ("the cat", "<s>the cat", " the")))
-    assert one.generate_until(asked, disable_tqdm=True) == two.generate_until(asked, disable_tqdm=True)
+    assert two._new_request(long, settings, 0).request.prompt == read
+    inputs = requests(*((text, settings) for text in ("the cat", "<s>the cat", " the")))
+    assert one.generate_until(inputs, disable_tqdm=True) == two.generate_until(inputs, disable_tqdm=True)
     talk = [{"role": "user", "content": "the cat"}]
     assert ours(folder).apply_chat_template(talk) == theirs.apply_chat_template(talk)
     assert ours(folder).chat_template(True) == theirs.chat_template(True)
@@ -344,7 +350,10 @@ def test_the_thoughts_of_a_model_are_no_part_of_its_answer(folder):
 
 
 def test_the_harness_is_light_until_it_is_used():
-    code = "import sys, saltus.evaluation.harness; print({'lm_eval', 'datasets', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, saltus.evaluation.benchmarks.lm_eval_model;"
+        "print({'lm_eval', 'datasets', 'torch'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -359,13 +368,13 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 
 def test_arguments_are_completed_by_what_they_leave_out():
     run = ["run", "--model", "saltus"]
-    assert completed(["--tasks", "x"]) == [*run, "--tasks", "x"]
-    assert completed(["run", "-t", "x"]) == [*run, "-t", "x"]
-    assert completed(["--tasks", "x", "--model", "hf"]) == ["run", "--tasks", "x", "--model", "hf"]
-    assert completed(["--model=hf"]) == ["run", "--model=hf"]
-    assert completed(["--model_args", "seed=1"]) == [*run, "--model_args", "seed=1"]
-    assert completed(["ls", "tasks"]) == ["ls", "tasks"]
-    assert completed(["--help"]) == ["--help"]
+    assert complete_arguments(["--tasks", "x"]) == [*run, "--tasks", "x"]
+    assert complete_arguments(["run", "-t", "x"]) == [*run, "-t", "x"]
+    assert complete_arguments(["--tasks", "x", "--model", "hf"]) == ["run", "--tasks", "x", "--model", "hf"]
+    assert complete_arguments(["--model=hf"]) == ["run", "--model=hf"]
+    assert complete_arguments(["--model_args", "seed=1"]) == [*run, "--model_args", "seed=1"]
+    assert complete_arguments(["ls", "tasks"]) == ["ls", "tasks"]
+    assert complete_arguments(["--help"]) == ["--help"]
 
 
 def command(*arguments: object, code: int = 0):
@@ -414,15 +423,15 @@ def test_the_default_model_scores_alike(model_folder, tmp_path):
         ("Two and two are", ["four", "five", "three apples"], 0),
         ("The opposite of hot is", ["cold", "warm", "a kettle", "cold and wet"], 0),
     ]
-    asked = tasks(tmp_path)
+    inputs = tasks(tmp_path)
     rows = [{"ask": ask, "choices": choices, "gold": gold} for ask, choices, gold in facts]
     (tmp_path / "choose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "write.jsonl").write_text("".join(json.dumps({"text": f"Q: {row['ask']}\nA:"}) + "\n" for row in rows))
-    asked[2]["generation_kwargs"]["until"] = ["\n\n"]
-    asked = [asked[0], asked[2]]
+    inputs[2]["generation_kwargs"]["until"] = ["\n\n"]
+    inputs = [inputs[0], inputs[2]]
     folder = str(model_folder)
-    one = evaluated(HFLM(folder, device="cpu", dtype="float32"), asked)
-    plain, lookup = (evaluated(ours(folder, method=method), asked) for method in ("plain", "lookup"))
+    one = evaluated(HFLM(folder, device="cpu", dtype="float32"), inputs)
+    plain, lookup = (evaluated(ours(folder, method=method), inputs) for method in ("plain", "lookup"))
     assert one["results"]["choose"]["acc,none"] == lookup["results"]["choose"]["acc,none"] > 0.5
     for a, b in zip(one["answers"]["choose"], lookup["answers"]["choose"], strict=True):
         for [(likelihood, greedy)], [(likelihood_, greedy_)] in zip(a, b, strict=True):

@@ -15,19 +15,26 @@ from transformers import set_seed
 
 import saltus
 from conftest import tiny_llama
-from saltus.core import token_by_token
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward, Laws
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling
+from saltus.drafting import autoregressive
 from saltus.methods.mtpc import Mtpc
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.heads import HeadModel, HeadNetwork, HeadShape, new_heads
-from saltus.networks.trained import bring
-from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_heads, save
-from saltus.testing import Toy, joint, toy, writing
-from saltus.training.draws import draws
+from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
+from saltus.networks.loading.drafter_files import (
+    METADATA_FILE,
+    WEIGHTS_FILES,
+    load_heads,
+    model_fingerprint,
+    save_drafter,
+)
+from saltus.networks.loading.target_drafters import load_drafter_for_target
+from saltus.networks.models.causal import CausalNetwork
+from saltus.testing import ToyNetwork, text_probabilities, toy_decoding, toy_network
+from saltus.training.data.seeded_generator import seeded_generator
 from test_contract import ALPHA, PROMPT_3, SHORT, VOCAB, cells, small_toy
 
 KINDS = ("ff", "cp", "hmm", "btree")
@@ -44,7 +51,7 @@ def heads(
     **settings: Any,
 ) -> HeadModel:
     """Heads with random weights, for a vocabulary of random embeddings."""
-    dice = draws(seed, "heads")
+    dice = seeded_generator(seed, "heads")
     embeddings, unembedding = (torch.from_numpy(dice.normal(size=(vocab, hidden))).float() for _ in range(2))
     drafted = torch.arange(vocab) if tokens is None else torch.tensor(tokens)
     shape = HeadShape(**{"hidden": hidden, "circuit": kind, "window": 4, "rank": 3, "directions": 5} | settings)
@@ -55,24 +62,24 @@ def heads(
     return model.eval()
 
 
-def ask(text: list[int], state: torch.Tensor | None = None) -> Forward:
-    return Forward(continuation(np.array(text), 9), to="mtpc", hidden=state)
+def ask(text: list[int], state: torch.Tensor | None = None) -> ForwardInputs:
+    return ForwardInputs(continuation(np.array(text), 9), network_name="mtpc", hidden_states=state)
 
 
 def all_laws(model: HeadModel, found: Any) -> torch.Tensor:
     """[*batch, window, rank, draft]"""
-    return torch.stack([model.laws(found, place) for place in range(model.shape.window)], -3)
+    return torch.stack([model.log_probabilities(found, place) for place in range(model.shape.window)], -3)
 
 
 def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, ...], float]:
     """The probability of every window, from the parameters by definition of the circuit."""
-    circuit = model.shape.structure
+    circuit = model.shape.circuit_structure
     with torch.no_grad():
         found = model(state, torch.tensor(last))
-        laws = all_laws(model, found)
-        windows = list(itertools.product(range(laws.shape[-1]), repeat=circuit.window))
-        leaves = torch.stack([laws[torch.arange(circuit.window), :, list(window)] for window in windows])
-        start, steps = (part.expand(len(windows), *part.shape) for part in (found.start, found.steps))
+        distributions = all_laws(model, found)
+        windows = list(itertools.product(range(distributions.shape[-1]), repeat=circuit.window))
+        leaves = torch.stack([distributions[torch.arange(circuit.window), :, list(window)] for window in windows])
+        start, steps = (part.expand(len(windows), *part.shape) for part in (found.initial, found.transitions))
         values = circuit.log_probability(start, steps, leaves).exp()
     return {tuple(int(model.tokens[place]) for place in window): float(value)
             for window, value in zip(windows, values, strict=True)}  # fmt: skip
@@ -82,85 +89,88 @@ def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, .
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
 def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told, own):
-    model, state = heads(kind, told=told, own=own, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    model, state = (
+        heads(kind, told=told, own=own, vocab=4),
+        torch.randn(8, generator=torch.Generator().manual_seed(0)),
+    )
     known = table(model, state, 2)
     assert sum(known.values()) == pytest.approx(1, abs=1e-5)
     network = HeadNetwork(model, None)
-    memory, drafts = network.memory(), [1, 3, 0]
+    kv_cache, drafts = network.new_kv_cache(), [1, 3, 0]
     begun = [] if told else [2]  # where the window begins with the text's last token
-    for count in range(model.shape.drafts):
-        reply = network.forward([ask([3, 2, *drafts[:count]], state[None] if not count else None)], [memory])[0]
+    for count in range(model.shape.num_draft_tokens):
+        outputs = network.forward([ask([3, 2, *drafts[:count]], state[None] if not count else None)], [kv_cache])[0]
         before = (*begun, *drafts[:count])
         weights = np.zeros(4)
         for window, value in known.items():
             if window[: len(before)] == before:
                 weights[window[len(before)]] += value
-        assert reply.logits[0].exp().numpy() == pytest.approx(weights / weights.sum(), abs=1e-5)
-    over = network.forward([ask([3, 2, *drafts, 1])], [memory])[0]
+        assert outputs.logits[0].exp().numpy() == pytest.approx(weights / weights.sum(), abs=1e-5)
+    over = network.forward([ask([3, 2, *drafts, 1])], [kv_cache])[0]
     assert over.logits.shape == (0, 4), "behind the window nothing is known"
 
 
 def test_what_is_asked_in_another_order_is_answered_alike():
     """There is no hidden state: a memory only saves work."""
     network, state = HeadNetwork(heads(), None), torch.ones(1, 8)
-    memory = network.memory()
-    asked = [[5], [5, 1], [5, 1, 2], [5, 3], [5, 1, 2], [5, 3, 3], [5]]
-    first = network.forward([ask(asked[0], state)], [memory])[0]
-    found = [first, *(network.forward([ask(text)], [memory])[0] for text in asked[1:])]
-    for text, reply in zip(asked, found, strict=True):
-        fresh = network.memory()
+    kv_cache = network.new_kv_cache()
+    inputs = [[5], [5, 1], [5, 1, 2], [5, 3], [5, 1, 2], [5, 3, 3], [5]]
+    first = network.forward([ask(inputs[0], state)], [kv_cache])[0]
+    found = [first, *(network.forward([ask(text)], [kv_cache])[0] for text in inputs[1:])]
+    for text, outputs in zip(inputs, found, strict=True):
+        fresh = network.new_kv_cache()
         network.forward([ask([5], state)], [fresh])
-        torch.testing.assert_close(network.forward([ask(text)], [fresh])[0].logits, reply.logits)
+        torch.testing.assert_close(network.forward([ask(text)], [fresh])[0].logits, outputs.logits)
 
 
 def test_of_few_tokens_only_those_are_drafted_and_others_tell_nothing():
     network, state = HeadNetwork(heads(tokens=[1, 4, 5]), None), torch.ones(1, 8)
-    memory = network.memory()
-    reply = network.forward([ask([0], state)], [memory])[0]
-    assert reply.columns is not None
-    assert reply.columns.tolist() == [1, 4, 5]
-    unknown = network.forward([ask([0, 3])], [memory])[0].logits.exp()
-    first = reply.logits[0].exp()
-    mean = sum(float(weight) * network.forward([ask([0, token])], [memory])[0].logits.exp()
+    kv_cache = network.new_kv_cache()
+    outputs = network.forward([ask([0], state)], [kv_cache])[0]
+    assert outputs.token_ids is not None
+    assert outputs.token_ids.tolist() == [1, 4, 5]
+    unknown = network.forward([ask([0, 3])], [kv_cache])[0].logits.exp()
+    first = outputs.logits[0].exp()
+    mean = sum(float(weight) * network.forward([ask([0, token])], [kv_cache])[0].logits.exp()
                for weight, token in zip(first, [1, 4, 5], strict=True))  # fmt: skip
     torch.testing.assert_close(unknown, mean)
 
 
 @pytest.mark.parametrize("kind", ["ff", "cp"])
 def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_nothing(kind, monkeypatch):
-    monkeypatch.setattr("saltus.networks.heads.LIKELY", 3)
+    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 3)
     model, state = heads(kind), torch.ones(1, 8)
     network = HeadNetwork(model, None)
-    memory = network.memory()
-    reply = network.forward([ask([0], state)], [memory])[0]
+    kv_cache = network.new_kv_cache()
+    outputs = network.forward([ask([0], state)], [kv_cache])[0]
     with torch.no_grad():
         found = model(state[0], torch.tensor(0))
-        shared = model.shared(found.features)[0]
+        shared = model.shared_logits(found.position_features)[0]
         kept = shared.topk(3 if kind == "cp" else 6).indices.sort().values  # one state needs no such saving
-        laws = model.laws(found, 0)[:, kept].exp()
-        law = found.start.exp() @ (laws / laws.sum(-1, keepdim=True))
-    assert reply.columns is not None
-    assert reply.columns.tolist() == kept.tolist()
-    torch.testing.assert_close(reply.logits[0].exp(), law)
+        distributions = model.log_probabilities(found, 0)[:, kept].exp()
+        distribution = found.initial.exp() @ (distributions / distributions.sum(-1, keepdim=True))
+    assert outputs.token_ids is not None
+    assert outputs.token_ids.tolist() == kept.tolist()
+    torch.testing.assert_close(outputs.logits[0].exp(), distribution)
     if kind == "cp":
         other = next(token for token in range(6) if token not in kept)
-        unknown = network.forward([ask([0, other])], [memory])[0]
-        expected = found.start.exp() @ memory.laws[1][1]
+        unknown = network.forward([ask([0, other])], [kv_cache])[0]
+        expected = found.initial.exp() @ kv_cache.distributions[1][1]
         torch.testing.assert_close(unknown.logits[0].exp(), expected)
 
 
 # -------------------------------------------------------------------------------------------------- the law of the text
 
 
-def law_of(target: Toy, model: HeadModel, sampling: Sampling, rule: Any = reject, texts: int = 1000) -> float:
+def law_of(target: ToyNetwork, model: HeadModel, sampling: Sampling, rule: Any = reject, texts: int = 1000) -> float:
     """p-value of what is written with heads on a toy, against its enumerated law."""
     network = HeadNetwork(model, target)
-    expected, counts = joint(target, PROMPT_3, SHORT, sampling), np.zeros(VOCAB**SHORT)
+    expected, counts = text_probabilities(target, PROMPT_3, SHORT, sampling), np.zeros(VOCAB**SHORT)
     for seed in range(texts):
-        written = writing(
+        written = toy_decoding(
             "mtpc", PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, rule=rule,
-            others={"mtpc": network}, options={"mtpc": {"least": 0.0}},
-        ).finish()  # fmt: skip
+            extra_networks={"mtpc": network}, options={"mtpc": {"least": 0.0}},
+        ).run()  # fmt: skip
         counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
     assert not counts[expected == 0].any()
     labels = cells(expected)
@@ -181,7 +191,7 @@ def test_reject_keeps_the_law(kind):
 
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
-    monkeypatch.setattr("saltus.networks.heads.LIKELY", 2)
+    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 2)
     assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
 
 
@@ -202,24 +212,27 @@ def test_reject_keeps_the_law_of_truncated_samplings_with_few_tokens_and_with_kn
 @each_kind
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(0.7, top_k=4, repetition_penalty=1.2)])
 def test_under_match_and_greedily_the_text_is_that_of_plain(kind, sampling):
-    target, prompt = toy(sharp=1.0), [1, 2, 3, 4]
-    plain = writing("plain", prompt, 40, target=target, sampling=sampling).finish()
+    target, prompt = toy_network(logit_scale=1.0), [1, 2, 3, 4]
+    plain = toy_decoding("plain", prompt, 40, target=target, sampling=sampling).run()
     settings: dict[str, Any]
     for settings in ({}, {"told": False}, {"tokens": [0, 2, 5]}, {"window": 3}, {"homogeneous": True}):
         network = HeadNetwork(heads(kind, hidden=1, **settings), target)
-        made = writing("mtpc", prompt, 40, target=target, sampling=sampling, others={"mtpc": network})
-        assert made.finish().tokens == plain.tokens
-        assert any(step.asked.tokens for step in made.steps), "it drafts"
+        made = toy_decoding("mtpc", prompt, 40, target=target, sampling=sampling, extra_networks={"mtpc": network})
+        assert made.run().tokens == plain.tokens
+        assert any(step.inputs.tokens for step in made.steps), "it drafts"
 
 
 def test_windows_of_several_texts_begin_together_as_each_alone():
-    target = toy()
+    target = toy_network()
     network = HeadNetwork(heads("hmm", hidden=1), target)
-    asks = [Forward(continuation(text, 4), hidden=torch.full((1, 1), 0.1 * len(text))) for text in ([1], [2, 3], [4])]
-    memories = [network.memory() for _ in asks]
-    together = network.forward(asks, memories)
-    for ask, found in zip(asks, together, strict=True):
-        alone = network.forward([ask], [network.memory()])[0]
+    batch = [
+        ForwardInputs(continuation(text, 4), hidden_states=torch.full((1, 1), 0.1 * len(text)))
+        for text in ([1], [2, 3], [4])
+    ]
+    kv_caches = [network.new_kv_cache() for _ in batch]
+    together = network.forward(batch, kv_caches)
+    for ask, found in zip(batch, together, strict=True):
+        alone = network.forward([ask], [network.new_kv_cache()])[0]
         torch.testing.assert_close(found.logits, alone.logits)
     assert network.forward([], []) == []
 
@@ -227,21 +240,21 @@ def test_windows_of_several_texts_begin_together_as_each_alone():
 def afresh(rule):
     """A rule with uniforms of its own for every step, so that a place may be decided twice."""
 
-    def decide(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
-        noise = Noise(laws.noise.seed + 100_003 * (1 + asked.canvas.done))
-        return rule(asked, Laws(asked, laws.reply, laws.sampling, noise))
+    def decide(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
+        noise = Noise(distributions.noise.seed + 100_003 * (1 + inputs.canvas.num_decided))
+        return rule(inputs, TargetDistributions(inputs, distributions.outputs, distributions.sampling, noise))
 
     return decide
 
 
-def shortcut(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
+def shortcut(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
     """The paper's (Alg. 2): behind accepted drafts the verifier's replacement is dropped, and drafted for again.
 
     So a token's chance is min(p, q) + (1 − Σ min(p, q)) · p in place of p.
     """
-    tokens, node = reject(asked, laws)
-    if len(tokens) > 1 and asked.children(node):
-        return tokens[:-1], asked.parents[node]
+    tokens, node = reject(inputs, distributions)
+    if len(tokens) > 1 and inputs.children(node):
+        return tokens[:-1], inputs.parents[node]
     return tokens, node
 
 
@@ -251,10 +264,10 @@ def shortcut(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
 @pytest.mark.usefixtures("unchecked")
 def test_dropping_the_verifier_s_token_would_change_the_law_and_keeping_it_does_not(rule, keeps, monkeypatch):
     p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
-    target, model = Toy(p.double().expand(3, 3, 3)), small_heads("ff")
+    target, model = ToyNetwork(p.double().expand(3, 3, 3)), small_heads("ff")
     logits = torch.stack([p, q, q])  # the first draft is always accepted
-    model.shared = lambda features: logits.expand(*features.shape[:-1], 3)
-    monkeypatch.setattr(token_by_token, "reject", rule)  # so that drafts are drawn from laws for it too
+    model.shared_logits = lambda features: logits.expand(*features.shape[:-1], 3)
+    monkeypatch.setattr(autoregressive, "reject", rule)  # so that drafts are drawn from laws for it too
     value = law_of(target, model, SAMPLED, rule)
     assert value > ALPHA if keeps else value < 1e-6
 
@@ -269,15 +282,15 @@ def target():
 
 def begun(target, kind: str, **settings) -> HeadModel:
     shape = HeadShape(**{"hidden": 32, "circuit": kind, "window": 5, "rank": 4} | settings)
-    return new_heads(shape, torch.arange(3, 290), target, draws(0, "begun"))
+    return new_head_model(shape, torch.arange(3, 290), target, seeded_generator(0, "begun"))
 
 
 def said(model: HeadModel, states: torch.Tensor, last: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of windows, whose tokens are places among those drafted."""
     found = model(states, last)
-    laws = all_laws(model, found)
-    leaves = laws.gather(-1, tokens[..., None, None].expand(*laws.shape[:-1], 1))[..., 0]
-    return model.shape.structure.log_probability(found.start, found.steps, leaves)
+    distributions = all_laws(model, found)
+    leaves = distributions.gather(-1, tokens[..., None, None].expand(*distributions.shape[:-1], 1))[..., 0]
+    return model.shape.circuit_structure.log_probability(found.initial, found.transitions, leaves)
 
 
 def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
@@ -301,7 +314,7 @@ def test_states_may_begin_without_favour(target, kind):
     with torch.no_grad():
         model.sums.weight.zero_()
     found = model(torch.randn(32), torch.tensor(5))
-    torch.testing.assert_close(found.steps.exp(), torch.full_like(found.steps, 1 / model.shape.rank))
+    torch.testing.assert_close(found.transitions.exp(), torch.full_like(found.transitions, 1 / model.shape.rank))
 
 
 class ManyBytes(torch.nn.Module):
@@ -309,7 +322,7 @@ class ManyBytes(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        dice = draws(0, "bytes")
+        dice = seeded_generator(0, "bytes")
         self.config = SimpleNamespace(norm_add_unit_offset=True)
         self.norm = torch.nn.RMSNorm(16)
         self.inputs, self.outputs = torch.nn.Embedding(320, 16), torch.nn.Linear(16, 8 * 320, bias=False)
@@ -327,23 +340,23 @@ def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told)
     target, state = ManyBytes(), torch.randn(16, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(64, 320)  # bytes: 64 special tokens stand before them
     shape = HeadShape(16, "cp", window=8 - told, rank=3, own=True, told=told)
-    model = new_heads(shape, tokens, target, draws(0, "begun"))
+    model = new_head_model(shape, tokens, target, seeded_generator(0, "begun"))
     with torch.no_grad():
         model.fuse.weight.zero_()[:, :16] += torch.eye(16)  # without the noise that it begins with
         found = model(state, torch.tensor(70))
-        laws = all_laws(model, found).logsumexp(-2) - math.log(3)
+        distributions = all_laws(model, found).logsumexp(-2) - math.log(3)
         normed = state / (state.square().mean() + 1e-5).sqrt() * (1 + target.norm.weight)
         own = target.outputs(normed).view(8, 320)[told:, 64:].log_softmax(-1)
-    torch.testing.assert_close(laws, own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(distributions, own, rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="the target says 8 tokens by matrices of their own; set own=true"):
-        new_heads(replace(shape, own=False), tokens, target, draws(0, "begun"))
+        new_head_model(replace(shape, own=False), tokens, target, seeded_generator(0, "begun"))
 
 
 def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp_path):
     folder = tiny_folder()
     engine = saltus.load(str(folder), "plain")
     own = engine.network.model
-    save("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", fingerprint(own), {"steps": 0})
+    save_drafter("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", model_fingerprint(own), {"steps": 0})
     made = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "least": 0.0}}, adaptive=False)
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 20, "temperature": temperature}
@@ -352,14 +365,14 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
         assert found.statistics.nodes_per_call > 1
     other = CausalNetwork(tiny_llama(seed=3))
     with pytest.raises(ValueError, match=r"holds the heads of tiny, not of another; train another's own"):
-        bring(f"heads:{tmp_path}", other, "another")
+        load_drafter_for_target(f"heads:{tmp_path}", other, "another")
     with pytest.raises(ValueError, match=r"no trained heads for another; train your own \(saltus train mtpc"):
-        bring("heads:auto", other, "another")
-    (tmp_path / WEIGHTS["heads"]).write_bytes(b"nothing")
+        load_drafter_for_target("heads:auto", other, "another")
+    (tmp_path / WEIGHTS_FILES["heads"]).write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"is damaged .*train the heads again"):
         load_heads(tmp_path, own, "tiny")
-    papers = json.loads((tmp_path / PAPERS).read_text())
-    (tmp_path / PAPERS).write_text(json.dumps(papers | {"kind": "drafter"}))
+    papers = json.loads((tmp_path / METADATA_FILE).read_text())
+    (tmp_path / METADATA_FILE).write_text(json.dumps(papers | {"kind": "drafter"}))
     with pytest.raises(ValueError, match=r"holds no heads, but something else; give a folder that saltus train mtpc"):
         load_heads(tmp_path, own, "tiny")
 
@@ -367,8 +380,8 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
 def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, tiny_heads):
     heads = {"model": str(tiny_heads(window=3)), "least": 0.0}
     made = saltus.load(str(tiny_folder()), "mtpc", options={"mtpc": heads}, adaptive=False)
-    steps = made.generate("the cat", max_new_tokens=20).steps
-    assert max(step.nodes for step in steps) == 3
+    steps = made.generate("the cat", max_new_tokens=20).calls
+    assert max(step.num_draft_tokens for step in steps) == 3
 
 
 @pytest.mark.parametrize(("settings", "cure"), [
@@ -391,7 +404,7 @@ def test_options_out_of_range_are_refused_in_a_line(option, value):
 
 def test_more_tokens_are_drafted_right_where_laws_agree():
     """Heads that know the target's law: with the text's own uniforms they draft what it writes."""
-    target = toy(sharp=2.0)
-    perfect = writing("mtpc", [1, 2, 3], 41, target=target, sampling=SAMPLED, error=0.0, rule=match,
-                      options={"mtpc": {"length": 4, "least": 0.0}}).finish()  # fmt: skip
+    target = toy_network(logit_scale=2.0)
+    perfect = toy_decoding("mtpc", [1, 2, 3], 41, target=target, sampling=SAMPLED, error=0.0, rule=match,
+                      options={"mtpc": {"length": 4, "least": 0.0}}).run()  # fmt: skip
     assert [len(step.tokens) for step in perfect.steps] == [1, *[5] * 8]

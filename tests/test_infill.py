@@ -15,15 +15,23 @@ from conftest import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from saltus.cli.app import app
 from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
-from saltus.core.forward import Forward
-from saltus.core.links import Links
-from saltus.holes import OPEN, fillings, laid_out, parsed
-from saltus.networks.any_subset import AnySubsetNetwork, read_links, write_links
-from saltus.networks.xlnet import XlnetNetwork
-from saltus.training.any_subset import AnySubsetCourse, Holes, XlnetCourse, alike, anywhere, pack_holes, together
-from saltus.training.draws import draws
-from saltus.training.links import LinkCourse, neighbours
-from saltus.training.packed_model import prepared, said
+from saltus.core.forward import ForwardInputs
+from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, token_texts_of_holes, tokenize_template
+from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
+from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.training.data.packed_forward import packed_logits, prepare_model
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.tasks.any_subset import (
+    AnySubsetTrainingTask,
+    HoleSettings,
+    XlnetTrainingTask,
+    pack_holes,
+    random_holes,
+    sample_similar_lengths,
+    span_holes,
+)
+from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "assd.py"
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
@@ -39,9 +47,9 @@ def filler(tmp_path_factory) -> str:
 
 
 def test_marks_are_read():
-    found = parsed("The [[8]] sat on [[…]], [[ ... ]]")
+    found = parse_template("The [[8]] sat on [[…]], [[ ... ]]")
     assert found.pieces == ("The ", " sat on ", ", ", "")
-    assert found.holes == (8, None, None)
+    assert found.hole_lengths == (8, None, None)
 
 
 @pytest.mark.parametrize(
@@ -49,17 +57,17 @@ def test_marks_are_read():
 )
 def test_a_text_without_holes_is_refused(text: str, says: str):
     with pytest.raises(ValueError, match=says):
-        parsed(text)
+        parse_template(text)
 
 
 def test_a_text_with_holes_keeps_its_pieces():
     tokenizer = byte_tokenizer()
-    template = parsed("the cat\n  [[2]]sat  [[3]] on a mat")
-    layout = laid_out(template, tokenizer)
-    assert [len(span) for span in layout.spans] == [2, 3]
+    template = parse_template("the cat\n  [[2]]sat  [[3]] on a mat")
+    layout = tokenize_template(template, tokenizer)
+    assert [len(span) for span in layout.hole_spans] == [2, 3]
     assert layout.text(["x", "y"]) == "the cat\n  xsat  y on a mat"
     assert layout.canvas.tokens[-1] == tokenizer.eos_token_id
-    holes = [place for span in layout.spans for place in span]
+    holes = [place for span in layout.hole_spans for place in span]
     assert np.array_equal(np.flatnonzero(layout.canvas.tokens == HOLE), holes)
 
 
@@ -71,7 +79,7 @@ def test_every_method_fills_the_same(filler: str, settings: dict):
     assert len(plain.tokens) == 16 == plain.statistics.calls
     assert plain.text.startswith("the")
     assert plain.text.endswith(".")
-    assert [len(pieces) for pieces in plain.pieces] == [6, 7, 3]
+    assert [len(pieces) for pieces in plain.token_texts] == [6, 7, 3]
     for method, options in (("assd", {}), ("assd", {"assd": {"draft": "bigram"}}), ("lookup", {}), ("jacobi", {})):
         other = saltus.load(filler, method, options=options)
         found = other.infill(text, open_tokens=7, logprobs=True, **settings)
@@ -103,9 +111,11 @@ def test_a_hole_of_so_many_tokens_has_no_blanks(filler: str):
 def test_words_of_any_tokenizer_keep_their_spaces():
     tokenizer = space_tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(word) for word in ("▁cat", "▁sat")]
-    layout = laid_out(parsed("the [[2]] on"), tokenizer)
+    layout = tokenize_template(parse_template("the [[2]] on"), tokenizer)
     tokens = layout.canvas.fill(np.array(ids)).tokens.tolist()
-    assert layout.text(["".join(pieces) for pieces in fillings(layout, tokens, tokenizer)]) == "the cat sat on"
+    assert (
+        layout.text(["".join(pieces) for pieces in token_texts_of_holes(layout, tokens, tokenizer)]) == "the cat sat on"
+    )
 
 
 def test_a_prefix_and_a_suffix(filler: str):
@@ -161,8 +171,13 @@ def test_many_texts_are_filled_as_each_alone(filler: str):
 def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
     """Tokens, log-probabilities and counts are those of plain decoding, also where the blank was a draft."""
     engine = saltus.load(filler, "assd", profile=False, rule=rule, adaptive=False)
-    engine.network.links = Links(*(np.zeros(shape, np.float32) for shape in [(300, 2)] * 3 + [(32, 3)]))
-    engine.network.links.left[:], engine.network.links.right[BLANK] = 1.0, 2.0  # blanks are drafted often
+    engine.network.pairwise_correction = PairwiseCorrection(
+        *(np.zeros(shape, np.float32) for shape in [(300, 2)] * 3 + [(32, 3)])
+    )
+    engine.network.pairwise_correction.left[:], engine.network.pairwise_correction.right[BLANK] = (
+        1.0,
+        2.0,
+    )  # blanks are drafted often
     ended = drafted = 0
     for seed in range(40):
         settings = {"temperature": 1.5, "seed": seed, "open_tokens": 40, "logprobs": True}
@@ -174,8 +189,8 @@ def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
             assert found.logprobs is not None
             assert found.logprobs[place + 1 :] == [0.0] * (39 - place)
             ended += 0 < place < 39
-            last = found.steps[-1]
-            drafted += len(last.tokens) - last.closed <= last.nodes
+            last = found.calls[-1]
+            drafted += len(last.tokens) - last.num_forced_tokens <= last.num_draft_tokens
         if rule == "match":
             plain = engine.infill("a [[…]] b", method="plain", **settings)
             assert (found.tokens, found.statistics.tokens) == (plain.tokens, plain.statistics.tokens)
@@ -202,7 +217,7 @@ def test_the_command_fills_a_text(filler: str, tmp_path):
 
 
 def test_open_holes_are_as_long_by_the_command_as_by_the_engine():
-    assert inspect.signature(infill).parameters["open_tokens"].default == OPEN
+    assert inspect.signature(infill).parameters["open_tokens"].default == DEFAULT_OPEN_TOKENS
 
 
 def test_the_command_says_in_a_line_what_is_wrong(filler: str, tmp_path):
@@ -229,10 +244,10 @@ def test_packed_rows_say_what_filling_hole_by_hole_says():
     for text, holes in enumerate(([3, 4, 9, 15], [1, 2, 7, 8, 10, 13])):
         ranks[text, holes] = 1 + dice.permutation(len(holes))
     ranks[0, 17:] = -1
-    packed, keep, asked = pack_holes(torch.from_numpy(tokens), torch.from_numpy(ranks), MASK)
+    packed, keep, inputs = pack_holes(torch.from_numpy(tokens), torch.from_numpy(ranks), MASK)
     with torch.no_grad():
-        rows = iter(said(prepared(model), packed, keep))
-    targets = iter(asked.tolist())
+        rows = iter(packed_logits(prepare_model(model), packed, keep))
+    targets = iter(inputs.tolist())
     for text in range(2):
         size = int((ranks[text] >= 0).sum())
         for hole in np.flatnonzero(ranks[text] > 0):
@@ -241,29 +256,29 @@ def test_packed_rows_say_what_filling_hole_by_hole_says():
             order = np.argsort(np.where(ranks[text, :size] > 0, ranks[text, :size], 99), kind="stable")
             canvas = type(canvas)(canvas.tokens, order[: len(canvas.order)])
             canvas = canvas.fill(tokens[text, order[: ranks[text, hole] - 1]])
-            logits = network.forward([Forward(canvas)], [network.memory()])[0].logits[0]
+            logits = network.forward([ForwardInputs(canvas)], [network.new_kv_cache()])[0].logits[0]
             torch.testing.assert_close(next(rows), logits, rtol=1e-3, atol=1e-3)
             assert next(targets) == tokens[text, hole]
 
 
-@pytest.mark.parametrize("draw", [anywhere, together])
+@pytest.mark.parametrize("draw", [random_holes, span_holes])
 def test_holes_are_as_many_as_asked_for(draw):
-    generator = draws(0, "test")
+    generator = seeded_generator(0, "test")
     for share in (0.05, 0.4, 0.99, 1.0):
         for _ in range(20):
             found = draw(50, share, generator)
             assert found.sum() == min(max(round(share * 50), 1), 50)
-            if draw is together:
+            if draw is span_holes:
                 assert (np.diff(np.flatnonzero(found)) > 1).sum() <= 3, "four spans at most"
 
 
 def test_a_text_is_laid_out_with_blanks_behind_what_fills_its_holes():
     """Nothing is lost, blanks are holes behind other holes, and the first and last token are given."""
-    generator, text, blank = draws(0, "test"), np.arange(10, 60), 2
+    generator, text, blank = seeded_generator(0, "test"), np.arange(10, 60), 2
     seen = 0
     for share in (0.05, 0.5, 0.99):
         for _ in range(20):
-            laid, taken = Holes(spans=1.0, blank=blank).lay(text, share, generator, 1.0)
+            laid, taken = HoleSettings(span_probability=1.0, blank_token=blank).place_holes(text, share, generator, 1.0)
             assert (laid[laid != blank] == text).all()
             assert taken[laid == blank].all()
             assert not taken[[0, -1]].any()
@@ -271,18 +286,20 @@ def test_a_text_is_laid_out_with_blanks_behind_what_fills_its_holes():
             assert taken[behind - 1].all()
             seen += len(behind)
             assert taken[laid != blank].sum() == max(round(share * 48), 1)
-            filled, _ = Holes(spans=1.0, blank=blank).lay(text, share, generator)
+            filled, _ = HoleSettings(span_probability=1.0, blank_token=blank).place_holes(text, share, generator)
             assert (filled == text).all()
     assert seen > 100
 
 
 def test_of_code_whole_lines_are_missing():
-    generator, newline = draws(0, "test"), 9
+    generator, newline = seeded_generator(0, "test"), 9
     lines = [[20 + i] * (1 + i % 4) for i in range(12)]
     text = np.array([1, *(token for line in lines for token in (*line, newline)), 2])
     for share in (0.05, 0.5, 0.99):
         for _ in range(20):
-            laid, taken = Holes(spans=1.0, blank=None, newline=newline).lay(text, share, generator)
+            laid, taken = HoleSettings(span_probability=1.0, blank_token=None, newline_token=newline).place_holes(
+                text, share, generator
+            )
             assert (laid == text).all()
             edges = np.flatnonzero(np.diff(taken.astype(int)))
             for start, stop in zip(edges[::2], edges[1::2], strict=True):
@@ -293,10 +310,10 @@ def test_of_code_whole_lines_are_missing():
 
 
 def test_a_batch_is_of_texts_of_one_length_and_no_text_is_left_out():
-    generator, sizes = draws(0, "test"), draws(1, "test").integers(10, 200, size=60)
+    generator, sizes = seeded_generator(0, "test"), seeded_generator(1, "test").integers(10, 200, size=60)
     counts = np.zeros(60)
     for _ in range(2000):
-        chosen = alike(sizes, 6, generator)
+        chosen = sample_similar_lengths(sizes, 6, generator)
         assert len(set(chosen)) == 6
         counts[chosen] += 1
     assert counts.min() > 140  # 200 each are expected
@@ -304,24 +321,24 @@ def test_a_batch_is_of_texts_of_one_length_and_no_text_is_left_out():
 
 
 def test_shares_cover_their_range_evenly():
-    generator, holes = draws(0, "test"), Holes(warm_up=0.5)
-    assert holes.shares(8, 0.0, generator) == pytest.approx([0.15] * 8)
-    shares = np.sort(holes.shares(8, 1.0, generator))
+    generator, holes = seeded_generator(0, "test"), HoleSettings(warm_up_fraction=0.5)
+    assert holes.hole_fractions(8, 0.0, generator) == pytest.approx([0.15] * 8)
+    shares = np.sort(holes.hole_fractions(8, 1.0, generator))
     assert shares.min() >= 0.05
     assert shares.max() <= 0.99
     assert np.diff(shares).max() < 2 * 0.94 / 8
-    assert Holes("narrow").shares(8, 1.0, generator).min() >= 0.9
+    assert HoleSettings("narrow").hole_fractions(8, 1.0, generator).min() >= 0.9
 
 
 def test_left_to_right_and_any_order():
-    generator, taken = draws(0, "test"), np.array([False, True, True, False, True, True, True])
-    assert Holes().ranks(taken, generator).tolist() == [0, 1, 2, 0, 3, 4, 5]
-    mixed = [Holes(order="any").ranks(taken, generator).tolist() for _ in range(10)]
+    generator, taken = seeded_generator(0, "test"), np.array([False, True, True, False, True, True, True])
+    assert HoleSettings().decoding_ranks(taken, generator).tolist() == [0, 1, 2, 0, 3, 4, 5]
+    mixed = [HoleSettings(order="any").decoding_ranks(taken, generator).tolist() for _ in range(10)]
     assert any(ranks != [0, 1, 2, 0, 3, 4, 5] for ranks in mixed)
     assert all(sorted(ranks) == [0, 0, 1, 2, 3, 4, 5] for ranks in mixed)
 
 
-def learn(course: AnySubsetCourse | LinkCourse, steps: int, rate: float) -> None:
+def learn(course: AnySubsetTrainingTask | PairwiseCorrectionTrainingTask, steps: int, rate: float) -> None:
     optimiser = torch.optim.AdamW(course.module.parameters(), lr=rate)
     for step in range(steps):
         optimiser.zero_grad()
@@ -332,31 +349,40 @@ def learn(course: AnySubsetCourse | LinkCourse, steps: int, rate: float) -> None
 def test_a_course_learns():
     texts = [np.arange(4, 24 if i % 2 else 19) for i in range(40)]
     model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.02)
-    course = AnySubsetCourse(model, texts[:30], texts[30:], steps=30, batch=6, holes=Holes(warm_up=0.0))
+    course = AnySubsetTrainingTask(
+        model, texts[:30], texts[30:], num_steps=30, batch_size=6, hole_settings=HoleSettings(warm_up_fraction=0.0)
+    )
     first = float(course.loss(0).detach())
     learn(course, 30, 1e-2)
     assert float(course.loss(0).detach()) < first / 2
-    assert set(course.report()) == {"bits at 20%", "bits at 95%"}
+    assert set(course.evaluate()) == {"bits at 20%", "bits at 95%"}
 
 
 def test_links_learn_what_stands_behind_what(tmp_path):
     """Texts of pairs: of two holes asked together, the second does not know how its pair began."""
-    dice = draws(0, "pairs")
+    dice = seeded_generator(0, "pairs")
     texts = [np.append(1, np.stack([first, first + 20], -1)) for first in dice.integers(10, 30, size=(60, 12))]
     model = tiny_llama(any_subset={"mask": MASK}, initializer_range=0.1)
-    taught = AnySubsetCourse(model, texts, texts, steps=120, batch=6, holes=Holes(blank=BLANK, warm_up=0.0))
+    taught = AnySubsetTrainingTask(
+        model,
+        texts,
+        texts,
+        num_steps=120,
+        batch_size=6,
+        hole_settings=HoleSettings(blank_token=BLANK, warm_up_fraction=0.0),
+    )
     learn(taught, 120, 1e-2)
-    course = LinkCourse(taught, rank=24)
-    before = course.report()
+    course = PairwiseCorrectionTrainingTask(taught, rank=24)
+    before = course.evaluate()
     assert before["with"] == pytest.approx(before["accepted without links"])
     learn(course, 50, 3e-2)
-    after = course.report()
+    after = course.evaluate()
     assert after["accepted without links"] == before["with"], "the model stays as it is"
     assert after["with"] > before["with"] + 0.1
-    tokens, ranks = taught.lay(texts[:4], [0.5] * 4, dice)
-    _own, (logits, states, *_tokens) = course._said(tokens, ranks, 3)
+    tokens, ranks = taught.make_batch(texts[:4], [0.5] * 4, dice)
+    _own, (logits, states, *_tokens) = course._batch_logits(tokens, ranks, 3)
     torch.testing.assert_close(model.lm_head(states), logits, rtol=1e-4, atol=1e-4)
-    links = course.module.links()
+    links = course.module.correction()
     logits, states = (torch.from_numpy(dice.normal(size=(3, size))).float() for size in (300, 32))
     rows = course.module(logits, states, torch.tensor([11, 12, 13]), torch.tensor([10, -1, 12]))
     weights = links.weights(states.numpy())
@@ -364,21 +390,21 @@ def test_links_learn_what_stands_behind_what(tmp_path):
         row = links(logits[number].numpy(), weights[number], left, two)
         np.testing.assert_allclose(row, rows[number].detach().numpy(), rtol=1e-4, atol=1e-5)
 
-    write_links(links, tmp_path)
-    again = read_links(tmp_path, 300, 32)
+    save_pairwise_correction(links, tmp_path)
+    again = load_pairwise_correction(tmp_path, 300, 32)
     assert np.allclose(again.left, links.left, rtol=1e-2)
     with pytest.raises(ValueError, match="of another model; delete it"):
-        read_links(tmp_path, 299, 32)
+        load_pairwise_correction(tmp_path, 299, 32)
     with pytest.raises(ValueError, match="of another model; delete it"):
-        read_links(tmp_path, 300, 64)
+        load_pairwise_correction(tmp_path, 300, 64)
     (tmp_path / "links.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match="damaged"):
-        read_links(tmp_path, 300, 32)
+        load_pairwise_correction(tmp_path, 300, 32)
 
 
 def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
     engine = saltus.load("stories", "assd", profile=False, rule="reject", adaptive=False)
-    assert engine.network.links is not None
+    assert engine.network.pairwise_correction is not None
     text = "Once upon a time there was a [[8]] who lived in [[24]]."
     found = [engine.infill(text, temperature=1.0, seed=seed) for seed in range(4)]
     tokens, calls = (sum(getattr(one.statistics, name) for one in found) for name in ("tokens", "calls"))
@@ -390,51 +416,55 @@ def test_neighbours_are_holes_that_are_decided_one_after_the_other():
     tokens = torch.arange(10, 19)[None]
     ranks = torch.tensor([[0, 1, 2, 3, 0, 4, 6, 5, -1]])
     for lag, unknown in ((1, [-1, -1]), (2, [-1, 11]), (8, [-1, 11])):
-        behind, left, before = neighbours(tokens, ranks, lag)
+        behind, left, before = consecutive_holes(tokens, ranks, lag)
         assert behind.tolist() == [False, True, True, False, False, False]
         assert left.tolist() == [11, 12]
         assert before.tolist() == unknown, "a given token is known to every law"
 
 
 def test_packed_rows_that_lag_do_not_know_the_last_holes():
-    model = prepared(tiny_llama(any_subset={"mask": MASK}))
+    model = prepare_model(tiny_llama(any_subset={"mask": MASK}))
     dice = np.random.default_rng(0)
     tokens = torch.from_numpy(dice.integers(4, 300, size=(1, 12)))
     ranks = torch.tensor([[0, 0, 1, 2, 3, 0, 4, 5, 6, 0, 7, 0]])
-    lagging, keep, _ = pack_holes(tokens, ranks, MASK, lag=2)
+    lagging, keep, _ = pack_holes(tokens, ranks, MASK, num_unknown=2)
     with torch.no_grad():
-        rows = said(model, lagging, keep)
+        rows = packed_logits(model, lagging, keep)
     for number, hole in enumerate(np.flatnonzero(ranks[0] > 0).tolist()):
         other, another = tokens.clone(), tokens.clone()
         knew = (ranks[0] >= 0) & (ranks[0] < max(int(ranks[0, hole]) - 2, 1))
         other[0, ~knew] = 5
-        packed, keep, _ = pack_holes(other, ranks, MASK, lag=2)
+        packed, keep, _ = pack_holes(other, ranks, MASK, num_unknown=2)
         with torch.no_grad():
-            assert torch.allclose(said(model, packed, keep)[number], rows[number], atol=1e-5)
+            assert torch.allclose(packed_logits(model, packed, keep)[number], rows[number], atol=1e-5)
         latest = max(np.flatnonzero(knew.numpy()), key=lambda place: int(ranks[0, place]))
         another[0, latest] = 299
-        packed, keep, _ = pack_holes(another, ranks, MASK, lag=2)
+        packed, keep, _ = pack_holes(another, ranks, MASK, num_unknown=2)
         with torch.no_grad():
-            assert not torch.allclose(said(model, packed, keep)[number], rows[number], atol=1e-3), "all else it knows"
+            assert not torch.allclose(packed_logits(model, packed, keep)[number], rows[number], atol=1e-3), (
+                "all else it knows"
+            )
 
 
 def test_an_xlnet_is_trained_as_it_is_asked():
     """Rows of its two streams, in one call, are what the network says hole by hole."""
     model = tiny_xlnet()
-    network, dice = XlnetNetwork(model), draws(0, "test")
+    network, dice = XlnetNetwork(model), seeded_generator(0, "test")
     text = dice.integers(4, 300, size=20)
-    course = XlnetCourse(model, [text], [text], steps=1, batch=1, holes=Holes(warm_up=0.0))
-    tokens, ranks = course.lay([text, text[:14]], [0.5, 0.3], dice)
+    course = XlnetTrainingTask(
+        model, [text], [text], num_steps=1, batch_size=1, hole_settings=HoleSettings(warm_up_fraction=0.0)
+    )
+    tokens, ranks = course.make_batch([text, text[:14]], [0.5, 0.3], dice)
     course.module.eval()
     with torch.no_grad():
-        logits, wanted = course.say(tokens, ranks)
+        logits, wanted = course.hole_logits(tokens, ranks)
     rows, targets = iter(logits), iter(wanted.tolist())
     for said_, order in zip(tokens.numpy(), ranks.numpy(), strict=True):
         size = int((order >= 0).sum())
         holes = np.flatnonzero(order > 0)
         canvas = infilling(np.where(order[:size] > 0, HOLE, said_[:size]))
         for hole in holes:
-            own = network.forward([Forward(canvas)], [network.memory()])[0].logits[0]
+            own = network.forward([ForwardInputs(canvas)], [network.new_kv_cache()])[0].logits[0]
             torch.testing.assert_close(next(rows), own, rtol=1e-3, atol=1e-3)
             assert next(targets) == said_[hole]
             canvas = canvas.fill(said_[[hole]])
@@ -451,7 +481,7 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     engine = saltus.load(str(tmp_path / "model"), "plain", profile=False)
-    for file in (folder / "holes.py", folder / "core" / "sampling.py"):
+    for file in (folder / "core" / "canvas.py", folder / "core" / "sampling.py"):
         source = "\t" + file.read_text(encoding="utf-8")
         tokens = engine.tokenizer(source, add_special_tokens=False).input_ids
         assert engine.tokenizer.decode(tokens) == source
@@ -459,7 +489,7 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
     if more:
         assert engine.generate("def f(x):\n", max_new_tokens=4, raw=True).tokens
         return
-    assert engine.network.links is not None
+    assert engine.network.pairwise_correction is not None
     before, behind = "def f(x):\n    y = 1\n", "\n    return x\n"
     found = engine.infill(before, suffix=behind, method="assd")
     assert found.text == before + found.fillings[0] + behind

@@ -10,25 +10,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
-from saltus.core.control import Controller
-from saltus.core.decode import run, speculate
-from saltus.core.forward import Forward, Laws, Step
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step, TargetDistributions
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, law, pick
-from saltus.methods.jacobi import EACH, Guess, Iterate, Jacobi, Pool, Window, path
-from saltus.testing import Toy, listening, toy, writing
+from saltus.core.sampling import Sampling, pick, token_distribution
+from saltus.core.scheduler import run
+from saltus.core.speculate import speculate
+from saltus.methods.jacobi import (
+    NGRAMS_PER_TOKEN,
+    BlockWindow,
+    Guess,
+    Iterate,
+    Jacobi,
+    NgramPool,
+    nodes_of_next_iterate,
+)
+from saltus.testing import ToyNetwork, recording_noise, toy_decoding, toy_network
 
 PROMPT = [1, 2, 3, 4]
 SAMPLED = Sampling(temperature=1.0)
 ALONE = {"candidates": 0, "blocks": 1}  # one block, no recycling: the iteration of Eq. 3 itself
 
 
-def write(length: int = 30, target: Toy | None = None, budget: int = 64, method: str = "jacobi", **options):
+def write(length: int = 30, target: ToyNetwork | None = None, budget: int = 64, method: str = "jacobi", **options):
     settings = {name: options.pop(name) for name in ("seed", "sampling", "rule", "controller") if name in options}
     settings.setdefault("controller", Controller(budget, adaptive=False))
     options = {"jacobi": options}
-    return writing(method, PROMPT, length, target=target or toy(), options=options, **settings).finish()
+    return toy_decoding(method, PROMPT, length, target=target or toy_network(), options=options, **settings).run()
 
 
 def chains(written) -> list[list[int]]:
@@ -36,39 +46,39 @@ def chains(written) -> list[list[int]]:
     found = []
     for step in written.steps:
         node, chain = -1, []
-        while children := step.asked.children(node):
+        while children := step.inputs.children(node):
             node = children[0]
-            chain.append(step.asked.tokens[node])
+            chain.append(step.inputs.tokens[node])
         found.append(chain)
     return found
 
 
-def blind() -> Toy:
+def blind() -> ToyNetwork:
     """A law that does not look at the text: every guess but the first is right."""
-    return Toy(torch.tensor([0.3, 0.1, 0.0, 0.2, 0.4]).log().clamp_min(-9).double().expand(5, 5, 5).contiguous())
+    return ToyNetwork(torch.tensor([0.3, 0.1, 0.0, 0.2, 0.4]).log().clamp_min(-9).double().expand(5, 5, 5).contiguous())
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("block", [1, 2, 5, 8])
 def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: Sampling):
     """Against Eq. 3 done by hand: all guesses of a block are corrected at once, each from the guesses before it."""
-    target, noise, holes = toy(sharp=1.0), Noise(7), 3 * block + 1
-    written = write(holes, toy(sharp=1.0), seed=7, sampling=sampling, block=block, **ALONE)
-    text, guess, asked = list(PROMPT), [], []
+    target, noise, holes = toy_network(logit_scale=1.0), Noise(7), 3 * block + 1
+    written = write(holes, toy_network(logit_scale=1.0), seed=7, sampling=sampling, block=block, **ALONE)
+    text, guess, inputs = list(PROMPT), [], []
     while (done := len(text) - len(PROMPT)) < holes:
         end = (done // block + 1) * block
         for hole in range(done + len(guess), min(end, holes - 1)):
-            guess.append(text[int(noise.at("jacobi/guess", len(PROMPT) + hole) * len(text))])
+            guess.append(text[int(noise.uniforms("jacobi/guess", len(PROMPT) + hole) * len(text))])
         chain, answers = guess[: min(end, holes - 1) - done], []
         for i in range(len(chain) + 1):
             before = text + chain[:i]
-            here = law(target.logits[before[-2], before[-1]], sampling)
-            answers.append(pick(float(noise.at("text", len(before))), here))
+            here = token_distribution(target.logits[before[-2], before[-1]], sampling)
+            answers.append(pick(float(noise.uniforms("text", len(before))), here))
         right = next((i for i in range(len(chain)) if chain[i] != answers[i]), len(chain))
-        asked.append(chain)
+        inputs.append(chain)
         text += answers[: right + 1]
         guess = answers[right + 1 :] + guess[len(answers) :]
-    assert chains(written) == asked
+    assert chains(written) == inputs
     assert written.tokens == text[len(PROMPT) :]
 
 
@@ -76,8 +86,8 @@ def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: S
 def test_a_block_takes_at_most_as_many_calls_as_it_has_tokens(sampling: Sampling):
     for seed in range(10):
         for block in (1, 3, 8):
-            written = write(24, toy(sharp=1.0), seed=seed, sampling=sampling, block=block)
-            starts = np.array([step.canvas.done for step in written.steps])
+            written = write(24, toy_network(logit_scale=1.0), seed=seed, sampling=sampling, block=block)
+            starts = np.array([step.canvas.num_decided for step in written.steps])
             assert all(
                 ((starts >= first) & (starts < first + block)).sum() <= block + 1 for first in range(0, 24, block)
             )
@@ -85,7 +95,7 @@ def test_a_block_takes_at_most_as_many_calls_as_it_has_tokens(sampling: Sampling
 
 def test_guesses_that_do_not_depend_on_the_text_settle_in_one_call():
     written = write(31, blind(), sampling=SAMPLED, block=10, seed=3, **ALONE)
-    per_block = [sum(first <= step.canvas.done < first + 10 for step in written.steps) for first in (0, 10, 20)]
+    per_block = [sum(first <= step.canvas.num_decided < first + 10 for step in written.steps) for first in (0, 10, 20)]
     assert max(per_block) <= 3
 
 
@@ -102,7 +112,7 @@ def test_every_block_beyond_the_second_is_live_too():
 
 
 def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
-    window = Window(size=10, most=3, enough=9, running=False)
+    window = BlockWindow(size=10, max_blocks=3, spawn_threshold=9, running=False)
     assert window.end(0, [False] * 10) == 10
     assert window.end(4, [True] * 4 + [False] * 2) == 10, "8 of 10"
     assert window.end(4, [True] * 5 + [False]) == 20, "9 of 10"
@@ -115,7 +125,7 @@ def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4), st.booleans())
 def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size: int, most: int, running: bool):
-    window, done = Window(size, most, size, running), 0
+    window, done = BlockWindow(size, most, size, running), 0
     for step in steps:
         end = window.end(done, [bool(step % 2)] * size)
         assert done < end <= done + most * size
@@ -123,10 +133,10 @@ def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size
 
 
 def test_a_running_window_keeps_its_length():
-    written = write(60, toy(sharp=1.0), sampling=SAMPLED, block=7, running=True, **ALONE)
-    rooms = [len(step.canvas.open) - 1 for step in written.steps]
+    written = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, running=True, **ALONE)
+    rooms = [len(step.canvas.open_positions) - 1 for step in written.steps]
     assert [len(chain) for chain in chains(written)] == [min(7, room) for room in rooms]
-    shrinking = write(60, toy(sharp=1.0), sampling=SAMPLED, block=7, **ALONE)
+    shrinking = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, **ALONE)
     assert min(len(chain) for chain in chains(shrinking)[:-7]) < 7
 
 
@@ -150,14 +160,14 @@ def test_a_drafter_that_was_not_asked_for_some_calls_goes_on_at_the_right_hole()
     """Its guesses for holes that were decided meanwhile are gone; the last call has answered the next ones."""
     drafter = Jacobi(block=6, **ALONE).drafter(Noise(0), SAMPLED, match)
     guesses = drafter(continuation(PROMPT, 20), None, 6)[0].tokens
-    written = write(3, toy(sharp=1.0), method="plain", sampling=SAMPLED).tokens
+    written = write(3, toy_network(logit_scale=1.0), method="plain", sampling=SAMPLED).tokens
     later = continuation(PROMPT, 20).fill(np.array(written[:2]))
-    asked = Forward(later, tokens=(4, 5), parents=(-1, 0))
-    target = toy(sharp=1.0)
-    laws = Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, Noise(0))
-    last = Step(later, asked, laws.reply, laws, np.array(written[2:]), -1)
+    inputs = ForwardInputs(later, tokens=(4, 5), parents=(-1, 0))
+    target = toy_network(logit_scale=1.0)
+    distributions = TargetDistributions(inputs, target.forward([inputs], [target.new_kv_cache()])[0], SAMPLED, Noise(0))
+    last = Step(later, inputs, distributions.outputs, distributions, np.array(written[2:]), -1)
     chain = drafter(later.fill(last.tokens), last, 6)[0].tokens
-    assert chain[:3] == [laws.pick(0), laws.pick(1), guesses[5]]
+    assert chain[:3] == [distributions.pick(0), distributions.pick(1), guesses[5]]
 
 
 def test_a_guess_ends_the_answers_that_led_to_it():
@@ -165,77 +175,77 @@ def test_a_guess_ends_the_answers_that_led_to_it():
     iterate = Iterate(ngram=3)
     iterate.guesses = [Guess((token,)) for token in (5, 6, 7)]
     iterate.correct([5, 6, 7], [1, 2, 3, 4])
-    assert [guess.trail for guess in iterate.guesses] == [(1,), (5, 2), (6, 3), (7, 4)]
+    assert [guess.ngram for guess in iterate.guesses] == [(1,), (5, 2), (6, 3), (7, 4)]
     iterate.correct([1, 2, 3, 4], [8, 8, 8, 8, 8])
-    assert [guess.trail for guess in iterate.guesses] == [(8,), (1, 8), (5, 2, 8), (6, 3, 8), (7, 4, 8)]
+    assert [guess.ngram for guess in iterate.guesses] == [(8,), (1, 8), (5, 2, 8), (6, 3, 8), (7, 4, 8)]
 
 
-def tails(pool: Pool, token: int, count: int = 99) -> list[tuple[int, ...]]:
+def tails(pool: NgramPool, token: int, count: int = 99) -> list[tuple[int, ...]]:
     return [tail for tail, _ in pool.starting_with(token, count)]
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), max_size=60), st.integers(1, 20))
 def test_the_pool_is_bounded(ngrams, most: int):
-    pool = Pool(most)
+    pool = NgramPool(most)
     for ngram in ngrams:
         pool.add(tuple(ngram))
         assert tails(pool, ngram[0], 1) == [tuple(ngram[1:])], "the latest is there, and first"
-        assert pool.size == sum(map(len, pool.tails.values())) <= most
-        assert all(0 < len(kept) <= EACH for kept in pool.tails.values())
+        assert pool.size == sum(map(len, pool.continuations.values())) <= most
+        assert all(0 < len(kept) <= NGRAMS_PER_TOKEN for kept in pool.continuations.values())
 
 
 def test_a_full_pool_forgets_what_was_not_added_to_for_longest():
-    pool = Pool(most=3)
+    pool = NgramPool(capacity=3)
     for ngram in [(1, 2), (1, 3), (2, 2), (1, 4), (4, 4, 4)]:
         pool.add(ngram)
     assert [tails(pool, token) for token in (1, 2, 4)] == [[(4,), (3,)], [], [(4, 4)]]
 
 
 def test_an_ngram_takes_the_place_of_the_one_it_has_grown_from():
-    pool = Pool(most=9)
+    pool = NgramPool(capacity=9)
     for ngram in [(1, 2), (1, 5), (1, 2, 3)]:
         pool.add(ngram)
     assert tails(pool, 1) == [(2, 3), (5,)]
 
 
 def test_the_latest_recycled_ngrams_come_first_and_agreeing_ones_are_likelier():
-    pool = Pool(most=9)
+    pool = NgramPool(capacity=9)
     for last in (1, 2, 3):
         pool.add((0, last))
     assert tails(pool, 0, 2) == [(3,), (2,)]
-    chances = [chance[0] for _, chance in pool.starting_with(0, 9)]
-    assert chances == sorted(chances, reverse=True)
+    probabilities = [chance[0] for _, chance in pool.starting_with(0, 9)]
+    assert probabilities == sorted(probabilities, reverse=True)
     pool.add((0, 3, 4))
     pool.add((0, 3, 5))
-    assert pool.starting_with(0, 9)[0][1][0] > chances[0]
+    assert pool.starting_with(0, 9)[0][1][0] > probabilities[0]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20))
 def test_chances_of_recycled_ngrams_are_chances(firsts):
-    pool = Pool(most=99)
+    pool = NgramPool(capacity=99)
     for first in firsts:
         pool.add((9, first))
-    found = {tail[0]: chances[0] for tail, chances in pool.starting_with(9, 99)}
+    found = {tail[0]: probabilities[0] for tail, probabilities in pool.starting_with(9, 99)}
     assert all(0 < chance < 1 for chance in found.values())
     assert sum(found.values()) < 1
 
 
 def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call(monkeypatch):
     """A branch beside the chain, taken at least once, saves calls."""
-    looked_up, find = [], Pool.starting_with
-    monkeypatch.setattr(Pool, "starting_with", lambda pool, *key: looked_up.append(key[0]) or find(pool, *key))
-    written = write(20, toy(sharp=1.5), sampling=SAMPLED)
-    assert looked_up == [step.canvas.decided[-1] for step in written.steps][: len(looked_up)]
+    looked_up, find = [], NgramPool.starting_with
+    monkeypatch.setattr(NgramPool, "starting_with", lambda pool, *key: looked_up.append(key[0]) or find(pool, *key))
+    written = write(20, toy_network(logit_scale=1.5), sampling=SAMPLED)
+    assert looked_up == [step.canvas.decided_prefix[-1] for step in written.steps][: len(looked_up)]
 
-    target = partial(toy, sharp=1.5)
+    target = partial(toy_network, logit_scale=1.5)
     taken = 0
     for seed in range(10):
         written = write(40, target(), seed=seed, sampling=SAMPLED, block=8, spawn=1.0)
         for step in written.steps:
-            path = step.asked.path(step.node)
-            taken += bool(path) and step.asked.children(-1)[0] not in step.asked.follow(path)
+            path = step.inputs.path_tokens(step.last_node)
+            taken += bool(path) and step.inputs.children(-1)[0] not in step.inputs.match_tokens(path)
     assert taken
     plain = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=0).steps) for s in range(10)]
     recycled = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=4).steps) for s in range(10)]
@@ -244,31 +254,33 @@ def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_t
 
 def test_a_chain_goes_on_along_the_branch_that_the_text_took():
     """Where another drafter's branch was right, the answers on it are the next iterate; else those on the chain."""
-    asked = Forward(continuation(PROMPT, 9), tokens=(1, 2, 2, 3, 4, 5), parents=(-1, 0, -1, 2, 3, 2))
+    inputs = ForwardInputs(continuation(PROMPT, 9), tokens=(1, 2, 2, 3, 4, 5), parents=(-1, 0, -1, 2, 3, 2))
     step = write(1).steps[0]
     ours, theirs = [1, 2, 3], [2, 3, 4]
     for node, expected in {-1: [0, 1], 0: [0, 1], 1: [0, 1], 2: [2, 3, 4], 3: [2, 3, 4], 5: [2, 5]}.items():
-        assert path(replace(step, asked=asked, node=node), ours) == expected
-    assert path(replace(step, asked=asked, node=-1), theirs) == [2, 3, 4]
-    assert path(replace(step, asked=asked, node=-1), [9]) == [0, 1], "our chain was not asked: any answers beat none"
-    assert path(replace(step, asked=Forward(continuation(PROMPT, 9)), node=-1), ours) == []
+        assert nodes_of_next_iterate(replace(step, inputs=inputs, last_node=node), ours) == expected
+    assert nodes_of_next_iterate(replace(step, inputs=inputs, last_node=-1), theirs) == [2, 3, 4]
+    assert nodes_of_next_iterate(replace(step, inputs=inputs, last_node=-1), [9]) == [0, 1], (
+        "our chain was not asked: any answers beat none"
+    )
+    assert nodes_of_next_iterate(replace(step, inputs=ForwardInputs(continuation(PROMPT, 9)), last_node=-1), ours) == []
 
 
 def test_jacobi_stays_off_the_uniforms_that_judge_it():
     """Under `reject` the text's uniforms and those of acceptance must not have shaped the drafts."""
     heard: list[tuple[str, int]] = []
     noise = Noise(0)
-    drafter = Jacobi().drafter(listening(heard)(0), SAMPLED, reject)
+    drafter = Jacobi().drafter(recording_noise(heard)(0), SAMPLED, reject)
     run(
         speculate(continuation(PROMPT, 20), noise, SAMPLED, [drafter], lambda step: None, reject),
-        {"target": toy(sharp=1.0)},
+        {"target": toy_network(logit_scale=1.0)},
     )
     assert {stream for stream, _ in heard} == {"jacobi/guess"}
 
 
 def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():
     for step in write(9, block=64, seed=1).steps:
-        assert max(step.asked.depths, default=-1) < len(step.canvas.open) - 1
+        assert max(step.inputs.depths, default=-1) < len(step.canvas.open_positions) - 1
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from transformers import DynamicCache
 
 import saltus
 from architectures import ARCHITECTURES, VOCAB, text, tiny
-from saltus.networks.gated import Gate, Gating, applied
-from saltus.training import losses
-from saltus.training.blocks import BlockNoise, pack_blocks
-from saltus.training.checkpoint import load
-from saltus.training.course import Course
-from saltus.training.draws import draws
-from saltus.training.jacobi import JacobiCourse
-from saltus.training.lessons import Lessons
-from saltus.training.loop import Schedule, train
-from saltus.training.trajectories import Trajectory, read_trajectories
+from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
+from saltus.training.data.block_packing import BlockNoise, pack_blocks
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.trajectories import Trajectory, read_trajectories
+from saltus.training.data.window_dataset import WindowSettings
+from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.loop.training_loop import Schedule, train
+from saltus.training.tasks import losses
+from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
+from saltus.training.tasks.training_task import TrainingTask
 from test_adapter_training import EXPERTS, gradients
 from test_cli import complaint, lines, saltus_
 
@@ -34,7 +34,7 @@ NOISES = [
     BlockNoise("linear", "noisy", 3), BlockNoise("random", "window", 2), BlockNoise("reverse", "noisy", 2),
     BlockNoise("linear", "large", 2), BlockNoise("any", "clean", 2),
 ]  # fmt: skip
-LESSONS = Lessons(texts=2, held_out=0.3, discount=0.7, slots=60)
+LESSONS = WindowSettings(texts=2, held_out=0.3, discount=0.7, slots=60)
 
 
 def trajectories(count: int = 6) -> list[Trajectory]:
@@ -54,27 +54,29 @@ def trajectories(count: int = 6) -> list[Trajectory]:
     return made
 
 
-def course_on(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **settings) -> JacobiCourse:
+def course_on(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **settings) -> JacobiTrainingTask:
     """A course whose adapter, where there is one, changes much already."""
-    gating = Gating(rank=4, alpha=4.0) if gated else None
-    course = JacobiCourse(model, trajectories(), gating, noise, lessons=LESSONS, text_weight=0.5, **settings)
+    gating = GatedLoraSettings(rank=4, alpha=4.0) if gated else None
+    course = JacobiTrainingTask(
+        model, trajectories(), gating, noise, window_settings=LESSONS, text_weight=0.5, **settings
+    )
     if gated:
         with torch.no_grad():
             for name, weight in course.module.named_parameters():
-                drawn = draws(1, name).normal(0, 0.3, tuple(weight.shape))
+                drawn = seeded_generator(1, name).normal(0, 0.3, tuple(weight.shape))
                 weight.add_(torch.from_numpy(drawn).to(weight) * min(weight.shape[-1], 8) ** -0.5)
     return course
 
 
-def gate_of(course: JacobiCourse, rows: torch.Tensor, one: Trajectory):
+def gate_of(course: JacobiTrainingTask, rows: torch.Tensor, one: Trajectory):
     if course.adapter is None:
         return nullcontext()
     none = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     gate = Gate(rows, none, torch.full_like(none, one.temperature), torch.ones_like(rows).bool())
-    return applied(course.model, course.adapter, gate)
+    return gated_adapter(course.model, course.adapter, gate)
 
 
-def alone(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+def alone(course: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
     """What the rows of each block say, in a forward of what they see: iterates before them, or the text."""
     first, takes = len(one.prompt), course.noise.mask == "noisy"
     for start in range(0, len(iterate), BLOCK):
@@ -85,7 +87,7 @@ def alone(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> Iterator
             yield course.model(whole, use_cache=False).logits[0, first + start :]
 
 
-def behind_memories(course: JacobiCourse, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+def behind_memories(course: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
     """The same where each row sees some blocks as iterates and others as the text: keys and values put together."""
     first, window = len(one.prompt), course.noise.window
     text_, known = DynamicCache(), []
@@ -110,15 +112,15 @@ def behind_memories(course: JacobiCourse, one: Trajectory, iterate: list[int]) -
         yield out.logits[0]
 
 
-def one_by_one(course: JacobiCourse, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
+def one_by_one(course: JacobiTrainingTask, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
     """The loss by the library's own causal attention: each block behind what it sees, in a forward of its own."""
     course.model.set_attn_implementation("eager")
     total, weights, of_text = 0.0, 0.0, []
     for one, iterate in zip(texts, iterates, strict=True):
         first, words = len(one.prompt), list(one.completion)
         wrong = np.array(iterate) != np.array(words)
-        laws = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
-        of_text.append(losses.cross_entropy(laws[:-1], torch.tensor(words[1:])))
+        distributions = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
+        of_text.append(losses.cross_entropy(distributions[:-1], torch.tensor(words[1:])))
         mixed = course.noise.mask in ("window", "large")
         said = (behind_memories if mixed else alone)(course, one, iterate)
         for block, logits in enumerate(said):
@@ -129,21 +131,21 @@ def one_by_one(course: JacobiCourse, texts: list[Trajectory], iterates: list[lis
             for row, place in enumerate(range(start, min(start + BLOCK, len(words) - 1))):
                 misled = misled or bool(wrong[place])
                 if misled:
-                    share = course.lessons.discount**before
-                    total = total + share * losses.divergence(laws[place].detach(), logits[row])
+                    share = course.window_settings.discount**before
+                    total = total + share * losses.kl_divergence(distributions[place].detach(), logits[row])
                     weights, before = weights + share, before + 1
     course.model.set_attn_implementation("saltus")
     loss = total / weights
     return loss if course.adapter is not None else loss + course.text_weight * torch.cat(of_text).mean()
 
 
-def assert_same_as_one_by_one(course: JacobiCourse) -> None:
+def assert_same_as_one_by_one(course: JacobiTrainingTask) -> None:
     course.model.double()
     course.module.double()
     for first in (0, 2):
-        texts, generator = course.own[first : first + 2], draws(0, "test", first)
-        iterates = [course.noise.iterates(one.blocks(), generator) for one in texts]
-        loss = course.loss_on(texts, iterates)
+        texts, generator = course.training_trajectories[first : first + 2], seeded_generator(0, "test", first)
+        iterates = [course.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
+        loss = course.batch_loss(texts, iterates)
         packed = gradients(course, loss)
         alone = one_by_one(course, texts, iterates)
         torch.testing.assert_close(loss, alone)
@@ -169,7 +171,7 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     iterates = [[9, 9, 9, 9], [1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 9, 4], final]  # 4, 3, 2, 1, 0 wrong
 
     def wrong(noise: BlockNoise) -> list[int]:
-        chosen = np.array(noise.iterates([iterates] * 5, draws(0, "test"))).reshape(5, 4)
+        chosen = np.array(noise.choose_iterates([iterates] * 5, seeded_generator(0, "test"))).reshape(5, 4)
         return (chosen != final).sum(1).tolist()
 
     assert wrong(BlockNoise("linear", window=4)) == [0, 1, 2, 3, 0]
@@ -184,39 +186,41 @@ def test_a_row_sees_what_its_mask_says():
     seen = {}
     for mask in ("noisy", "window", "large", "clean"):
         blocks = pack_blocks([[5]], [[1, 2, 3, 4, 6, 7]], [[1, 9, 3, 9, 6, 7]], 2, BlockNoise("linear", mask, 2))
-        row = blocks.packed.mask[0, blocks.noisy[0, 5]]
+        row = blocks.packed.mask[0, blocks.iterate_rows[0, 5]]
         seen[mask] = [blocks.packed.tokens[0, column].item() for column in row.nonzero().flatten()]
-        assert blocks.packed.positions[0, blocks.noisy[0]].tolist() == [1, 2, 3, 4, 5, 6]
+        assert blocks.packed.positions[0, blocks.iterate_rows[0]].tolist() == [1, 2, 3, 4, 5, 6]
     wrong, right = [5, 1, 9, 3, 9, 6, 7], [5, 1, 2, 3, 4, 6, 7]
     assert seen == {"noisy": wrong, "window": wrong, "large": right, "clean": right}
     for mask, within in (("window", [5, 1, 2, 3, 9]), ("large", [5, 1, 9, 3, 9])):
         blocks = pack_blocks([[5]], [[1, 2, 3, 4]], [[1, 9, 3, 9]], 2, BlockNoise("linear", mask, 2))
-        row = blocks.packed.mask[0, blocks.noisy[0, 3]]
+        row = blocks.packed.mask[0, blocks.iterate_rows[0, 3]]
         assert blocks.packed.tokens[0, row.nonzero().flatten()].tolist() == within
 
 
 def test_iterates_are_read_back_block_by_block():
     one = Trajectory([1], [5, 6, 7, 8, 9], 0.0, 4, 0, [[0, 3, 3, 3, 3], [2, 3, 8], [4]])
-    assert one.blocks() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
+    assert one.iterates_by_block() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
 
 
 def test_the_anchor_holds_the_laws_that_the_model_had():
     """It costs nothing before the model has moved, and the distance of the laws of its text behind that."""
     course = course_on(tiny("Llama"), gated=False, anchor="laws")
-    texts, generator = course.own[:2], draws(0, "test")
-    iterates = [course.noise.iterates(one.blocks(), generator) for one in texts]
+    texts, generator = course.training_trajectories[:2], seeded_generator(0, "test")
+    iterates = [course.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
     free = replace(course, text_weight=0.0)
-    torch.testing.assert_close(course.loss_on(texts, iterates), free.loss_on(texts, iterates))
+    torch.testing.assert_close(course.batch_loss(texts, iterates), free.batch_loss(texts, iterates))
     with torch.no_grad():
         for weight in course.model.parameters():
             weight.mul_(1.05)
-    drift, expected = course.loss_on(texts, iterates) - free.loss_on(texts, iterates), []
-    for model in (course.model, course.before):
+    drift, expected = course.batch_loss(texts, iterates) - free.batch_loss(texts, iterates), []
+    for model in (course.model, course.reference_model):
         model.set_attn_implementation("eager")
     for one in texts:
         ids, first = torch.tensor([[*one.prompt, *one.completion]]), len(one.prompt)
-        then, now = (model(ids, use_cache=False).logits[0, first:-1] for model in (course.before, course.model))
-        expected.append(losses.divergence(then, now))
+        then, now = (
+            model(ids, use_cache=False).logits[0, first:-1] for model in (course.reference_model, course.model)
+        )
+        expected.append(losses.kl_divergence(then, now))
     torch.testing.assert_close(drift, course.text_weight * torch.cat(expected).mean())
     assert drift > 1e-3
 
@@ -232,8 +236,8 @@ def test_a_model_that_stands_still_is_frozen_beside_its_adapter():
 def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
     """A tiny model, and its trajectories."""
     model, room = str(tiny_folder()), tmp_path_factory.mktemp("jacobi")
-    asked = lines(room / "asked.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
-    saltus_("collect", "jacobi", "-f", asked, "-m", model, "-n", 30, "-b", 6, "--out", room / "found", "--shard", 3)
+    inputs = lines(room / "asked.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
+    saltus_("collect", "jacobi", "-f", inputs, "-m", model, "-n", 30, "-b", 6, "--out", room / "found", "--shard", 3)
     return model, room
 
 
@@ -242,13 +246,15 @@ def test_training_learns_to_see_through_wrong_guesses(gated, written, tmp_path):
     """Of texts that it has seen: what the next call will decide grows."""
     model, room = written
     own, texts = saltus.load(model, "plain", exact=False).network.model, read_trajectories(room / "found")
-    gating = Gating(rank=8, alpha=8.0) if gated else None
-    course = JacobiCourse(own, texts, gating, BlockNoise("any", "clean", 2), lessons=replace(LESSONS, texts=4))
-    assert isinstance(course, Course)
-    course.held_out = course.own
-    before = course.report()
+    gating = GatedLoraSettings(rank=8, alpha=8.0) if gated else None
+    course = JacobiTrainingTask(
+        own, texts, gating, BlockNoise("any", "clean", 2), window_settings=replace(LESSONS, texts=4)
+    )
+    assert isinstance(course, TrainingTask)
+    course.validation_trajectories = course.training_trajectories
+    before = course.evaluate()
     train(course.module, course.loss, Schedule(80, 1e-2, every=80), tmp_path / "checkpoint.pt", {})
-    after = course.report()
+    after = course.evaluate()
     assert 1 <= before["greedy"] < after["greedy"]
     assert 1 <= before["sampled"] <= after["sampled"]
 
@@ -262,7 +268,7 @@ def test_what_is_collected_is_how_the_text_came_about(written):
     model, room = written
     engine = saltus.load(model)
     for one in read_trajectories(room / "found"):
-        for iterates in one.blocks():
+        for iterates in one.iterates_by_block():
             size = len(iterates[-1])
             assert all(len(iterate) == size for iterate in iterates)
             assert 1 <= len(iterates) - 1 <= size + 1
@@ -276,14 +282,14 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found"]
     said = saltus_(*common, *settings(), "--steps", 4, "--work", room / "run", "--out", room / "adapter")
     assert "held-out tokens per call" in said.stderr
-    asked = ["generate", "-m", model, "-n", 20, "-t", 0.8, "--seed", 3, "the cat sat"]
-    plain = saltus_(*asked, "--method", "plain").stdout
+    inputs = ["generate", "-m", model, "-n", 20, "-t", 0.8, "--seed", 3, "the cat sat"]
+    plain = saltus_(*inputs, "--method", "plain").stdout
     for method in ("jacobi", "jacobi+lookup"):
         guided = ["--method", method, "--option", f"jacobi.model={room / 'adapter'}"]
-        assert saltus_(*asked, *guided).stdout == plain
-        assert saltus_(*asked, *guided, "--budget", 30, "--option", "jacobi.block=5").stdout == plain
-    asked = lines(room / "again.jsonl", {"prompt": "the cat"}, {"prompt": "dog"})
-    collect = ["collect", "jacobi", "-f", asked, "-m", model, "-n", 12, "-b", 6, "-t", 0]
+        assert saltus_(*inputs, *guided).stdout == plain
+        assert saltus_(*inputs, *guided, "--budget", 30, "--option", "jacobi.block=5").stdout == plain
+    inputs = lines(room / "again.jsonl", {"prompt": "the cat"}, {"prompt": "dog"})
+    collect = ["collect", "jacobi", "-f", inputs, "-m", model, "-n", 12, "-b", 6, "-t", 0]
     saltus_(*collect, "--out", room / "second", "--adapter", room / "adapter")
     assert json.loads((room / "second" / "collect.json").read_text())["guessed_by"]
     assert "guesses of another adapter" in complaint(*collect, "--out", room / "second")
@@ -306,9 +312,9 @@ def test_a_model_is_trained_and_loads_as_any(written):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found", *settings("trains=model")]
     saltus_(*common, "--steps", 4, "--set", "schedule.rate=1e-2", "--work", room / "model", "--out", room / "tuned")
-    asked = ["generate", "-m", room / "tuned", "-n", 20, "the cat sat"]
-    text_ = saltus_(*asked, "--method", "plain").stdout
-    assert saltus_(*asked, "--method", "jacobi").stdout == text_
+    inputs = ["generate", "-m", room / "tuned", "-n", 20, "the cat sat"]
+    text_ = saltus_(*inputs, "--method", "plain").stdout
+    assert saltus_(*inputs, "--method", "jacobi").stdout == text_
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["random", "NaN"])
@@ -316,10 +322,12 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
     """Whatever it guesses, at any temperature, alone and in batches, with many blocks, with logits that are none."""
     model, room = written
     own = saltus.load(model, "plain").network.model
-    course = JacobiCourse(own, read_trajectories(room / "found"), Gating(rank=4, alpha=4.0), BlockNoise(window=2))
+    course = JacobiTrainingTask(
+        own, read_trajectories(room / "found"), GatedLoraSettings(rank=4, alpha=4.0), BlockNoise(window=2)
+    )
     with torch.no_grad():
         for name, weight in course.module.named_parameters():
-            drawn = torch.from_numpy(draws(1, name).normal(0, 0.5, tuple(weight.shape))).to(weight)
+            drawn = torch.from_numpy(seeded_generator(1, name).normal(0, 0.5, tuple(weight.shape))).to(weight)
             weight.copy_(torch.full_like(weight, torch.nan) if broken else drawn)
     course.save(tmp_path / "adapter", {})
     adapter = {"model": str(tmp_path / "adapter")}
@@ -361,7 +369,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(tr
     run.kill()
     run.join()
     assert run.exitcode == -signal.SIGKILL
-    assert 1 <= load(tmp_path / "killed" / "checkpoint.pt")["step"] < 12
+    assert 1 <= load_checkpoint(tmp_path / "killed" / "checkpoint.pt")["step"] < 12
     saltus_(*training("killed"))
     one, other = (tmp_path / name / "out" / f"{weights}.safetensors" for name in ("whole", "killed"))
     assert one.read_bytes() == other.read_bytes()
@@ -379,8 +387,8 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "forcing.window=9")
     assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "schedule=upwards")
     assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows=3")
-    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
-    collect = ["collect", "jacobi", "-f", asked, "-m", model, "-n", 12, "--out"]
+    inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
+    collect = ["collect", "jacobi", "-f", inputs, "-m", model, "-n", 12, "--out"]
     narrow = str(tiny_folder(max_position_embeddings=32))
     assert "reads 32 in all" in complaint(*collect, tmp_path / "narrow", "-m", narrow, "-b", 64)
     saltus_("collect", "text", *collect[2:], tmp_path / "text")
@@ -402,8 +410,10 @@ def test_texts_of_another_model_and_of_one_block_are_refused(written, tiny_folde
     texts = read_trajectories(room / "found")
     short = [replace(one, completion=one.completion[:6], calls=one.calls[:1]) for one in texts]
     with pytest.raises(ValueError, match="fewer than two texts of more than a block"):
-        JacobiCourse(tiny("Llama"), short, None, lessons=LESSONS)
+        JacobiTrainingTask(tiny("Llama"), short, None, window_settings=LESSONS)
     with pytest.raises(ValueError, match="gone on with by --model"):
-        JacobiCourse(tiny("Llama"), texts, None, BlockNoise(window=2), lessons=LESSONS).begin(room / "adapter")
+        JacobiTrainingTask(tiny("Llama"), texts, None, BlockNoise(window=2), window_settings=LESSONS).initialize_from(
+            room / "adapter"
+        )
     other = str(tiny_folder(seed=5))
     assert "were written by" in complaint("train", "jacobi", "-m", other, "--teacher", room / "found", *settings())

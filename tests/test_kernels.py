@@ -17,18 +17,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from architectures import random_tree
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks import attention, native
-from saltus.networks.attention import Call, Part
-from saltus.networks.linear import Exact, evenly, linear
-from saltus.networks.memory import Memory
+from saltus.core.forward import ForwardInputs
+from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.models.exact import attention, native
+from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
+from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
 SIZES = [(1, 1), (7, 3), (31, 130), (32, 8), (33, 5), (48, 20), (576, 49), (1536, 64)]  # inputs, outputs
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-compiled = pytest.mark.skipif(native.shared_object() is None, reason="no compiled kernels")
+compiled = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_curve_rounds_alike_wherever_its_argument_stands(dtype, size, name):
         "tanh": torch.tanh,
     }
     curve, x = curves[name], normal(64, size).abs().to(dtype) * 2
-    with Exact():
+    with BatchInvariantMode():
         whole = curve(x)
         for start, width in ((0, 1), (63, 1), (7, 3), (40, 5), (17, 33)):
             assert same(curve(x[start : start + width]), whole[start : start + width])
@@ -230,7 +230,12 @@ def test_torch_alone_rounds_a_curve_by_its_place():
     """Why `evenly` is needed: the last elements of a tensor go through other code."""
     x = normal(64, 20)
     assert not all(same(F.silu(x[row : row + 1]), F.silu(x)[row : row + 1]) for row in range(64))
-    assert all(same(evenly(F.silu, x[row : row + 1]), evenly(F.silu, x)[row : row + 1]) for row in range(64))
+    assert all(
+        same(
+            batch_invariant_elementwise(F.silu, x[row : row + 1]), batch_invariant_elementwise(F.silu, x)[row : row + 1]
+        )
+        for row in range(64)
+    )
 
 
 # Attention
@@ -246,7 +251,7 @@ class Rows:
         self.q = normal(kv_heads * group, nodes, dim, seed=2).to(dtype)
         self.k, self.v = normal(2, kv_heads, nodes, dim, seed=3).to(dtype)
         self.text_v, self.v = self.text[1][..., :value_dim], self.v[..., :value_dim]
-        self.tree = Forward(continuation(range(past), 99), *random_tree(nodes))
+        self.tree = ForwardInputs(continuation(range(past), 99), *random_tree(nodes))
         self.past, self.settings = past, {"sliding_window": window, "softcap": softcap}
 
     def ancestors(self, node: int) -> list[int]:
@@ -259,15 +264,15 @@ class Rows:
 
     def attend(self, before: list[int], rows: list[int]) -> torch.Tensor:
         """The outputs of nodes `rows`, where nodes `before` have become text: [rows, heads, dim]."""
-        memory, past = Memory(), self.past + len(before)
+        kv_cache, past = KVCache(), self.past + len(before)
         keys, values = torch.cat([self.text[0], self.k[:, before]], 1), torch.cat([self.text_v, self.v[:, before]], 1)
         if past:
-            memory.reserve(1, past, keys, values)
-            memory.keys[0, :, :past], memory.values[0, :, :past] = keys, values
+            kv_cache.reserve(1, past, keys, values)
+            kv_cache.keys[0, :, :past], kv_cache.values[0, :, :past] = keys, values
         visible = np.array([[j in self.ancestors(i) for j in rows] for i in rows], dtype=np.uint8)
         positions = self.past + np.array([self.tree.depths[node] for node in rows])
-        part, module = Part(memory, past, positions, visible), SimpleNamespace(layer_idx=0)
-        with attention.during(Call([part], 1)):
+        part, module = SequenceRows(kv_cache, past, positions, visible), SimpleNamespace(layer_idx=0)
+        with attention.attention_context(AttentionCall([part], 1)):
             q, k, v = (x[None, :, rows] for x in (self.q, self.k, self.v))
             return attention.attend(module, q, k, v, **self.settings)[0][0]
 
@@ -353,7 +358,7 @@ def test_threads_do_not_change_a_bit():
     x, (weight, bias), rows = normal(40, 576), layer(576, 999, torch.float32), Rows(torch.float32, nodes=70)
     found = []
     for threads in (1, 2, 3, 1):
-        native.shared_object().saltus_threads(threads)
+        native.load_kernels().saltus_threads(threads)
         found.append((linear(x, [weight], [bias])[0], rows.attend([], list(range(70)))))
     for out, attended in found:
         assert same(out, found[0][0])
@@ -367,7 +372,7 @@ def work(seed: int, wrong: list, expected: torch.Tensor) -> None:
 
 @compiled
 def test_threads_of_python_may_call_at_once():
-    native.shared_object().saltus_threads(3)
+    native.load_kernels().saltus_threads(3)
     weight, bias = layer(200, 300, torch.float32)
     wrong: list[int] = []
     threads = [
@@ -384,7 +389,7 @@ def test_threads_of_python_may_call_at_once():
 
 
 def child(x, weight, bias, answers) -> None:
-    native.shared_object().saltus_threads(2)
+    native.load_kernels().saltus_threads(2)
     answers.put(linear(x, [weight], [bias])[0].numpy())
 
 
@@ -393,7 +398,7 @@ def child(x, weight, bias, answers) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_computes_the_same():
     """Even if another thread was in the middle of a product."""
-    native.shared_object().saltus_threads(3)
+    native.load_kernels().saltus_threads(3)
     x, (weight, bias) = normal(40, 576), layer(576, 200, torch.float32)
     mine = linear(x, [weight], [bias])[0]
     over = threading.Event()
@@ -434,17 +439,17 @@ def test_without_kernels_rows_round_alike_too():
 def fresh_library(tmp_path, monkeypatch):
     """As if nothing had been compiled or loaded."""
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))
-    native.shared_object.cache_clear()
+    native.load_kernels.cache_clear()
     yield tmp_path
-    native.shared_object.cache_clear()
+    native.load_kernels.cache_clear()
 
 
 def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with caplog.at_level(logging.WARNING, "saltus"):
-        assert native.shared_object() is None
-        assert native.shared_object() is None
+        assert native.load_kernels() is None
+        assert native.load_kernels() is None
     assert [record.getMessage() for record in caplog.records] == [
         "the compiled kernels cannot be had, going on with slower exact ones:"
         " no C compiler was found; install gcc or clang"
@@ -454,16 +459,16 @@ def test_no_compiler_is_a_warning_that_says_what_to_install(fresh_library, monke
 def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING, "saltus"):
-        assert native.shared_object() is None
+        assert native.load_kernels() is None
     assert "the compiler failed" in caplog.records[0].getMessage()
     assert not list(fresh_library.rglob("*.so"))
 
 
 @compiled
 def test_kernels_are_compiled_once(fresh_library, monkeypatch):
-    assert native.shared_object() is not None
+    assert native.load_kernels() is not None
     made = list(fresh_library.rglob("*.so"))
     assert len(made) == 1
-    native.shared_object.cache_clear()
+    native.load_kernels.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert native.shared_object() is not None
+    assert native.load_kernels() is not None

@@ -9,8 +9,8 @@ from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
-from saltus.methods.lookup import FAR, Index, Lookup, branches, votes
-from saltus.testing import toy, writing
+from saltus.methods.lookup import LONG_REPEAT, Lookup, RepeatIndex, branches, votes
+from saltus.testing import toy_decoding, toy_network
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -30,16 +30,16 @@ def repeats_of(text: list[int], longest: int, places: int) -> list[tuple[int, in
         if size:
             found[at] = size
     latest = sorted(found, reverse=True)
-    kept = set(latest[:places]) | set([at for at in latest if found[at] >= FAR][:places])
+    kept = set(latest[:places]) | set([at for at in latest if found[at] >= LONG_REPEAT][:places])
     return [(at, found[at]) for at in latest if at in kept]
 
 
 @settings(deadline=None)
 @given(texts, st.integers(1, 20), st.integers(1, 9))
 def test_repeats_are_those_that_a_slow_search_finds(text: list[int], longest: int, places: int):
-    index = Index(max(longest, FAR), places)
+    index = RepeatIndex(max(longest, LONG_REPEAT), places)
     index.read(np.array(text))
-    assert index.repeats() == repeats_of(text, max(longest, FAR), places)
+    assert index.repeats() == repeats_of(text, max(longest, LONG_REPEAT), places)
 
 
 def test_a_longer_repeat_is_found_however_long_ago_it_was():
@@ -50,7 +50,7 @@ def test_a_longer_repeat_is_found_however_long_ago_it_was():
 @settings(deadline=None)
 @given(texts, st.data())
 def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
-    whole, parts = Index(8, 5), Index(8, 5)
+    whole, parts = RepeatIndex(8, 5), RepeatIndex(8, 5)
     whole.read(np.array(text))
     for end in sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4))):
         parts.read(np.array(text[:end], dtype=np.int64))
@@ -60,12 +60,12 @@ def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
 
 
 def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
-    index = Index(longest=8, places=4)
+    index = RepeatIndex(longest=8, places=4)
     index.read(np.zeros(500, dtype=np.int64))
-    assert all(len(places) <= 4 for places in index._places.values())
-    before = {key: list(places) for key, places in index._places.items()}
+    assert all(len(places) <= 4 for places in index._positions.values())
+    before = {key: list(places) for key, places in index._positions.items()}
     index.read(np.zeros(501, dtype=np.int64))
-    assert {key: places[-1] for key, places in index._places.items()} == dict.fromkeys(before, 500)
+    assert {key: places[-1] for key, places in index._positions.items()} == dict.fromkeys(before, 500)
 
 
 @settings(deadline=None)
@@ -74,12 +74,12 @@ def test_branches_fit_and_their_chances_are_chances(text: list[int], room: int, 
     found = offer(text, room, nodes=nodes)
     assert len(found) <= nodes
     for branch in found:
-        assert 1 <= len(branch.tokens) == len(branch.chances) <= room
-        assert all(0 < chance < 1 for chance in branch.chances)
-    roots = {branch.tokens[0]: branch.chances[0] for branch in found}
+        assert 1 <= len(branch.tokens) == len(branch.acceptance_probabilities) <= room
+        assert all(0 < chance < 1 for chance in branch.acceptance_probabilities)
+    roots = {branch.tokens[0]: branch.acceptance_probabilities[0] for branch in found}
     assert sum(roots.values()) < 1
     assert len({tuple(branch.tokens) for branch in found}) == len(found)
-    values = [np.prod(branch.chances) for branch in found]
+    values = [np.prod(branch.acceptance_probabilities) for branch in found]
     assert values == sorted(values, reverse=True)
 
 
@@ -122,10 +122,10 @@ def test_later_places_and_agreeing_ones_count_more():
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12))
 def test_votes_leave_something_for_what_was_never_seen(seen):
-    chances = votes([token for token, _ in seen], [size for _, size in seen])
-    assert set(chances) == {token for token, _ in seen}
-    assert all(chance > 0 for chance in chances.values())
-    assert sum(chances.values()) < 1
+    probabilities = votes([token for token, _ in seen], [size for _, size in seen])
+    assert set(probabilities) == {token for token, _ in seen}
+    assert all(chance > 0 for chance in probabilities.values())
+    assert sum(probabilities.values()) < 1
 
 
 def test_different_continuations_share_their_beginning():
@@ -137,7 +137,7 @@ def test_different_continuations_share_their_beginning():
 
 def test_a_text_that_repeats_itself_takes_few_calls():
     """A greedy toy falls into a loop; once round, the loop is found in the text."""
-    written = writing("lookup", [1, 2, 3], 60, target=toy()).finish()
+    written = toy_decoding("lookup", [1, 2, 3], 60, target=toy_network()).run()
     assert len(written.tokens) == 60
     assert len(written.steps) < 20
 

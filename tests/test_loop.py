@@ -7,10 +7,10 @@ from signal import SIGKILL
 import pytest
 import torch
 
-from saltus.training.checkpoint import load, save
-from saltus.training.draws import draws
-from saltus.training.loop import Progress, Schedule, _optimisers, train
-from saltus.training.muon import Muon
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
+from saltus.training.loop.muon import Muon
+from saltus.training.loop.training_loop import Progress, Schedule, _make_optimizers, train
 
 SCHEDULE = Schedule(30, 0.05, warm_up=5, every=5)
 
@@ -33,7 +33,7 @@ def losses(network: torch.nn.Linear, dies_at: int = -1):
     def loss(step: int) -> torch.Tensor:
         if step == dies_at:
             raise KeyboardInterrupt
-        points = torch.from_numpy(draws(0, "points", step).normal(size=(8, 3))).float()
+        points = torch.from_numpy(seeded_generator(0, "points", step).normal(size=(8, 3))).float()
         return ((network(points) - points.sum(-1, keepdim=True)) ** 2).mean()
 
     return loss
@@ -63,7 +63,7 @@ def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoi
         network = module()
         train(network, losses(network), schedule, path, {})
 
-    moments, patience, kills, reached = draws(0, "moments"), 0.01, 0, 0
+    moments, patience, kills, reached = seeded_generator(0, "moments"), 0.01, 0, 0
     while reached < schedule.steps:
         child = get_context("fork").Process(target=run)
         child.start()
@@ -71,7 +71,7 @@ def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoi
         child.kill()
         child.join()
         kills += child.exitcode == -SIGKILL
-        state = load(path)  # never damaged
+        state = load_checkpoint(path)  # never damaged
         assert state is None or state["step"] >= reached, "no checkpoint is lost"
         if state is None or state["step"] == reached:
             patience *= 1.2  # as long as this machine needs for some steps
@@ -87,9 +87,10 @@ def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_
     for shape in ((40, 24), (24, 40)):
         weight = torch.nn.Parameter(torch.zeros(shape))
         weight.grad = (
-            torch.from_numpy(draws(0, "gradient").normal(size=shape)).float() * torch.logspace(-1, 1, 40)[: shape[1]]
+            torch.from_numpy(seeded_generator(0, "gradient").normal(size=shape)).float()
+            * torch.logspace(-1, 1, 40)[: shape[1]]
         )
-        Muon([weight], lr=0.1, momentum=0.0, half=half).step()
+        Muon([weight], lr=0.1, momentum=0.0, use_bfloat16=half).step()
         step = weight.detach() / 0.1
         expected = 0.2 * 40**0.5  # all singular values, so that entries are about 0.2
         assert torch.linalg.svdvals(step) / expected == pytest.approx(torch.ones(24), abs=0.35)
@@ -101,8 +102,8 @@ def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_
 def test_muon_learns_matrices_alone_and_refuses_other_weights():
     lines = module()
     train_with = replace(SCHEDULE, optimiser="muon")
-    assert [type(one).__name__ for one in _optimisers(lines, train_with)] == ["AdamW", "Muon"]
-    assert [type(one).__name__ for one in _optimisers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
+    assert [type(one).__name__ for one in _make_optimizers(lines, train_with)] == ["AdamW", "Muon"]
+    assert [type(one).__name__ for one in _make_optimizers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
     with pytest.raises(ValueError, match="two dimensions; leave the others to AdamW"):
         Muon([lines.bias], lr=0.1)
 
@@ -119,8 +120,8 @@ def test_progress_says_what_is_left(tmp_path):
     network = module()
     train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {}, reports.append)
     assert [progress.step for progress in reports] == [5, 10, 15, 20, 25, 30]
-    assert all(progress.left > 0 for progress in reports[:-1])
-    assert reports[-1].left == 0
+    assert all(progress.seconds_left > 0 for progress in reports[:-1])
+    assert reports[-1].seconds_left == 0
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
@@ -135,15 +136,15 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 @pytest.mark.parametrize("harm", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"x" * 100])
 def test_a_damaged_checkpoint_is_refused(tmp_path, harm):
     path = tmp_path / "run.pt"
-    save(path, {"weights": torch.zeros(1000)})
+    save_checkpoint(path, {"weights": torch.zeros(1000)})
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(ValueError, match="delete it to begin anew"):
-        load(path)
+        load_checkpoint(path)
 
 
 def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
-    save(path, {"step": 1})
+    save_checkpoint(path, {"step": 1})
 
     def torn(state, file):
         file.write(b"half of it")
@@ -151,8 +152,8 @@ def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", torn)
     with pytest.raises(KeyboardInterrupt):
-        save(path, {"step": 2})
-    assert load(path) == {"step": 1}
+        save_checkpoint(path, {"step": 2})
+    assert load_checkpoint(path) == {"step": 1}
 
 
 def test_a_run_whose_loss_is_not_a_number_is_stopped_before_it_is_saved(tmp_path):

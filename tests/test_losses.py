@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from saltus.training import losses
-from saltus.training.distillation import Objective
-from saltus.training.draws import draws
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.tasks import losses
+from saltus.training.tasks.distillation import Objective
 
 LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
@@ -35,8 +35,8 @@ def over_tokens(loss):
     [
         over_tokens(losses.cross_entropy),
         over_tokens(losses.binary_cross_entropy),
-        lambda logits: losses.divergence(LAW.log(), logits),
-        lambda logits: losses.reverse_divergence(LAW.log(), logits),
+        lambda logits: losses.kl_divergence(LAW.log(), logits),
+        lambda logits: losses.reverse_kl_divergence(LAW.log(), logits),
     ],
     ids=["cross-entropy", "binary cross-entropy", "KL", "reverse KL"],
 )
@@ -45,12 +45,12 @@ def test_a_loss_is_least_at_the_law_itself(loss):
 
 
 def test_divergences_are_those_of_torch_and_zero_between_equals():
-    teacher, student = (torch.from_numpy(draws(0, name).normal(size=(3, 5, 8))) for name in ("q", "p"))
+    teacher, student = (torch.from_numpy(seeded_generator(0, name).normal(size=(3, 5, 8))) for name in ("q", "p"))
     logs = [logits.log_softmax(-1) for logits in (teacher, student)]
     expected = torch.nn.functional.kl_div(logs[1], logs[0], reduction="none", log_target=True).sum(-1)
-    torch.testing.assert_close(losses.divergence(teacher, student), expected)
-    torch.testing.assert_close(losses.reverse_divergence(student, teacher), expected)
-    assert losses.divergence(teacher, teacher + 3).abs().max() < 1e-12
+    torch.testing.assert_close(losses.kl_divergence(teacher, student), expected)
+    torch.testing.assert_close(losses.reverse_kl_divergence(student, teacher), expected)
+    assert losses.kl_divergence(teacher, teacher + 3).abs().max() < 1e-12
 
 
 def test_a_certain_law_has_finite_losses_and_gradients():
@@ -66,8 +66,8 @@ def test_a_certain_law_has_finite_losses_and_gradients():
 
 def test_the_mean_is_over_the_tokens_that_count():
     values = torch.tensor([1.0, 2.0, torch.inf])
-    assert losses.mean(values, torch.tensor([True, True, False])) == 1.5
-    assert losses.mean(values, torch.tensor([False, False, False])) == 0
+    assert losses.masked_mean(values, torch.tensor([True, True, False])) == 1.5
+    assert losses.masked_mean(values, torch.tensor([False, False, False])) == 0
 
 
 def test_a_one_hot_student_is_not_compared_by_its_laws():

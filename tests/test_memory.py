@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from architectures import VOCAB, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.memory import GROWTH, Memory
+from saltus.core.forward import ForwardInputs
+from saltus.networks.kv_cache.kv_cache import MIN_GROWTH, KVCache
+from saltus.networks.models.causal import CausalNetwork
 
 TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12)
 
@@ -32,11 +32,11 @@ def rows(llama, monkeypatch) -> list[int]:
     seen = []
 
     def call(self, reads):
-        seen.append(sum(read.part.rows for read in reads))
+        seen.append(sum(read.rows.num_rows for read in reads))
         return original(self, reads)
 
-    original = CausalNetwork._call
-    monkeypatch.setattr(CausalNetwork, "_call", call)
+    original = CausalNetwork._run_model
+    monkeypatch.setattr(CausalNetwork, "_run_model", call)
     return seen
 
 
@@ -57,9 +57,9 @@ def edits(draw):
     return kind, draw(st.integers(0, 40)), draw(TOKENS), draw(trees())
 
 
-def edited(decided: list[int], tree: Forward, kind: str, place: int, tokens: list[int]) -> list[int]:
+def edited(decided: list[int], tree: ForwardInputs, kind: str, place: int, tokens: list[int]) -> list[int]:
     if kind == "accept" and tree.tokens:  # a branch, and the token that the verifier adds
-        return [*decided, *tree.path(place % len(tree.tokens)), tokens[0]]
+        return [*decided, *tree.path_tokens(place % len(tree.tokens)), tokens[0]]
     if kind == "jump":
         return [*decided[: place % len(decided)], *tokens]
     if kind == "shrink":
@@ -78,82 +78,86 @@ def common(one, other) -> int:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(start=TOKENS, history=st.lists(edits(), min_size=1, max_size=8))
 def test_whatever_becomes_of_a_text_its_logits_are_those_of_a_fresh_read(network, start, history):
-    decided, memory, known = list(start), network.memory(), [list(start)]
-    tree = Forward(continuation(np.array(decided), 99))
-    network.forward([tree], [memory])
+    decided, kv_cache, known = list(start), network.new_kv_cache(), [list(start)]
+    tree = ForwardInputs(continuation(np.array(decided), 99))
+    network.forward([tree], [kv_cache])
     for kind, place, tokens, (nodes, parents) in history:
         decided = edited(decided, tree, kind, place, tokens)
-        tree = Forward(continuation(np.array(decided), 99), nodes, parents)
-        reply = network.forward([tree], [memory])[0]
-        assert torch.equal(reply.logits, network.forward([tree], [network.memory()])[0].logits)
-        assert reply.read == len(decided) - min(max(common(decided, text) for text in known), len(decided) - 1)
-        known = [decided, *([*decided, *tree.path(node)] for node in range(len(nodes)))]
+        tree = ForwardInputs(continuation(np.array(decided), 99), nodes, parents)
+        outputs = network.forward([tree], [kv_cache])[0]
+        assert torch.equal(outputs.logits, network.forward([tree], [network.new_kv_cache()])[0].logits)
+        assert outputs.context_tokens_read == len(decided) - min(
+            max(common(decided, text) for text in known), len(decided) - 1
+        )
+        known = [decided, *([*decided, *tree.path_tokens(node)] for node in range(len(nodes)))]
 
 
 def test_nothing_is_read_twice(llama, rows):
-    decided, memory, tree = list(text(50)), llama.memory(), random_tree(12)
-    llama.forward([Forward(continuation(np.array(decided), 99))], [memory])
-    ask = Forward(continuation(np.array(decided), 99), *tree)
-    assert llama.forward([ask], [memory])[0].read == 1
-    accepted = ask.path(11)
+    decided, kv_cache, tree = list(text(50)), llama.new_kv_cache(), random_tree(12)
+    llama.forward([ForwardInputs(continuation(np.array(decided), 99))], [kv_cache])
+    inputs = ForwardInputs(continuation(np.array(decided), 99), *tree)
+    assert llama.forward([inputs], [kv_cache])[0].context_tokens_read == 1
+    accepted = inputs.path_tokens(11)
     assert len(accepted) > 1
     grown = np.array([*decided, *accepted, 7])
-    assert llama.forward([Forward(continuation(grown, 9), *tree)], [memory])[0].read == 1
+    assert llama.forward([ForwardInputs(continuation(grown, 9), *tree)], [kv_cache])[0].context_tokens_read == 1
     assert rows == [50, 13, 13]
 
 
 def test_an_accepted_branch_stays_where_its_text_ends(llama):
     """Keys and values of siblings are overwritten, and those of the branch move behind the text."""
     decided = text(20)
-    ask = Forward(continuation(decided, 9), (3, 4, 5, 6, 7), (-1, -1, 1, 1, 3))
-    memory, fresh = llama.memory(), llama.memory()
-    llama.forward([ask], [memory])
-    place = memory.keys.data_ptr()
+    inputs = ForwardInputs(continuation(decided, 9), (3, 4, 5, 6, 7), (-1, -1, 1, 1, 3))
+    kv_cache, fresh = llama.new_kv_cache(), llama.new_kv_cache()
+    llama.forward([inputs], [kv_cache])
+    place = kv_cache.keys.data_ptr()
     grown = np.array([*decided, 4, 6, 7, 8])
-    llama.forward([Forward(continuation(grown, 9))], [memory])
-    llama.forward([Forward(continuation(grown, 9))], [fresh])
-    assert memory.keys.data_ptr() == place
-    assert torch.equal(memory.keys[:, :, :24], fresh.keys[:, :, :24])
-    assert torch.equal(memory.values[:, :, :24], fresh.values[:, :, :24])
+    llama.forward([ForwardInputs(continuation(grown, 9))], [kv_cache])
+    llama.forward([ForwardInputs(continuation(grown, 9))], [fresh])
+    assert kv_cache.keys.data_ptr() == place
+    assert torch.equal(kv_cache.keys[:, :, :24], fresh.keys[:, :, :24])
+    assert torch.equal(kv_cache.values[:, :, :24], fresh.values[:, :, :24])
 
 
 def test_the_decided_tokens_alone_make_memory_grow(llama):
     """Hundreds of rejected nodes leave nothing behind."""
-    memory, slack = llama.memory(), 20
+    kv_cache, slack = llama.new_kv_cache(), 20
     for length in range(1, 300):
-        read(llama, text(300)[:length], *random_tree(slack), memory)
-        capacity = memory.keys.shape[2]
-        assert capacity <= max(1.5 * (length + slack), length + slack + GROWTH)
+        read(llama, text(300)[:length], *random_tree(slack), kv_cache)
+        capacity = kv_cache.keys.shape[2]
+        assert capacity <= max(1.5 * (length + slack), length + slack + MIN_GROWTH)
     bytes_of_slot = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, dim, bytes
-    assert memory.keys.nbytes + memory.values.nbytes == capacity * bytes_of_slot
+    assert kv_cache.keys.nbytes + kv_cache.values.nbytes == capacity * bytes_of_slot
 
 
 def test_a_grown_memory_keeps_what_it_knew(llama, rows):
-    memory, tokens = llama.memory(), text(GROWTH + 40)
-    before = read(llama, tokens[:-50], memory=memory)
-    capacity = memory.keys.shape[2]
-    after = read(llama, tokens, memory=memory)
-    assert memory.keys.shape[2] > capacity
+    kv_cache, tokens = llama.new_kv_cache(), text(MIN_GROWTH + 40)
+    before = read(llama, tokens[:-50], kv_cache=kv_cache)
+    capacity = kv_cache.keys.shape[2]
+    after = read(llama, tokens, kv_cache=kv_cache)
+    assert kv_cache.keys.shape[2] > capacity
     assert rows == [len(tokens) - 50, 50]
     assert torch.equal(after, read(llama, tokens))
     assert torch.equal(before, read(llama, tokens[:-50]))
 
 
 def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(llama, monkeypatch):
-    memory, decided = llama.memory(), text(20)
-    read(llama, decided, *random_tree(6), memory)
+    kv_cache, decided = llama.new_kv_cache(), text(20)
+    read(llama, decided, *random_tree(6), kv_cache)
     with monkeypatch.context() as patch:
-        patch.setattr(CausalNetwork, "_call", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        patch.setattr(CausalNetwork, "_run_model", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
-            read(llama, [*decided[:9], 5, 6, 7], *random_tree(6), memory)
-    assert torch.equal(read(llama, decided, memory=memory), read(llama, decided))
+            read(llama, [*decided[:9], 5, 6, 7], *random_tree(6), kv_cache)
+    assert torch.equal(read(llama, decided, kv_cache=kv_cache), read(llama, decided))
 
 
 def test_a_memory_keeps_the_branch_that_became_text():
-    memory = Memory(tokens=np.array([5, 6]), tree=Forward(continuation([5, 6, 7], 9), (8, 9, 9), (-1, -1, 0)))
-    memory.tokens = np.array([5, 6, 7])
-    assert memory.recall(np.array([5, 6, 7, 8, 9, 4])) == 5
-    assert memory.recall(np.array([5, 6, 7, 8, 9, 4])) == 5
-    assert memory.recall(np.array([5, 6, 7, 8, 9])) == 4
-    assert memory.recall(np.array([5, 1, 7, 8, 9])) == 1
-    assert memory.recall(np.array([5])) == 0
+    kv_cache = KVCache(
+        tokens=np.array([5, 6]), pending_tree=ForwardInputs(continuation([5, 6, 7], 9), (8, 9, 9), (-1, -1, 0))
+    )
+    kv_cache.tokens = np.array([5, 6, 7])
+    assert kv_cache.reuse_prefix(np.array([5, 6, 7, 8, 9, 4])) == 5
+    assert kv_cache.reuse_prefix(np.array([5, 6, 7, 8, 9, 4])) == 5
+    assert kv_cache.reuse_prefix(np.array([5, 6, 7, 8, 9])) == 4
+    assert kv_cache.reuse_prefix(np.array([5, 1, 7, 8, 9])) == 1
+    assert kv_cache.reuse_prefix(np.array([5])) == 0

@@ -9,9 +9,9 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks.causal import ROWS, CausalNetwork
-from saltus.networks.loading import serve
+from saltus.core.forward import ForwardInputs
+from saltus.networks.loading.checkpoints import make_network
+from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
@@ -68,8 +68,8 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
 @each_architecture
 def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, dtype):
     network, tokens = networks(name, dtype), text(LENGTH)
-    memory = network.memory()
-    one_by_one = torch.cat([read(network, tokens[: i + 1], memory=memory) for i in range(LENGTH)])
+    kv_cache = network.new_kv_cache()
+    one_by_one = torch.cat([read(network, tokens[: i + 1], kv_cache=kv_cache) for i in range(LENGTH)])
     assert torch.equal(one_by_one, chain(network, tokens))
     for length in (1, 7, LENGTH):
         assert torch.equal(read(network, tokens[:length])[0], one_by_one[length - 1])
@@ -80,53 +80,53 @@ def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, 
 def test_a_node_of_a_tree_gets_the_bits_of_its_path_read_as_text(networks, name, dtype):
     network, decided = networks(name, dtype), text(20)
     tokens, parents = random_tree(30)
-    tree = Forward(continuation(decided, 40), tokens, parents)
-    memory = network.memory()
-    read(network, decided[:-3], memory=memory)
-    laws = read(network, decided, tokens, parents, memory)
-    assert torch.equal(laws[0], read(network, decided)[0])
+    tree = ForwardInputs(continuation(decided, 40), tokens, parents)
+    kv_cache = network.new_kv_cache()
+    read(network, decided[:-3], kv_cache=kv_cache)
+    distributions = read(network, decided, tokens, parents, kv_cache)
+    assert torch.equal(distributions[0], read(network, decided)[0])
     for node in range(0, 30, 2):
-        assert torch.equal(laws[node + 1], read(network, [*decided, *tree.path(node)])[0])
+        assert torch.equal(distributions[node + 1], read(network, [*decided, *tree.path_tokens(node)])[0])
 
 
 @each_dtype
 @each_architecture
 def test_texts_in_a_batch_get_the_bits_that_each_gets_alone(networks, name, dtype):
     network = networks(name, dtype)
-    asks = [
-        Forward(continuation(text(5), 9), (3, 4, 5), (-1, 0, -1)),
-        Forward(continuation(text(33, seed=1), 9)),
-        Forward(continuation(text(61, seed=2), 9), *random_tree(9)),
+    batch = [
+        ForwardInputs(continuation(text(5), 9), (3, 4, 5), (-1, 0, -1)),
+        ForwardInputs(continuation(text(33, seed=1), 9)),
+        ForwardInputs(continuation(text(61, seed=2), 9), *random_tree(9)),
     ]
-    replies = network.forward(asks, [network.memory() for _ in asks])
-    for ask, reply in zip(asks, replies, strict=True):
-        assert torch.equal(reply.logits, network.forward([ask], [network.memory()])[0].logits)
+    batch_outputs = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    for inputs, outputs in zip(batch, batch_outputs, strict=True):
+        assert torch.equal(outputs.logits, network.forward([inputs], [network.new_kv_cache()])[0].logits)
 
 
 @each_dtype
 @each_architecture
 def test_a_prompt_longer_than_a_call_gets_the_bits_of_decoding(networks, name, dtype):
-    network, tokens = networks(name, dtype), text(ROWS + 60)
-    memory = network.memory()
-    for length in (100, ROWS + 1, ROWS + 58):
-        read(network, tokens[:length], memory=memory)
-    for length in (ROWS + 59, ROWS + 60):
-        assert torch.equal(read(network, tokens[:length], memory=memory), read(network, tokens[:length]))
-    assert torch.equal(read(network, tokens, *random_tree(9), memory), read(network, tokens, *random_tree(9)))
+    network, tokens = networks(name, dtype), text(MAX_ROWS_PER_CALL + 60)
+    kv_cache = network.new_kv_cache()
+    for length in (100, MAX_ROWS_PER_CALL + 1, MAX_ROWS_PER_CALL + 58):
+        read(network, tokens[:length], kv_cache=kv_cache)
+    for length in (MAX_ROWS_PER_CALL + 59, MAX_ROWS_PER_CALL + 60):
+        assert torch.equal(read(network, tokens[:length], kv_cache=kv_cache), read(network, tokens[:length]))
+    assert torch.equal(read(network, tokens, *random_tree(9), kv_cache), read(network, tokens, *random_tree(9)))
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_batches_longer_than_a_call_are_cut_and_every_text_gets_its_own_answer(networks, name):
     network = networks(name, torch.float32)
-    asks = [
-        Forward(continuation(text(length, seed=length), 9), *random_tree(nodes), features=True)
-        for length, nodes in ((500, 5), (3, 0), (ROWS - 6, 7), (90, 200), (ROWS, 0))
+    batch = [
+        ForwardInputs(continuation(text(length, seed=length), 9), *random_tree(nodes), output_hidden_states=True)
+        for length, nodes in ((500, 5), (3, 0), (MAX_ROWS_PER_CALL - 6, 7), (90, 200), (MAX_ROWS_PER_CALL, 0))
     ]
-    for ask, reply in zip(asks, network.forward(asks, [network.memory() for _ in asks]), strict=True):
-        alone = network.forward([ask], [network.memory()])[0]
-        assert torch.equal(reply.logits, alone.logits)
-        assert torch.equal(reply.features, alone.features)
-        assert len(reply.logits) == len(ask.tokens) + 1
+    for inputs, outputs in zip(batch, network.forward(batch, [network.new_kv_cache() for _ in batch]), strict=True):
+        alone = network.forward([inputs], [network.new_kv_cache()])[0]
+        assert torch.equal(outputs.logits, alone.logits)
+        assert torch.equal(outputs.hidden_states, alone.hidden_states)
+        assert len(outputs.logits) == len(inputs.tokens) + 1
 
 
 def test_a_window_counts_positions_where_branches_push_slots_apart():
@@ -134,61 +134,63 @@ def test_a_window_counts_positions_where_branches_push_slots_apart():
     network = CausalNetwork(tiny("Mistral", sliding_window=4))
     decided, tokens = text(9), (*range(3, 14), *range(20, 30))
     parents = (*[-1] * 11, -1, *range(11, 20))
-    laws = read(network, decided, tokens, parents)
+    distributions = read(network, decided, tokens, parents)
     for node in range(11, 21):
-        assert torch.equal(laws[node + 1], read(network, [*decided, *range(20, 20 + node - 10)])[0])
+        assert torch.equal(distributions[node + 1], read(network, [*decided, *range(20, 20 + node - 10)])[0])
 
 
 @torch.inference_mode()
 def test_features_are_what_the_unembedding_reads(networks):
     for name in ("Llama", "GPT2"):
         network = networks(name, torch.float32)
-        ask = Forward(continuation(text(9), 9), (3, 4), (-1, 0), features=True)
-        reply = network.forward([ask], [network.memory()])[0]
-        assert reply.features.shape == (9 + 2, 48)
-        unembedded = network.model.get_output_embeddings()(reply.features[-3:])
-        torch.testing.assert_close(unembedded, reply.logits)
-        plain = network.forward([Forward(ask.canvas, ask.tokens, ask.parents)], [network.memory()])[0]
-        assert plain.features is None
+        inputs = ForwardInputs(continuation(text(9), 9), (3, 4), (-1, 0), output_hidden_states=True)
+        outputs = network.forward([inputs], [network.new_kv_cache()])[0]
+        assert outputs.hidden_states.shape == (9 + 2, 48)
+        unembedded = network.model.get_output_embeddings()(outputs.hidden_states[-3:])
+        torch.testing.assert_close(unembedded, outputs.logits)
+        plain = network.forward(
+            [ForwardInputs(inputs.canvas, inputs.tokens, inputs.parents)], [network.new_kv_cache()]
+        )[0]
+        assert plain.hidden_states is None
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma"])
 @torch.inference_mode()
 def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(networks, name):
     network, model = networks(name, torch.float32), tiny(name)
-    ask = Forward(continuation(text(9), 9), (3, 4), (-1, 0), features=True)
-    plain = network.forward([ask], [network.memory()])[0]
-    network.tap((1,))
+    inputs = ForwardInputs(continuation(text(9), 9), (3, 4), (-1, 0), output_hidden_states=True)
+    plain = network.forward([inputs], [network.new_kv_cache()])[0]
+    network.add_hidden_state_layers((1,))
     try:
-        tapped = network.forward([ask], [network.memory()])[0]
+        tapped = network.forward([inputs], [network.new_kv_cache()])[0]
     finally:
-        network.tap(())
+        network.add_hidden_state_layers(())
     assert torch.equal(tapped.logits, plain.logits)
-    assert torch.equal(tapped.features[:, 48:], plain.features)
+    assert torch.equal(tapped.hidden_states[:, 48:], plain.hidden_states)
     tokens = torch.tensor([[*text(9), 3, 4]])
     own = model(tokens, output_hidden_states=True, use_cache=False).hidden_states[1][0]
-    assert off(tapped.features[:, :48], own).max() < BOUNDS[torch.float32]
+    assert off(tapped.hidden_states[:, :48], own).max() < BOUNDS[torch.float32]
     with pytest.raises(ValueError, match="has 2"):
-        network.tap((2,))
+        network.add_hidden_state_layers((2,))
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
 def test_free_shapes_give_the_same_logits_but_for_rounding(name):
     model, tokens = tiny(name), text(LENGTH)
     own = own_logits(model, tokens)
-    assert off(chain(CausalNetwork(model, free=True), tokens), own).max() < BOUNDS[torch.float32]
+    assert off(chain(CausalNetwork(model, free_shapes=True), tokens), own).max() < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])
 def test_threads_may_share_a_network(networks, name):
     network = networks(name, torch.float32)
-    asks = [Forward(continuation(text(20, seed), 9), *random_tree(8, seed)) for seed in range(4)]
-    alone = [network.forward([ask], [network.memory()])[0].logits for ask in asks]
+    batch = [ForwardInputs(continuation(text(20, seed), 9), *random_tree(8, seed)) for seed in range(4)]
+    alone = [network.forward([inputs], [network.new_kv_cache()])[0].logits for inputs in batch]
     wrong = []
 
     def work(number: int) -> None:
         for _ in range(15):
-            logits = network.forward([asks[number]], [network.memory()])[0].logits
+            logits = network.forward([batch[number]], [network.new_kv_cache()])[0].logits
             if not torch.equal(logits, alone[number]):
                 wrong.append(number)
 
@@ -238,14 +240,14 @@ REFUSED = {
 def test_what_cannot_be_served_is_an_error_that_says_why(name):
     settings, why = REFUSED[name]
     with pytest.raises(ValueError, match=why) as error:
-        serve(tiny(name, **settings), "mine")
+        make_network(tiny(name, **settings), "mine")
     assert "\n" not in str(error.value)
 
 
 def test_position_biases_are_refused():
     config = BloomConfig(vocab_size=VOCAB, hidden_size=48, n_head=6, n_layer=2)
     with pytest.raises(ValueError, match="AttentionInterface"):
-        serve(BloomForCausalLM(config).eval(), "mine")
+        make_network(BloomForCausalLM(config).eval(), "mine")
 
 
 def test_attention_by_chunks_is_refused():
@@ -256,4 +258,4 @@ def test_attention_by_chunks_is_refused():
         intermediate_size_mlp=72, num_local_experts=2, pad_token_id=2,
     )  # fmt: skip
     with pytest.raises(ValueError, match="by chunks of 12 tokens"):
-        serve(Llama4ForCausalLM(config).eval(), "mine")
+        make_network(Llama4ForCausalLM(config).eval(), "mine")

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from invented_run import SIDES, invented_records, results_of
-from saltus.evaluation.page import page
+from saltus.evaluation.reports.page import render_page
 
 COLUMNS = {
     "speedup": 2, "decode_speedup": 2, "tokens_per_second": 1, "tokens_per_call": 2, "ms_per_call": 1,
@@ -61,7 +61,7 @@ class Reader(HTMLParser):
 
 
 def read(records, results=None) -> Reader:
-    return Reader(page(results or results_of(records), records))
+    return Reader(render_page(results or results_of(records), records))
 
 
 def test_the_numbers_of_the_table_are_those_of_the_results():
@@ -94,7 +94,7 @@ def test_the_numbers_of_the_categories_are_those_of_the_results():
 
 def test_the_page_asks_for_nothing_from_elsewhere_and_its_ids_are_unique():
     records = invented_records()
-    html = page(results_of(records), records)
+    html = render_page(results_of(records), records)
     reader = Reader(html)
     assert len(reader.ids) == len(set(reader.ids)) > 20
     assert not {"link", "img", "iframe", "image", "object"} & set(reader.tags)
@@ -165,7 +165,7 @@ def test_many_and_long_texts_keep_the_page_small():
     assert {task["category"] for task in data["tasks"]} == {"a", "b", "c"}
     for record in records:
         record["pieces"][-1] += "lorem ipsum" * 2000
-    html = page(results_of(records), records)
+    html = render_page(results_of(records), records)
     assert len(html.encode()) < 2_000_000
     assert 1 <= len(Reader(html).data["tasks"]) < 30
 
@@ -176,7 +176,7 @@ def test_problems_and_other_texts_stand_in_red():
         if record["side"] == "jacobi":
             record["pieces"] = ["something else"]
             record["problems"] = ["ended early"]
-    html = page(results_of(records), records)
+    html = render_page(results_of(records), records)
     assert '<td class="alarm"><data value="0">0</data> of 4</td>' in html
     assert html.index('class="problems"') < html.index('class="plots"')
     assert html.count("<li>ended early</li>") == 4

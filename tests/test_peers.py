@@ -8,8 +8,8 @@ import pytest
 
 import saltus
 from saltus.core.sampling import Sampling
-from saltus.evaluation.peers import Endpoint, transformers_peers
-from saltus.evaluation.sides import Question
+from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, transformers_peers
+from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
 
@@ -19,24 +19,24 @@ def engine(tiny_folder) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), "plain")
 
 
-def question(engine, **changes) -> Question:
-    return Question(TEXT, tuple(engine.encode(TEXT)), max_new_tokens=24, **changes)
+def question(engine, **changes) -> BenchmarkRequest:
+    return BenchmarkRequest(TEXT, tuple(engine.encode(TEXT)), max_new_tokens=24, **changes)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_peers_of_transformers_write_plain_s_text_and_tell_their_calls(engine, tiny_folder, ignore_eos):
     names = ["transformers", "transformers-lookup", "transformers-assistant"]
-    asked = question(engine, ignore_eos=ignore_eos)
+    inputs = question(engine, ignore_eos=ignore_eos)
     plain = engine.generate(TEXT, max_new_tokens=24, ignore_eos=ignore_eos)
     for peer in transformers_peers(names, engine, str(tiny_folder())):
-        written = peer.account(asked, peer.write(asked))
+        written = peer.to_answer(inputs, peer.generate(inputs))
         assert peer.kind == "peer"
         assert written.tokens == plain.tokens
         assert "".join(written.pieces) == plain.text
         assert written.finish_reason == plain.finish_reason
         assert written.calls is not None
         assert sum(call.decided for call in written.calls) == len(written.tokens)
-        assert written.calls[0].read == len(asked.tokens)
+        assert written.calls[0].read == len(inputs.prompt_tokens)
         assert written.problems == []
         if peer.name == "transformers":
             assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(written.tokens)
@@ -46,16 +46,16 @@ def test_peers_of_transformers_write_plain_s_text_and_tell_their_calls(engine, t
 
 def test_a_peer_that_gives_out_more_than_its_calls_checked_is_told_on(engine):
     (peer,) = transformers_peers(["transformers"], engine, None)
-    tokens, given, clock, widths = peer.write(question(engine))
+    tokens, given, clock, widths = peer.generate(question(engine))
     given = [given[0] + given[1], *given[2:]]
-    told = peer.account(question(engine), (tokens, given, clock[:-1], widths[:-1]))
+    told = peer.to_answer(question(engine), (tokens, given, clock[:-1], widths[:-1]))
     assert told.problems == ["more tokens than checked"]
 
 
 def test_a_sampling_peer_is_told_temperature_and_seed(engine):
     (peer,) = transformers_peers(["transformers"], engine, None)
-    law = Sampling(temperature=1.5)
-    first, again, other = (peer.write(question(engine, sampling=law, seed=seed))[0] for seed in (0, 0, 1))
+    distribution = Sampling(temperature=1.5)
+    first, again, other = (peer.generate(question(engine, sampling=distribution, seed=seed))[0] for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -100,14 +100,14 @@ def served():
 
 
 def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
-    peer = Endpoint(served, engine)
-    asked = question(engine, seed=4, stop=("x",), ignore_eos=True, sampling=Sampling(temperature=0.5, top_k=7))
-    written = peer.account(asked, peer.write(asked))
+    peer = OpenAIServerPeer(served, engine)
+    inputs = question(engine, seed=4, stop=("x",), ignore_eos=True, sampling=Sampling(temperature=0.5, top_k=7))
+    written = peer.to_answer(inputs, peer.generate(inputs))
     assert peer.name == "endpoint:served"
     assert "".join(written.pieces) == "the cat"
     assert (written.new_tokens, written.finish_reason, written.calls) == (5, "stop", None)
     (sent,) = Served.asked
-    assert engine.tokenizer(sent["prompt"], add_special_tokens=False).input_ids == list(asked.tokens)
+    assert engine.tokenizer(sent["prompt"], add_special_tokens=False).input_ids == list(inputs.prompt_tokens)
     told = {name: sent[name] for name in ("model", "max_tokens", "temperature", "top_k", "seed", "stop", "ignore_eos")}
     assert told == {
         "model": "models/served", "max_tokens": 24, "temperature": 0.5, "top_k": 7, "seed": 4, "stop": ["x"],
@@ -117,19 +117,19 @@ def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
 
 def test_a_server_that_does_not_count_its_tokens_is_told_on(engine, served, monkeypatch):
     monkeypatch.setattr(Served, "usage", False)
-    peer = Endpoint(served + "/v1/", engine)
-    written = peer.account(question(engine), peer.write(question(engine)))
+    peer = OpenAIServerPeer(served + "/v1/", engine)
+    written = peer.to_answer(question(engine), peer.generate(question(engine)))
     assert written.problems == ["the server does not tell how many tokens it wrote"]
 
 
 def test_a_server_that_refuses_says_why(engine, served):
-    peer = Endpoint(served, engine)
+    peer = OpenAIServerPeer(served, engine)
     with pytest.raises(ValueError, match=r"/v1/completions refuses \(400\)"):
-        peer.write(Question(TEXT, (1, 2), max_new_tokens=1))
+        peer.generate(BenchmarkRequest(TEXT, (1, 2), max_new_tokens=1))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://127.0.0.1:9"])
 def test_an_address_without_a_server_is_a_line(engine, url):
     with pytest.raises(ValueError, match=r"such as http://localhost:8000|does not answer") as told:
-        Endpoint(url, engine)
+        OpenAIServerPeer(url, engine)
     assert "\n" not in str(told.value)

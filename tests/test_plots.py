@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from invented_run import CATEGORIES, SIDES, invented_records, results_of
-from saltus.evaluation.coloured_text import most_a_call, typical, wrapped
-from saltus.evaluation.headline import headline
-from saltus.evaluation.palette import PLAIN, colours
-from saltus.evaluation.plots import figures
+from saltus.evaluation.reports.benchmark_plots import write_figures
+from saltus.evaluation.reports.coloured_text import most_tokens_per_call, typical_record, wrap_pieces
+from saltus.evaluation.reports.palette import PLAIN, assign_colours
+from saltus.evaluation.reports.summary import summarize_results
 
 pytest.importorskip("matplotlib")
 NAMES = ("speed-up", "calls", "acceptance", "text")
@@ -23,13 +23,13 @@ def texts(path: Path) -> list[str]:
 
 
 def drawn(folder: Path, records, results=None) -> dict[str, list[str]]:
-    figures(results or results_of(records), records, folder)
+    write_figures(results or results_of(records), records, folder)
     return {path.stem: texts(path) for path in folder.glob("*.svg")}
 
 
 def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     records = invented_records()
-    paths = figures(results_of(records), records, tmp_path / "new")
+    paths = write_figures(results_of(records), records, tmp_path / "new")
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")]
     for path in paths:
         assert path.stat().st_size > 5000
@@ -59,7 +59,7 @@ def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
 def test_the_same_run_gives_the_same_bytes(tmp_path):
     records = invented_records(3)
     for folder in ("one", "two"):
-        figures(results_of(records), records, tmp_path / folder)
+        write_figures(results_of(records), records, tmp_path / folder)
     for name in NAMES:
         assert (tmp_path / "one" / f"{name}.svg").read_bytes() == (tmp_path / "two" / f"{name}.svg").read_bytes()
 
@@ -75,7 +75,7 @@ def test_many_categories_and_sides_stay_apart(tmp_path):
     categories = tuple(f"category {number}" for number in range(13))
     sides = SIDES | {"small_model": 0.6, "transformers-lookup": None}
     records = invented_records(26, categories, sides)
-    figures(results_of(records), records, tmp_path)
+    write_figures(results_of(records), records, tmp_path)
     heights = []
     for one in ElementTree.parse(tmp_path / "speed-up.svg").iter("{http://www.w3.org/2000/svg}text"):
         if "".join(one.itertext()) in (*categories, *sides):
@@ -101,7 +101,7 @@ def test_plain_alone_has_a_point_and_nothing_else(tmp_path):
 
 
 def test_a_run_without_records_has_no_figures(tmp_path):
-    assert figures(results_of([]), [], tmp_path) == []
+    assert write_figures(results_of([]), [], tmp_path) == []
 
 
 def test_texts_that_differ_and_problems_are_said(tmp_path):
@@ -126,24 +126,24 @@ def test_the_text_is_drawn_whole_and_not_read_as_mathematics(tmp_path):
 
 def test_lines_break_between_words_and_keep_every_letter():
     pieces = ["one two", " three", "\nfour ", "verylongwordindeed", " 漢字漢字漢字"]
-    lines = ["".join(letter for letter, _ in line) for line in wrapped(pieces, 10)]
+    lines = ["".join(letter for letter, _ in line) for line in wrap_pieces(pieces, 10)]
     assert lines == ["one two", "three", "four", "verylongwo", "rdindeed", "漢字漢字漢", "字"]
-    owners = {number for line in wrapped(pieces, 10) for _, number in line}
+    owners = {number for line in wrap_pieces(pieces, 10) for _, number in line}
     assert owners == {0, 1, 2, 3, 4}
 
 
 def test_the_answer_shown_is_typical_and_not_the_best():
     records = invented_records(20)
     results = results_of(records)
-    best = most_a_call(results)
-    shown = typical(results, records, best)
+    best = most_tokens_per_call(results)
+    shown = typical_record(results, records, best)
     assert shown is not None
     rates = [len(r["tokens"]) / len(r["calls"]) for r in records if r["side"] == best]
     assert min(rates) < len(shown["tokens"]) / len(shown["calls"]) < max(rates)
 
 
 def test_a_side_keeps_its_colour_whoever_is_beside_it():
-    alone, together = colours(["plain", "lookup"]), colours(["plain", "endpoint:x", *SIDES])
+    alone, together = assign_colours(["plain", "lookup"]), assign_colours(["plain", "endpoint:x", *SIDES])
     assert alone["lookup"] == together["lookup"]
     assert together["plain"] == PLAIN
     assert len(set(together.values())) == len(together)
@@ -170,9 +170,14 @@ def test_the_headline_is_honest(changes, sentence):
     one = {"kind": "method", "texts": 40, "identical": 40, "speedup": 1.31, "ci95": {"speedup": [1.24, 1.38]},
            "problems": []}  # fmt: skip
     peer = one | {"kind": "peer", "speedup": 9.0}
-    said = headline({"methods": {"plain": one | {"speedup": 1.0}, "transformers": peer, "lookup": one | changes}})
+    said = summarize_results(
+        {"methods": {"plain": one | {"speedup": 1.0}, "transformers": peer, "lookup": one | changes}}
+    )
     assert said.sentence == sentence
 
 
 def test_a_run_of_plain_alone_has_an_honest_headline():
-    assert headline({"methods": {"plain": {"speedup": 1.0}}}).sentence == "Nothing was compared with plain decoding."
+    assert (
+        summarize_results({"methods": {"plain": {"speedup": 1.0}}}).sentence
+        == "Nothing was compared with plain decoding."
+    )

@@ -11,18 +11,24 @@ from transformers import set_seed
 
 import saltus
 from conftest import tiny_llama
-from saltus.core.auxiliary_groups import SOURCE, with_groups
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
+from saltus.core.forward import ForwardInputs
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
-from saltus.methods.ptp import Ptp, branches
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.drafter import DraftModel, DraftNetwork, Shape
-from saltus.networks.slots import ROWS
-from saltus.networks.trained import bring
-from saltus.networks.trained_files import PAPERS, WEIGHTS, fingerprint, load_drafter, shipped
-from saltus.testing import fool, toy, writing
+from saltus.drafting.ptp_queries import SOURCE, with_query_chains
+from saltus.methods.ptp import Ptp, top_k_branches
+from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
+from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
+from saltus.networks.loading.drafter_files import (
+    METADATA_FILE,
+    WEIGHTS_FILES,
+    find_shipped,
+    load_drafter,
+    model_fingerprint,
+)
+from saltus.networks.loading.target_drafters import load_drafter_for_target
+from saltus.networks.models.causal import CausalNetwork
+from saltus.testing import random_adapter, toy_decoding, toy_network
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 SAMPLED = Sampling(temperature=1.0)
@@ -31,46 +37,55 @@ each_sampling = pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=[
 
 @each_sampling
 def test_a_perfect_drafter_is_always_right(sampling):
-    made = writing("ptp", PROMPT, 43, target=toy(), sampling=sampling, error=0.0, options={"ptp": {"length": 6}})
-    made.finish()
+    made = toy_decoding(
+        "ptp", PROMPT, 43, target=toy_network(), sampling=sampling, error=0.0, options={"ptp": {"length": 6}}
+    )
+    made.run()
     assert [len(step.tokens) for step in made.steps] == [1, 7, 7, 7, 7, 7, 7]
     assert made.networks["ptp"].calls == 6
 
 
 def test_uniforms_are_worth_tokens():
     """The same student without uniforms says what is likeliest in itself."""
-    told = writing("ptp", PROMPT, 200, target=toy(sharp=1.0), sampling=SAMPLED, error=0.1).finish()
-    ignorant = writing("ptp", PROMPT, 200, target=toy(sharp=1.0), sampling=SAMPLED, error=0.1)
+    told = toy_decoding("ptp", PROMPT, 200, target=toy_network(logit_scale=1.0), sampling=SAMPLED, error=0.1).run()
+    ignorant = toy_decoding("ptp", PROMPT, 200, target=toy_network(logit_scale=1.0), sampling=SAMPLED, error=0.1)
     drafter = ignorant.networks["ptp"]
-    knows = drafter.adapted
-    drafter.adapted = lambda before, uniforms: knows(before, [0.5] * len(uniforms))
-    assert len(told.steps) < 0.5 * len(ignorant.finish().steps)
+    knows = drafter.adapter
+    drafter.adapter = lambda before, uniforms: knows(before, [0.5] * len(uniforms))
+    assert len(told.steps) < 0.5 * len(ignorant.run().steps)
     assert told.tokens == ignorant.tokens
 
 
 @each_sampling
 def test_a_drafter_that_answers_nonsense_breaks_nothing(sampling):
-    plain = writing("plain", PROMPT, 24, target=toy(), sampling=sampling).finish()
-    for answer in (fool(toy()), lambda before, uniforms: torch.full((6,), math.nan, dtype=torch.float64)):
-        made = writing("ptp", PROMPT, 24, target=toy(), sampling=sampling)
-        made.networks["ptp"].adapted = answer
-        assert made.finish().tokens == plain.tokens
+    plain = toy_decoding("plain", PROMPT, 24, target=toy_network(), sampling=sampling).run()
+    for answer in (
+        random_adapter(toy_network()),
+        lambda before, uniforms: torch.full((6,), math.nan, dtype=torch.float64),
+    ):
+        made = toy_decoding("ptp", PROMPT, 24, target=toy_network(), sampling=sampling)
+        made.networks["ptp"].adapter = answer
+        assert made.run().tokens == plain.tokens
 
 
 def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
-    made = writing("ptp", PROMPT, 40, target=toy(sharp=1.0), sampling=SAMPLED, rule=reject, error=0.0).finish()
-    plain = writing("plain", PROMPT, 40, target=toy(sharp=1.0), sampling=SAMPLED).finish()
+    made = toy_decoding(
+        "ptp", PROMPT, 40, target=toy_network(logit_scale=1.0), sampling=SAMPLED, rule=reject, error=0.0
+    ).run()
+    plain = toy_decoding("plain", PROMPT, 40, target=toy_network(logit_scale=1.0), sampling=SAMPLED).run()
     assert made.tokens != plain.tokens
     assert len(made.steps) > 10  # a perfect drafter that read them would need 6
 
 
 def test_second_opinions_hang_beside_the_chain_and_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = branches(logits, 2)
+    found = top_k_branches(logits, 2, SOURCE)
     assert [list(branch.tokens) for branch in found] == [[0, 1, 0], [1, 1, 0], [0, 2, 0]]
     assert all(branch.source == SOURCE for branch in found)
-    chances = logits.softmax(-1)
-    assert np.allclose(found[2].chances, [chances[0, 0], chances[1, 2], chances[2, 0]])
+    probabilities = logits.softmax(-1)
+    assert np.allclose(
+        found[2].acceptance_probabilities, [probabilities[0, 0], probabilities[1, 2], probabilities[2, 0]]
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"choices": 0}])
@@ -84,23 +99,25 @@ def test_wrong_options_are_refused(wrong):
 
 def drafter(target: CausalNetwork, **changes) -> DraftNetwork:
     set_seed(7)
-    shape = Shape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
+    shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
     weights = target.model.get_input_embeddings().weight.detach(), target.model.get_output_embeddings().weight.detach()
     model = DraftModel(shape, torch.arange(5, 250), *weights).eval()
     for weight in model.auxiliary.parameters():
         torch.nn.init.normal_(weight)
-    target.tap(shape.taps)
+    target.add_hidden_state_layers(shape.taps)
     return DraftNetwork(model, target)
 
 
 def states(target: CausalNetwork, text: np.ndarray) -> torch.Tensor:
     """Of every token."""
-    return target.forward([Forward(continuation(text, 2), features=True)], [target.memory()])[0].features
+    return target.forward([ForwardInputs(continuation(text, 2), output_hidden_states=True)], [target.new_kv_cache()])[
+        0
+    ].hidden_states
 
 
-def question(text: np.ndarray, hidden: torch.Tensor, uniforms=(0.2, 0.9, 0.5), temperature=0.7) -> Forward:
-    asked = Forward(continuation(text, len(uniforms) + 1), to="ptp", hidden=hidden)
-    return with_groups(asked, [(-1, uniforms)], temperature)
+def question(text: np.ndarray, hidden: torch.Tensor, uniforms=(0.2, 0.9, 0.5), temperature=0.7) -> ForwardInputs:
+    inputs = ForwardInputs(continuation(text, len(uniforms) + 1), network_name="ptp", hidden_states=hidden)
+    return with_query_chains(inputs, [(-1, uniforms)], temperature)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,44 +126,44 @@ def test_read_in_pieces_or_at_once_the_answer_is_the_same(dtype):
     network = drafter(target)
     network.model.to(dtype)
     network = DraftNetwork(network.model, target)
-    text = np.random.default_rng(0).integers(5, 250, ROWS + 90)
+    text = np.random.default_rng(0).integers(5, 250, MAX_ROWS_PER_CALL + 90)
     hidden = states(target, text)
-    whole = network.forward([question(text, hidden[:-1])], [network.memory()])[0]
-    memory = network.memory()
+    whole = network.forward([question(text, hidden[:-1])], [network.new_kv_cache()])[0]
+    kv_cache = network.new_kv_cache()
     for begin, end in ((1, 4), (4, 5), (5, 40), (40, len(text))):
-        reply = network.forward([question(text[:end], hidden[begin - 1 : end - 1])], [memory])[0]
-        assert reply.read == end - begin
-    assert torch.equal(reply.logits, whole.logits)
-    assert reply.columns.tolist() == list(range(5, 250))
+        outputs = network.forward([question(text[:end], hidden[begin - 1 : end - 1])], [kv_cache])[0]
+        assert outputs.context_tokens_read == end - begin
+    assert torch.equal(outputs.logits, whole.logits)
+    assert outputs.token_ids.tolist() == list(range(5, 250))
 
 
 def test_a_text_that_changed_is_read_again_from_where_it_did():
     target = CausalNetwork(tiny_llama())
-    network, memory = drafter(target), None
-    memory = network.memory()
+    network, kv_cache = drafter(target), None
+    kv_cache = network.new_kv_cache()
     one = np.random.default_rng(1).integers(5, 250, 40)
     other = one.copy()
     other[30:] = np.random.default_rng(2).integers(5, 250, 10)
-    network.forward([question(one, states(target, one)[:-1])], [memory])
+    network.forward([question(one, states(target, one)[:-1])], [kv_cache])
     again = question(other, states(target, other)[19:-1])  # slots from 20 on are brought
-    changed = network.forward([again], [memory])[0]
-    assert changed.read == 10
-    afresh = network.forward([question(other, states(target, other)[:-1])], [network.memory()])[0]
+    changed = network.forward([again], [kv_cache])[0]
+    assert changed.context_tokens_read == 10
+    afresh = network.forward([question(other, states(target, other)[:-1])], [network.new_kv_cache()])[0]
     assert torch.equal(changed.logits, afresh.logits)
     gap = question(other, states(target, other)[35:-1])
-    lost = network.memory()
-    assert network.forward([gap], [lost])[0].read == 4
-    assert lost.start == 36
+    lost = network.new_kv_cache()
+    assert network.forward([gap], [lost])[0].context_tokens_read == 4
+    assert lost.first_position == 36
 
 
 def test_it_takes_its_own_states_where_the_target_gives_out_more():
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
     text = np.random.default_rng(3).integers(5, 250, 20)
     network = drafter(target, taps=(2,))
-    alone = network.forward([question(text, states(target, text)[:-1])], [network.memory()])[0]
-    target.tap((1,))
+    alone = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
+    target.add_hidden_state_layers((1,))
     assert states(target, text).shape[-1] == 3 * 32
-    among = network.forward([question(text, states(target, text)[:-1])], [network.memory()])[0]
+    among = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
     assert torch.equal(alone.logits, among.logits)
 
 
@@ -155,7 +172,7 @@ def test_what_a_query_is_told_counts_and_later_queries_do_not():
     network, text = drafter(target), np.arange(5, 25)
     hidden = states(target, text)[:-1]
     answers = [
-        network.forward([question(text, hidden, told, temperature)], [network.memory()])[0].logits[1:]
+        network.forward([question(text, hidden, told, temperature)], [network.new_kv_cache()])[0].logits[1:]
         for told, temperature in (((0.2, 0.9, 0.5), 0.7), ((0.2, 0.4, 0.5), 0.7), ((0.2, 0.9, 0.5), 1.0))
     ]
     assert torch.equal(answers[0][0], answers[1][0])
@@ -167,8 +184,8 @@ def test_what_a_query_is_told_counts_and_later_queries_do_not():
 def test_it_answers_as_many_queries_as_it_was_trained_with():
     target = CausalNetwork(tiny_llama())
     network, text = drafter(target, window=2), np.arange(5, 25)
-    reply = network.forward([question(text, states(target, text)[:-1])], [network.memory()])[0]
-    assert len(reply.logits) == 1 + 2
+    outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
+    assert len(outputs.logits) == 1 + 2
 
 
 # Files.
@@ -178,7 +195,7 @@ def test_a_folder_gives_back_what_was_kept(tiny_drafter):
     target = tiny_llama()
     folder = tiny_drafter(target, window=4)
     model = load_drafter(folder, target, "tiny")
-    assert model.shape == Shape(32, 48, (1,), heads=4, kv_heads=2, window=4)
+    assert model.shape == DrafterShape(32, 48, (1,), heads=4, kv_heads=2, window=4)
     assert model.fuse.weight.dtype == target.dtype
     again = load_drafter(folder, tiny_llama().to(torch.bfloat16), "tiny")  # the same target in another dtype
     assert torch.equal(again.fuse.weight.float(), model.fuse.weight)
@@ -191,24 +208,24 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
         load_drafter(tmp_path, target, "tiny")
     with pytest.raises(ValueError, match="holds the drafter of tiny, not of other; train other's own"):
         load_drafter(tiny_drafter(target), tiny_llama(seed=1), "other")
-    for file, content in ((WEIGHTS["drafter"], b"nothing"), (PAPERS, b"{")):
+    for file, content in ((WEIGHTS_FILES["drafter"], b"nothing"), (METADATA_FILE, b"{")):
         folder = tiny_drafter(target)
         (folder / file).write_bytes(content)
         with pytest.raises(ValueError, match="is damaged"):
             load_drafter(folder, target, "tiny")
     folder = tiny_drafter(target)
-    papers = json.loads((folder / PAPERS).read_text())
-    (folder / PAPERS).write_text(json.dumps({"kind": "adapter"}))
+    papers = json.loads((folder / METADATA_FILE).read_text())
+    (folder / METADATA_FILE).write_text(json.dumps({"kind": "adapter"}))
     with pytest.raises(ValueError, match="holds no drafter"):
         load_drafter(folder, target, "tiny")
     papers["shape"]["layers"] = 3
-    (folder / PAPERS).write_text(json.dumps(papers))
+    (folder / METADATA_FILE).write_text(json.dumps(papers))
     with pytest.raises(ValueError, match="lacks"):
         load_drafter(folder, target, "tiny")
 
 
 def test_a_target_without_a_shipped_drafter_is_told_what_to_do(tiny_folder):
-    assert shipped("drafter", tiny_llama()) is None
+    assert find_shipped("drafter", tiny_llama()) is None
     with pytest.raises(ValueError, match="Saltus brings no trained drafter for") as error:
         saltus.load(str(tiny_folder()), "ptp")
     assert "\n" not in str(error.value)
@@ -216,9 +233,13 @@ def test_a_target_without_a_shipped_drafter_is_told_what_to_do(tiny_folder):
 
 def test_models_are_told_apart_in_any_dtype():
     one = tiny_llama()
-    assert fingerprint(one) == fingerprint(tiny_llama().to(torch.bfloat16)) == fingerprint(tiny_llama().half())
-    assert fingerprint(one) != fingerprint(tiny_llama(seed=1))
-    assert fingerprint(one) != fingerprint(tiny_llama(intermediate_size=64))
+    assert (
+        model_fingerprint(one)
+        == model_fingerprint(tiny_llama().to(torch.bfloat16))
+        == model_fingerprint(tiny_llama().half())
+    )
+    assert model_fingerprint(one) != model_fingerprint(tiny_llama(seed=1))
+    assert model_fingerprint(one) != model_fingerprint(tiny_llama(intermediate_size=64))
 
 
 @pytest.mark.model
@@ -236,8 +257,8 @@ def test_what_comes_with_the_package_drafts_for_the_default_model(method, model_
 def test_taps_of_several_drafters_join(tiny_drafter):
     network = CausalNetwork(tiny_llama(num_hidden_layers=4))
     for taps in ((2,), (1, 3)):
-        bring(f"drafter:{tiny_drafter(network.model, taps=taps)}", network, "tiny")
-    assert network.taps == (1, 2, 3)
+        load_drafter_for_target(f"drafter:{tiny_drafter(network.model, taps=taps)}", network, "tiny")
+    assert network.hidden_state_layers == (1, 2, 3)
 
 
 def test_a_second_turn_writes_what_plain_decoding_writes(tiny_folder, tiny_drafter):
@@ -248,5 +269,5 @@ def test_a_second_turn_writes_what_plain_decoding_writes(tiny_folder, tiny_draft
     first = engine.generate(talk, max_new_tokens=12, ignore_eos=True)
     talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and the dog"}]
     second = engine.generate(talk, max_new_tokens=12, ignore_eos=True)
-    plain = replace(engine, ensembles={}).generate(talk, method="plain", max_new_tokens=12, ignore_eos=True)
+    plain = replace(engine, decoding_setups={}).generate(talk, method="plain", max_new_tokens=12, ignore_eos=True)
     assert second.tokens == plain.tokens

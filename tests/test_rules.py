@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward, Laws, Reply
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Law, Sampling, pick, probabilities
-from saltus.testing import listening, toy, writing
+from saltus.core.sampling import Distribution, Sampling, pick, probabilities
+from saltus.testing import recording_noise, toy_decoding, toy_network
 
 VOCAB = 4
 SAMPLED = Sampling(temperature=1.0)
 trees = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(-1, 20)), max_size=12)
 
 
-def forward(edges, holes: int) -> Forward:
+def forward(edges, holes: int) -> ForwardInputs:
     """A tree from (token, parent) pairs: parents that come too late are clipped, twins and too deep nodes left out."""
     tokens, parents, depths = [], [], []
     for token, parent in edges:
@@ -29,39 +30,47 @@ def forward(edges, holes: int) -> Forward:
         depth = depths[parent] + 1 if parent >= 0 else 0
         if depth < holes - 1 and (token, parent) not in zip(tokens, parents, strict=True):
             tokens.append(token), parents.append(parent), depths.append(depth)
-    return Forward(continuation([1, 2], holes), tuple(tokens), tuple(parents))
+    return ForwardInputs(continuation([1, 2], holes), tuple(tokens), tuple(parents))
 
 
 @settings(deadline=None)
 @given(trees, st.integers(1, 8), st.integers(0, 50), st.sampled_from([Sampling(), SAMPLED]))
 def test_match_accepts_the_longest_path_that_is_the_text(edges, holes: int, seed: int, sampling: Sampling):
     """Brute force: among all nodes whose path is a prefix of what plain decoding writes, the deepest."""
-    target, asked = toy(vocab=VOCAB, sharp=1.0), forward(edges, holes)
-    text = writing("plain", [1, 2], holes, target=toy(vocab=VOCAB, sharp=1.0), seed=seed, sampling=sampling).finish()
-    laws = Laws(asked, target.forward([asked], [target.memory()])[0], sampling, Noise(seed))
-    tokens, node = match(asked, laws)
-    right = [asked.path(i) for i in range(len(asked.tokens)) if asked.path(i) == text.tokens[: asked.depths[i] + 1]]
+    target, inputs = toy_network(vocab=VOCAB, logit_scale=1.0), forward(edges, holes)
+    text = toy_decoding(
+        "plain", [1, 2], holes, target=toy_network(vocab=VOCAB, logit_scale=1.0), seed=seed, sampling=sampling
+    ).run()
+    distributions = TargetDistributions(
+        inputs, target.forward([inputs], [target.new_kv_cache()])[0], sampling, Noise(seed)
+    )
+    tokens, node = match(inputs, distributions)
+    right = [
+        inputs.path_tokens(i)
+        for i in range(len(inputs.tokens))
+        if inputs.path_tokens(i) == text.tokens[: inputs.depths[i] + 1]
+    ]
     longest = max(map(len, right), default=0)
     assert tokens.tolist() == text.tokens[: longest + 1]
-    assert asked.path(node) == tokens.tolist()[:-1]
+    assert inputs.path_tokens(node) == tokens.tolist()[:-1]
 
 
-def law(*weights: float) -> Law:
-    return Law(None, np.array(weights, dtype=np.float64))
+def law(*weights: float) -> Distribution:
+    return Distribution(None, np.array(weights, dtype=np.float64))
 
 
-def outcome(target: Law, drafts: list[tuple[int, Law | None]], steps: int = 2000) -> np.ndarray:
+def outcome(target: Distribution, drafts: list[tuple[int, Distribution | None]], steps: int = 2000) -> np.ndarray:
     """The frequencies of the first token that `reject` decides: of one hole, with given drafts."""
     logits = torch.from_numpy(np.log(np.maximum(probabilities(target, VOCAB), 1e-300)))[None].repeat(len(drafts) + 1, 1)
     counts = np.zeros(VOCAB)
-    asked = Forward(
+    inputs = ForwardInputs(
         continuation([1, 2], 2),
         tuple(token for token, _ in drafts),
         (-1,) * len(drafts),
-        drafted=tuple(draft for _, draft in drafts),
+        draft_distributions=tuple(draft for _, draft in drafts),
     )
     for seed in range(steps):
-        tokens, _ = reject(asked, Laws(asked, Reply(logits), SAMPLED, Noise(seed)))
+        tokens, _ = reject(inputs, TargetDistributions(inputs, ForwardOutputs(logits), SAMPLED, Noise(seed)))
         counts[tokens[0]] += 1
     return counts / steps
 
@@ -83,12 +92,12 @@ def test_a_token_without_probability_is_never_accepted():
     assert found[2:].sum() == 0
 
     class Zero(Noise):
-        def one(self, stream, position):
+        def uniform(self, stream, position):
             return 0.0
 
-    asked = Forward(continuation([1, 2], 2), (2,), (-1,))
-    reply = Reply(torch.tensor([[0.0, 0.0, -math.inf, 0.0]] * 2))
-    assert reject(asked, Laws(asked, reply, SAMPLED, Zero(0)))[0].tolist() == [0]
+    inputs = ForwardInputs(continuation([1, 2], 2), (2,), (-1,))
+    outputs = ForwardOutputs(torch.tensor([[0.0, 0.0, -math.inf, 0.0]] * 2))
+    assert reject(inputs, TargetDistributions(inputs, outputs, SAMPLED, Zero(0)))[0].tolist() == [0]
 
 
 def test_a_chosen_token_is_accepted_with_its_probability_and_a_twin_never_after_it():
@@ -120,13 +129,20 @@ def test_rejecting_goes_on_with_the_residual_exactly():
 def test_every_draw_of_a_rule_has_a_stream_and_a_position_of_its_own():
     """Were one used twice, decisions would depend on each other."""
     used: list[tuple[str, int]] = []
-    target, streams = toy(vocab=VOCAB, sharp=2.0), set()
+    target, streams = toy_network(vocab=VOCAB, logit_scale=2.0), set()
     for seed in range(60):
         used.clear()
         first, second = seed % 4, seed // 4 % 4
         drafted = (law(1.0, 1.0, 1.0, 1.0),) * 4
-        asked = Forward(continuation([1, 2], 4), (first, second, 0, 3), (-1, -1, 0, 1), drafted=drafted)
-        reject(asked, Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, listening(used)(seed)))
+        inputs = ForwardInputs(
+            continuation([1, 2], 4), (first, second, 0, 3), (-1, -1, 0, 1), draft_distributions=drafted
+        )
+        reject(
+            inputs,
+            TargetDistributions(
+                inputs, target.forward([inputs], [target.new_kv_cache()])[0], SAMPLED, recording_noise(used)(seed)
+            ),
+        )
         assert len(set(used)) == len(used) > 0
         streams |= {stream for stream, _ in used}
     assert streams == {"text", "accept/0", "accept/1"}
@@ -135,17 +151,22 @@ def test_every_draw_of_a_rule_has_a_stream_and_a_position_of_its_own():
 def test_greedy_reject_and_greedy_match_agree():
     for seed in range(20):
         edges = [(int(token), int(parent)) for token, parent in np.random.default_rng(seed).integers(0, 4, (8, 2))]
-        asked, target = forward(edges, 6), toy(vocab=VOCAB)
-        laws = Laws(asked, target.forward([asked], [target.memory()])[0], Sampling(), Noise(0))
-        assert match(asked, laws)[0].tolist() == reject(asked, laws)[0].tolist()
+        inputs, target = forward(edges, 6), toy_network(vocab=VOCAB)
+        distributions = TargetDistributions(
+            inputs, target.forward([inputs], [target.new_kv_cache()])[0], Sampling(), Noise(0)
+        )
+        assert match(inputs, distributions)[0].tolist() == reject(inputs, distributions)[0].tolist()
 
 
 def test_the_last_hole_is_decided_and_no_more():
-    target = toy(vocab=VOCAB)
+    target = toy_network(vocab=VOCAB)
     for rule in (match, reject):
-        asked = Forward(continuation([1, 2], 1))
-        tokens, node = rule(asked, Laws(asked, target.forward([asked], [target.memory()])[0], SAMPLED, Noise(0)))
+        inputs = ForwardInputs(continuation([1, 2], 1))
+        tokens, node = rule(
+            inputs, TargetDistributions(inputs, target.forward([inputs], [target.new_kv_cache()])[0], SAMPLED, Noise(0))
+        )
         assert (len(tokens), node) == (1, -1)
         assert tokens[0] == pick(
-            Noise(0).at("text", [2])[0], Laws(asked, Reply(target.logits[1, 2][None]), SAMPLED, Noise(0))[-1]
+            Noise(0).uniforms("text", [2])[0],
+            TargetDistributions(inputs, ForwardOutputs(target.logits[1, 2][None]), SAMPLED, Noise(0))[-1],
         )

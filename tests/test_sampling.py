@@ -21,18 +21,18 @@ from transformers.generation.logits_process import (
 from saltus.core.noise import Noise
 from saltus.core.sampling import (
     BLOCK,
-    Law,
+    Distribution,
     Sampling,
-    choices,
-    draw,
-    interval,
-    law,
+    greedy_tokens,
     log_probability,
     one_hot,
     pick,
     probabilities,
     probability,
     residual,
+    sample,
+    token_distribution,
+    uniform_interval,
 )
 
 ALMOST_ONE = math.nextafter(1, 0)
@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @st.composite
-def laws(draw, most=3 * BLOCK) -> Law:
+def laws(draw, most=3 * BLOCK) -> Distribution:
     """Dense and sparse laws of few or many tokens, with zeros and weights of all magnitudes between."""
     size = draw(st.integers(1, most))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -48,7 +48,7 @@ def laws(draw, most=3 * BLOCK) -> Law:
     weights[rng.random(size) < draw(st.sampled_from([0, 0.2, 0.9]))] = 0
     weights[rng.integers(size)] = draw(st.sampled_from([1.0, 0.3, 1 / 3]))
     tokens = np.sort(rng.choice(1_000, size, replace=False)) if draw(st.booleans()) else None
-    return Law(tokens, weights)
+    return Distribution(tokens, weights)
 
 
 def rows(size: int, dtype: torch.dtype, seed: int, sharp: float = 2.0) -> torch.Tensor:
@@ -59,13 +59,13 @@ def rows(size: int, dtype: torch.dtype, seed: int, sharp: float = 2.0) -> torch.
 # pick and its inverse
 
 
-def places(law_: Law) -> list[int]:
+def places(law_: Distribution) -> list[int]:
     """The order in which tokens are picked, said once more: likely ones by falling weight, then the rest by id."""
     likely = [i for i, w in enumerate(law_.weights) if w > 0 and w >= law_.weights.max() / 1024]
     return sorted(likely, key=lambda i: (-law_.weights[i], i)) + sorted(set(range(len(law_.weights))) - set(likely))
 
 
-def ids(law_: Law, order: list[int]) -> list[int]:
+def ids(law_: Distribution, order: list[int]) -> list[int]:
     return order if law_.tokens is None else law_.tokens[order].tolist()
 
 
@@ -88,7 +88,7 @@ def test_a_token_is_picked_by_the_uniforms_of_its_interval_and_by_no_others(law_
     order = ids(law_, places(law_))
     for u in [*uniforms, 0.0, ALMOST_ONE]:
         token = pick(u, law_)
-        low, high = interval(token, law_)
+        low, high = uniform_interval(token, law_)
         assert low <= u < high
         assert pick(low, law_) == token == pick(math.nextafter(high, 0), law_)
         assert low == 0 or order.index(pick(math.nextafter(low, 0), law_)) < order.index(token)
@@ -99,7 +99,7 @@ def test_a_token_is_picked_by_the_uniforms_of_its_interval_and_by_no_others(law_
 def test_the_intervals_of_all_tokens_tile_the_unit_interval_in_picking_order(law_):
     edge = 0.0
     for token in ids(law_, places(law_)):
-        low, high = interval(token, law_)
+        low, high = uniform_interval(token, law_)
         assert low == edge
         assert math.isclose(high - low, probability(token, law_), abs_tol=1e-12)
         edge = high
@@ -107,7 +107,7 @@ def test_the_intervals_of_all_tokens_tile_the_unit_interval_in_picking_order(law
 
 
 def test_likelier_tokens_come_first_and_of_equals_lower_ids():
-    law_ = Law(np.array([3, 5, 8, 9]), np.array([0.2, 0.4, 0.4, 0.0001]))
+    law_ = Distribution(np.array([3, 5, 8, 9]), np.array([0.2, 0.4, 0.4, 0.0001]))
     assert [pick(u, law_) for u in (0.0, 0.39, 0.41, 0.79, 0.81, 0.99995, ALMOST_ONE)] == [5, 5, 8, 8, 3, 9, 9]
 
 
@@ -115,7 +115,7 @@ def test_likelier_tokens_come_first_and_of_equals_lower_ids():
 def test_a_token_of_zero_probability_is_never_picked_and_has_an_empty_interval(law_, u):
     assert all(probability(pick(x, law_), law_) > 0 for x in (u, 0.0, ALMOST_ONE))
     for token in np.setdiff1d(np.arange(20), np.flatnonzero(probabilities(law_, 1_000))).tolist():
-        low, high = interval(token, law_)
+        low, high = uniform_interval(token, law_)
         assert low == high
 
 
@@ -126,7 +126,7 @@ def test_rounding_at_the_end_of_a_block_falls_to_a_token_that_has_weight():
         weights = np.zeros(3 * BLOCK)
         for start in (0, BLOCK, 2 * BLOCK):
             weights[start : start + 100] = rng.random(100) * 10.0 ** rng.integers(-3, 3, 100)
-        law_ = Law(None, weights)
+        law_ = Distribution(None, weights)
         for border in law_.borders[1:]:
             u = border / law_.total
             for x in (math.nextafter(u, 0), math.nextafter(math.nextafter(u, 0), 0)):
@@ -138,7 +138,7 @@ def test_running_sums_never_fall_however_small_the_last_weight_of_a_block_is():
         rng = np.random.default_rng(seed)
         weights = rng.random(2 * BLOCK)
         weights[-1] = 1e-14
-        law_ = Law(None, weights)
+        law_ = Distribution(None, weights)
         assert (np.diff([*law_.head_sums, *law_.block(0), *law_.block(1)]) >= 0).all()
 
 
@@ -154,12 +154,14 @@ def test_pick_refuses_what_is_no_uniform(u):
     ids=["temperature", "top-k", "top-p", "min-p"],
 )
 def test_picks_of_uniforms_have_the_law(sampling):
-    law_ = law(rows(300, torch.bfloat16, seed=4), sampling)
-    picks = [pick(u, law_) for u in Noise(1).at("text", np.arange(20_000)).tolist()]
+    law_ = token_distribution(rows(300, torch.bfloat16, seed=4), sampling)
+    picks = [pick(u, law_) for u in Noise(1).uniforms("text", np.arange(20_000)).tolist()]
     counts, expected = np.bincount(picks, minlength=300), probabilities(law_, 300) * len(picks)
     assert not counts[expected == 0].any()
     assert _fit(counts, expected) > 1e-3
-    warmer = probabilities(law(rows(300, torch.bfloat16, seed=4), Sampling(1.1 * sampling.temperature)), 300)
+    warmer = probabilities(
+        token_distribution(rows(300, torch.bfloat16, seed=4), Sampling(1.1 * sampling.temperature)), 300
+    )
     assert _fit(counts, warmer * len(picks)) < 1e-6  # the test has the power to see a tenth of temperature
 
 
@@ -201,7 +203,7 @@ def transformers_scores(logits: torch.Tensor, sampling: Sampling, context: np.nd
 def assert_law_is_transformers(logits: torch.Tensor, sampling: Sampling, context: np.ndarray):
     scores = transformers_scores(logits, sampling, context).astype(np.float64)
     weights = np.exp(scores - scores.max())
-    ours = law(logits, sampling, context)
+    ours = token_distribution(logits, sampling, context)
     found = probabilities(ours, len(logits))
     assert np.array_equal(np.flatnonzero(found), np.flatnonzero(weights))
     assert np.allclose(found, weights / weights.sum(), rtol=1e-5, atol=0)
@@ -244,12 +246,12 @@ def test_all_settings_together_keep_and_weigh_the_tokens_that_transformers_does(
     size = data.draw(st.sampled_from([2, 5, 64, 65, 700, 3_000]))
     sharp = data.draw(st.sampled_from([0.0, 0.01, 1.0, 3.0, 10.0]))
     logits = rows(size, data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 2**32)), sharp)
-    chances = st.floats(1e-6, 1) | st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0])
+    probabilities = st.floats(1e-6, 1) | st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0])
     sampling = Sampling(
         temperature=data.draw(st.floats(0.05, 3) | st.just(1.0)),
         top_k=data.draw(st.integers(0, size + 3)),
-        top_p=data.draw(chances),
-        min_p=data.draw(st.just(0.0) | chances),
+        top_p=data.draw(probabilities),
+        min_p=data.draw(st.just(0.0) | probabilities),
         repetition_penalty=data.draw(st.floats(0.5, 2) | st.just(1.0)),
         banned=tuple(data.draw(st.lists(st.integers(0, size - 2), max_size=3))),
     )
@@ -270,7 +272,7 @@ def test_of_tokens_that_tie_at_the_border_of_top_p_as_many_are_kept_as_by_any_so
     """Which of them, torch's unstable sort leaves open; here the higher ids, on every machine."""
     logits = rows(9_000, torch.bfloat16, seed, sharp=3.0).round()
     theirs = transformers_scores(logits, Sampling(1.0, top_p=0.9), np.arange(1))
-    ours = law(logits, Sampling(1.0, top_p=0.9)).tokens
+    ours = token_distribution(logits, Sampling(1.0, top_p=0.9)).tokens
     scores = logits.float().numpy()
     assert np.array_equal(np.sort(scores[ours]), np.sort(scores[theirs > -np.inf]))
     border = scores[ours].min()
@@ -279,34 +281,35 @@ def test_of_tokens_that_tie_at_the_border_of_top_p_as_many_are_kept_as_by_any_so
 
 
 def test_tokens_of_zero_weight_are_not_listed():
-    law_ = law(torch.zeros(9), Sampling(1.0, top_k=5, banned=(0, 1, 2, 4, 5, 6)))
+    law_ = token_distribution(torch.zeros(9), Sampling(1.0, top_k=5, banned=(0, 1, 2, 4, 5, 6)))
     assert law_.tokens.tolist() == [3, 7, 8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_greedy_is_the_first_maximum_after_penalty_and_bans(dtype):
     logits = torch.tensor([1.0, 4.0, 2.0, 4.0, 4.0, -1.0], dtype=dtype)
-    assert law(logits, Sampling()).tokens.tolist() == [1]
-    assert law(logits, Sampling(banned=(1,))).tokens.tolist() == [3]
-    assert law(logits, Sampling(repetition_penalty=2.0), np.array([1, 3, 3])).tokens.tolist() == [4]
-    assert [pick(u, law(logits, Sampling())) for u in (0.0, ALMOST_ONE)] == [1, 1]
+    assert token_distribution(logits, Sampling()).tokens.tolist() == [1]
+    assert token_distribution(logits, Sampling(banned=(1,))).tokens.tolist() == [3]
+    assert token_distribution(logits, Sampling(repetition_penalty=2.0), np.array([1, 3, 3])).tokens.tolist() == [4]
+    assert [pick(u, token_distribution(logits, Sampling())) for u in (0.0, ALMOST_ONE)] == [1, 1]
 
 
 def test_a_forced_token_is_certain_at_its_index_and_only_there_even_if_banned():
     logits, sampling = rows(50, torch.float32, seed=0), Sampling(1.0, forced=((2, 7), (4, 9)), banned=(7,))
-    assert probabilities(law(logits, sampling, index=2), 50).tolist() == np.eye(50)[7].tolist()
-    assert pick(0.3, law(logits, sampling, index=4)) == 9
-    assert probability(7, law(logits, sampling, index=3)) == 0
-    assert len(law(logits, sampling, index=0).weights) == 50
+    assert probabilities(token_distribution(logits, sampling, index=2), 50).tolist() == np.eye(50)[7].tolist()
+    assert pick(0.3, token_distribution(logits, sampling, index=4)) == 9
+    assert probability(7, token_distribution(logits, sampling, index=3)) == 0
+    assert len(token_distribution(logits, sampling, index=0).weights) == 50
 
 
 def test_holes_in_the_context_are_not_penalised():
     logits, sampling = torch.tensor([1.0, 2.0, 3.0, 2.5]), Sampling(1.0, repetition_penalty=1.5)
     assert np.array_equal(
-        law(logits, sampling, np.array([2, -1])).weights, law(logits, sampling, np.array([2])).weights
+        token_distribution(logits, sampling, np.array([2, -1])).weights,
+        token_distribution(logits, sampling, np.array([2])).weights,
     )
     with pytest.raises(ValueError, match="pass it to law as context"):
-        law(logits, sampling)
+        token_distribution(logits, sampling)
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -315,8 +318,11 @@ def test_a_law_does_not_depend_on_the_batch_and_leaves_the_logits_alone(sampling
     before, context = batch.clone(), np.arange(10)
     strided = batch.T.contiguous().T
     for i in range(6):
-        alone = law(batch[i].clone(), sampling, context)
-        for other in (law(batch[i], sampling, context), law(strided[i], sampling, context)):
+        alone = token_distribution(batch[i].clone(), sampling, context)
+        for other in (
+            token_distribution(batch[i], sampling, context),
+            token_distribution(strided[i], sampling, context),
+        ):
             assert np.array_equal(alone.weights, other.weights)
             assert alone.tokens is other.tokens or np.array_equal(alone.tokens, other.tokens)
     assert torch.equal(batch, before)
@@ -330,17 +336,17 @@ def test_a_law_does_not_depend_on_the_batch_and_leaves_the_logits_alone(sampling
 def test_choices_are_the_first_maxima_of_the_rows_in_float32(dtype, shift):
     logits = torch.stack([(rows(3_000, torch.float32, seed, 1.0) + shift).to(dtype) for seed in range(20)])
     expected = logits.float().numpy().argmax(-1)
-    assert choices(logits).tolist() == expected.tolist()
-    assert choices(logits[:, ::2]).tolist() == logits[:, ::2].float().numpy().argmax(-1).tolist()
-    assert [law(row, Sampling()).tokens.item() for row in logits] == expected.tolist()
-    assert choices(logits[:0]).tolist() == []
+    assert greedy_tokens(logits).tolist() == expected.tolist()
+    assert greedy_tokens(logits[:, ::2]).tolist() == logits[:, ::2].float().numpy().argmax(-1).tolist()
+    assert [token_distribution(row, Sampling()).tokens.item() for row in logits] == expected.tolist()
+    assert greedy_tokens(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_minus_zero_and_minus_infinity_are_ordered_as_floats_are(dtype):
     inf = math.inf
     table = [[-0.0, 0.0, -1.0], [0.0, -0.0, -1.0], [-inf, -2.0, -inf], [-3.0, -2.0, -2.0], [-inf, 5.0, 5.0]]
-    assert choices(torch.tensor(table, dtype=dtype)).tolist() == [0, 0, 1, 1, 1]
+    assert greedy_tokens(torch.tensor(table, dtype=dtype)).tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.gpu
@@ -348,12 +354,12 @@ def test_minus_zero_and_minus_infinity_are_ordered_as_floats_are(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_choices_and_laws_on_cuda_are_those_of_the_same_logits_on_the_cpu(dtype):
     logits = torch.stack([rows(49_152, dtype, seed, 1.0) for seed in range(16)])
-    assert choices(logits.cuda()).tolist() == choices(logits).tolist()
+    assert greedy_tokens(logits.cuda()).tolist() == greedy_tokens(logits).tolist()
     for sampling in SETTINGS:
-        here, there = (law(row, sampling, np.arange(9)) for row in (logits[0], logits[0].cuda()))
+        here, there = (token_distribution(row, sampling, np.arange(9)) for row in (logits[0], logits[0].cuda()))
         assert np.array_equal(here.weights, there.weights)
     with pytest.raises(ValueError, match="NaN logits in row 1"):
-        choices(torch.tensor([[1.0, 2.0], [math.nan, 1.0]], dtype=dtype, device="cuda"))
+        greedy_tokens(torch.tensor([[1.0, 2.0], [math.nan, 1.0]], dtype=dtype, device="cuda"))
 
 
 # broken logits
@@ -369,19 +375,19 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_where_and_what_to_do(
     if math.isnan(value) and math.copysign(1, value) < 0:
         logits.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[1, 7] |= -(2 ** (8 * dtype.itemsize - 1))
     with pytest.raises(ValueError, match=f"{complaint} in row 1; load it in float32 or bfloat16"):
-        choices(logits)
+        greedy_tokens(logits)
     for sampling in (Sampling(), Sampling(1.0), Sampling(0.5, top_k=4, top_p=0.9, min_p=0.1)):
         with pytest.raises(ValueError, match=f"{complaint} at new token 5; load it in"):
-            law(logits[1], sampling, index=5)
+            token_distribution(logits[1], sampling, index=5)
 
 
 def test_a_row_without_any_token_left_is_an_error():
     nothing = torch.full((1, 4), -math.inf)
     with pytest.raises(ValueError, match="no token is left to choose in row 0"):
-        choices(nothing)
+        greedy_tokens(nothing)
     for sampling in (Sampling(banned=(0, 1)), Sampling(1.0, banned=(0, 1)), Sampling(1.0, top_p=0.5, banned=(0, 1))):
         with pytest.raises(ValueError, match="at new token 0: all are banned"):
-            law(torch.zeros(2), sampling)
+            token_distribution(torch.zeros(2), sampling)
 
 
 @pytest.mark.parametrize(
@@ -401,8 +407,8 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"banned": (3, -1)}, "banned is"),
         ({"forced": ((-1, 3),)}, "forced is"),
         ({"forced": ((1, -3),)}, "forced is"),
-        ({"banned_at": ((-1, 3),)}, "banned_at is"),
-        ({"closing": ((3, -1, 4),)}, "closing is"),
+        ({"banned_at_index": ((-1, 3),)}, "banned_at_index is"),
+        ({"hole_end_tokens": ((3, -1, 4),)}, "hole_end_tokens is"),
     ],
 )
 def test_settings_that_make_no_law_are_refused_in_one_line_that_says_the_cure(settings_, message):
@@ -412,21 +418,21 @@ def test_settings_that_make_no_law_are_refused_in_one_line_that_says_the_cure(se
 
 
 def test_the_bare_logits_decide_only_where_nothing_changes_them():
-    assert Sampling().bare
+    assert Sampling().plain_argmax
     for changed in ({"temperature": 0.1}, {"banned": (1,)}, {"forced": ((0, 1),)}, {"repetition_penalty": 1.1}):
-        assert not Sampling(**changed).bare
+        assert not Sampling(**changed).plain_argmax
 
 
 @given(laws(), st.floats(0, 1, exclude_max=True))
 def test_what_is_drawn_has_weight(law_, u):
-    assert _dense(law_)[draw(u, law_)] > 0
+    assert _dense(law_)[sample(u, law_)] > 0
 
 
 @settings(deadline=None)
 @given(laws())
 def test_evenly_spread_uniforms_draw_each_token_as_often_as_it_is_likely(law_):
     count = 2_000
-    drawn = np.bincount([draw((i + 0.5) / count, law_) for i in range(count)], minlength=1_000)
+    drawn = np.bincount([sample((i + 0.5) / count, law_) for i in range(count)], minlength=1_000)
     assert np.abs(drawn - count * _dense(law_)[:1_000]).max() <= 1 + 1e-6
 
 
@@ -453,7 +459,7 @@ def test_where_target_and_draft_agree_the_residual_is_the_target(target):
     assert np.array_equal(_dense(residual(target, target)), _dense(target))
 
 
-def _dense(law_: Law) -> np.ndarray:
+def _dense(law_: Distribution) -> np.ndarray:
     return probabilities(law_, 1_000)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from saltus.evaluation.sandbox import LAUNCHER, run, run_guarded
+from saltus.evaluation.sandbox.run_program import LAUNCHER, run_program, run_with_guards
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
 FILTERED = sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64")
@@ -156,17 +156,17 @@ def stubborn(program: str) -> str:
 def test_a_good_program_passes(program: str, guards: str) -> None:
     if guards == "hook" and "hread" in program and sys.platform.startswith("linux"):
         pytest.skip("without the filter Linux lets it start neither processes nor threads")
-    verdict = run_guarded(program, 20.0, 1024, guards)
+    verdict = run_with_guards(program, 20.0, 1024, guards)
     assert verdict.passed
-    assert verdict.why == "passed"
+    assert verdict.reason == "passed"
 
 
 @pytest.mark.parametrize(("program", "why"), BAD.values(), ids=BAD)
 def test_a_program_that_does_not_reach_its_end_fails_with_the_reason(program: str, why: str) -> None:
     seconds = 0.6 if why.startswith("took") else 20.0
-    verdict = run(program, seconds=seconds, memory_mb=512)
+    verdict = run_program(program, seconds=seconds, memory_mb=512)
     assert not verdict.passed
-    assert verdict.why.startswith(why)
+    assert verdict.reason.startswith(why)
 
 
 @pytest.mark.parametrize(("program", "why"), MISDEEDS.values(), ids=MISDEEDS)
@@ -176,9 +176,9 @@ def test_a_misdeed_ends_the_program_before_it_is_done(program: str, why: str, gu
     outside.write_text("kept")
     mode = outside.stat().st_mode
     program = program.format(outside=str(outside), folder=str(tmp_path), pid=os.getpid())
-    verdict = run_guarded(stubborn(program), 20.0, 1024, guards)
+    verdict = run_with_guards(stubborn(program), 20.0, 1024, guards)
     assert not verdict.passed
-    assert verdict.why.startswith(why if "hook" in guards else "made a forbidden system call")
+    assert verdict.reason.startswith(why if "hook" in guards else "made a forbidden system call")
     assert outside.read_text() == "kept"
     assert outside.stat().st_mode == mode
     assert {path.name for path in tmp_path.iterdir()} == {"outside", "folders"}
@@ -190,8 +190,8 @@ def test_the_kernel_ends_what_goes_around_python(call: str, tmp_path: Path) -> N
     outside = tmp_path / "outside"
     outside.write_text("kept")
     call = call.format(pid=os.getpid(), outside=str(outside))
-    verdict = run_guarded(stubborn(f"import ctypes, os\nctypes.CDLL(None).{call}"), 20.0, 1024, "filter")
-    assert verdict.why == "made a forbidden system call"
+    verdict = run_with_guards(stubborn(f"import ctypes, os\nctypes.CDLL(None).{call}"), 20.0, 1024, "filter")
+    assert verdict.reason == "made a forbidden system call"
     assert outside.read_text() == "kept"
 
 
@@ -199,14 +199,14 @@ def test_the_kernel_ends_what_goes_around_python(call: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
 def test_other_calls_do_not_exist(call: str) -> None:
     program = f"import ctypes, os\nassert ctypes.CDLL(None).{call.format(pid=os.getpid())} == -1"
-    assert run_guarded(program, 20.0, 1024, "filter").passed
+    assert run_with_guards(program, 20.0, 1024, "filter").passed
 
 
 @needs_filter
 def test_threads_without_end_are_counted() -> None:
     bomb = "import threading, time\nthreading.stack_size(32768)\nwhile True:\n"
     bomb += "    threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
-    assert run(bomb).why == "started more than 256 threads"
+    assert run_program(bomb).reason == "started more than 256 threads"
 
 
 @pytest.mark.parametrize("guards", ["filter+hook", "filter"])
@@ -231,25 +231,28 @@ for file in range(3, 64):
         pass
 os._exit(0)
 """
-    verdict = run_guarded(forger, 20.0, 1024, guards)
+    verdict = run_with_guards(forger, 20.0, 1024, guards)
     assert not verdict.passed
-    assert verdict.why == "left early"
+    assert verdict.reason == "left early"
 
 
 def test_sets_are_in_the_same_order_each_time() -> None:
     program = "raise ValueError(list({'the', 'cat', 'sat', 'on', 'a', 'mat', 'and', 'purred'}))"
-    assert run(program) == run(program)
+    assert run_program(program) == run_program(program)
 
 
 def test_too_little_memory_for_python_itself_is_told() -> None:
     if sys.platform.startswith("linux"):
         with pytest.raises(ValueError, match="did not start within 1 MB; give programs more memory"):
-            run("x = 1", memory_mb=1)
+            run_program("x = 1", memory_mb=1)
 
 
 @needs_filter
 def test_a_program_dies_with_its_parent() -> None:
-    code = "from saltus.evaluation.sandbox import run; run('import time; time.sleep(99)', seconds=99)"
+    code = (
+        "from saltus.evaluation.sandbox.run_program import run_program;"
+        "run_program('import time; time.sleep(99)', seconds=99)"
+    )
     environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     children: list[int] = []

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from saltus import testing
-from saltus.core.control import Controller
+from saltus.core.control.controller import Controller
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, probabilities
 from saltus.methods.small_model import SmallModel
-from saltus.testing import listening, student, toy, writing
+from saltus.testing import recording_noise, toy_decoding, toy_drafter, toy_network
 
 PROMPT = [1, 2, 3]
 SAMPLED = Sampling(temperature=1.0)
@@ -16,9 +16,9 @@ SAMPLED = Sampling(temperature=1.0)
 
 def write(length: int = 40, *, error: float = 0.5, sharp: float = 2.0, **settings):
     options = {"small_model": {"least": settings.pop("least", 0.0), "length": settings.pop("drafts", 5)}}
-    return writing(
-        "small_model", PROMPT, length, target=toy(sharp=sharp), error=error, options=options, **settings
-    ).finish()
+    return toy_decoding(
+        "small_model", PROMPT, length, target=toy_network(logit_scale=sharp), error=error, options=options, **settings
+    ).run()
 
 
 @pytest.mark.parametrize("rule", [match, reject])
@@ -40,12 +40,12 @@ def test_the_drafter_writes_with_the_uniforms_of_the_text():
     """Under match a drafter's branch is what it would write itself with the same seed."""
     written = write(30, error=0.7, sampling=SAMPLED, drafts=4, seed=5)
     for step in written.steps[:5]:
-        own = student(toy(), 0.7)
-        own.name, own.rewrites = "target", False
-        text = step.canvas.decided.tolist()
-        count = len(step.asked.tokens)
-        alone = writing("plain", text, count, target=own, seed=5, sampling=SAMPLED).finish()
-        assert list(step.asked.tokens) == alone.tokens
+        own = toy_drafter(toy_network(), 0.7)
+        own.name, own.allows_rewrites = "target", False
+        text = step.canvas.decided_prefix.tolist()
+        count = len(step.inputs.tokens)
+        alone = toy_decoding("plain", text, count, target=own, seed=5, sampling=SAMPLED).run()
+        assert list(step.inputs.tokens) == alone.tokens
 
 
 def test_more_tokens_are_right_under_match_than_with_uniforms_of_its_own():
@@ -60,42 +60,45 @@ def test_more_tokens_are_right_under_match_than_with_uniforms_of_its_own():
 
     coupled = calls()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "make", lambda spec, options: [Uncoupled(**options["small_model"])])
+        patch.setattr(testing, "make_methods", lambda spec, options: [Uncoupled(**options["small_model"])])
         assert calls() > 1.2 * coupled
 
 
 def test_reject_is_told_the_law_of_each_draft():
     written = write(20, error=0.7, sampling=SAMPLED, rule=reject, drafts=3)
-    drafter = student(toy(), 0.7)
+    drafter = toy_drafter(toy_network(), 0.7)
     for step in written.steps:
-        assert step.asked.drafted is None or len(step.asked.drafted) == len(step.asked.tokens)
-        for node, law in enumerate(step.asked.drafted or ()):
-            before = [*step.canvas.decided.tolist(), *step.asked.path(step.asked.parents[node])]
+        assert step.inputs.draft_distributions is None or len(step.inputs.draft_distributions) == len(
+            step.inputs.tokens
+        )
+        for node, distribution in enumerate(step.inputs.draft_distributions or ()):
+            before = [*step.canvas.decided_prefix.tolist(), *step.inputs.path_tokens(step.inputs.parents[node])]
             expected = drafter.logits[before[-2], before[-1]].softmax(-1).numpy()
-            assert probabilities(law, 6) == pytest.approx(expected, abs=1e-6)
-    assert any(step.asked.drafted for step in written.steps)
+            assert probabilities(distribution, 6) == pytest.approx(expected, abs=1e-6)
+    assert any(step.inputs.draft_distributions for step in written.steps)
 
 
 def test_under_reject_chances_do_not_depend_on_the_token_that_was_drawn():
     """They are the mass of the likeliest token, whichever was drawn."""
-    drafter = student(toy(), 0.5)
-    chances: dict[tuple[int, int], set[float]] = {}
+    drafter = toy_drafter(toy_network(), 0.5)
+    probabilities: dict[tuple[int, int], set[float]] = {}
 
     class Watching(Controller):
-        def size(self, tree) -> int:
-            if tree.chances:
-                chances.setdefault((self.text[-2], self.text[-1]), set()).add(tree.chances[0])
-            return super().size(tree)
+        def num_nodes(self, tree) -> int:
+            if tree.acceptance_probabilities:
+                probabilities.setdefault((self.text[-2], self.text[-1]), set()).add(tree.acceptance_probabilities[0])
+            return super().num_nodes(tree)
 
     for seed in range(8):
         controller = Watching(adaptive=False)
         controller.text = list(PROMPT)
-        written = writing(
-            "small_model", PROMPT, 10, target=toy(), sampling=SAMPLED, rule=reject, seed=seed, controller=controller,
+        written = toy_decoding(
+            "small_model", PROMPT, 10, target=toy_network(), sampling=SAMPLED, rule=reject, seed=seed,
+            controller=controller,
             stop=lambda canvas, tokens, c=controller: c.text.extend(tokens.tolist()),
-        ).finish()  # fmt: skip
+        ).run()  # fmt: skip
         assert len(written.tokens) == 10
-    for pair, found in chances.items():
+    for pair, found in probabilities.items():
         assert len(found) == 1, pair
         assert found.pop() == pytest.approx(float(drafter.logits[pair].softmax(-1).max()))
 
@@ -104,20 +107,20 @@ def test_drafts_are_drawn_with_fresh_uniforms_in_each_step():
     """A uniform that a draft has used once is spent: what was decided since may know it."""
     used: list[tuple[str, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(testing, "Noise", listening(used))
+        patch.setattr(testing, "Noise", recording_noise(used))
         write(30, error=1.0, sampling=SAMPLED, rule=reject)
     assert len(set(used)) == len(used)
 
 
 def test_it_stops_drafting_where_a_draft_is_unlikely():
     sure, unsure = (write(40, sharp=sharp, sampling=SAMPLED, least=0.5, drafts=8) for sharp in (12.0, 0.3))
-    assert np.mean([len(step.asked.tokens) for step in sure.steps]) > 4
-    assert max(len(step.asked.tokens) for step in unsure.steps) == 1
+    assert np.mean([len(step.inputs.tokens) for step in sure.steps]) > 4
+    assert max(len(step.inputs.tokens) for step in unsure.steps) == 1
 
 
 def test_it_drafts_no_more_than_there_is_room():
     written = write(4, error=0.0, drafts=8)
-    assert [len(step.asked.tokens) for step in written.steps] == [3]
+    assert [len(step.inputs.tokens) for step in written.steps] == [3]
     assert written.networks["drafter"].calls == 3
 
 
@@ -126,14 +129,16 @@ def test_the_drafter_reads_no_decided_token_twice():
     written = write(42, error=0.0, drafts=5)
     drafter = written.networks["drafter"]
     assert drafter.calls == 5 * 7
-    assert drafter.read == len(PROMPT) + 42 - 2, "not the last two: the last draft, and the target's own token"
+    assert drafter.context_tokens_read == len(PROMPT) + 42 - 2, (
+        "not the last two: the last draft, and the target's own token"
+    )
 
 
 def test_greedy_chances_are_the_models_own_probabilities():
     class Watching(Controller):
-        def size(self, tree) -> int:
-            seen.extend(tree.chances)
-            return super().size(tree)
+        def num_nodes(self, tree) -> int:
+            seen.extend(tree.acceptance_probabilities)
+            return super().num_nodes(tree)
 
     seen: list[float] = []
     write(20, controller=Watching(adaptive=False))

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from invented_run import invented_records
-from saltus.evaluation.spec_bench import answers
+from saltus.evaluation.reports.spec_bench import spec_bench_answers
 
 
 def spec_bench_speedup(lines: list[str], baseline: list[str], tokenize) -> tuple[float, float]:
@@ -20,7 +20,7 @@ def spec_bench_speedup(lines: list[str], baseline: list[str], tokenize) -> tuple
 
 
 def lines_of(records, side):
-    return [json.dumps(answer) for answer in answers(records, side)]
+    return [json.dumps(answer) for answer in spec_bench_answers(records, side)]
 
 
 def test_its_speed_up_and_mean_accepted_tokens_come_out_of_our_lines():
@@ -42,7 +42,7 @@ def test_its_speed_up_and_mean_accepted_tokens_come_out_of_our_lines():
 def test_an_answer_has_the_fields_of_spec_bench_and_its_turns_in_order():
     first, second = (dict(record) for record in invented_records(2, sides={"lookup": 0.4}))
     second |= {"task": first["task"], "turn": 1, "category": first["category"]}
-    [answer] = answers([second, first], "lookup", "smollm2-135m")
+    [answer] = spec_bench_answers([second, first], "lookup", "smollm2-135m")
     assert list(answer) == ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
     assert answer["question_id"] == 80
     assert answer["model_id"] == "smollm2-135m-lookup"
@@ -56,7 +56,7 @@ def test_an_answer_has_the_fields_of_spec_bench_and_its_turns_in_order():
 
 def test_a_task_without_a_number_keeps_its_name_and_a_silent_peer_has_no_accept_lengths():
     [record] = invented_records(1, sides={"transformers": None})
-    [answer] = answers([record | {"task": "HumanEval/3"}], "transformers")
+    [answer] = spec_bench_answers([record | {"task": "HumanEval/3"}], "transformers")
     assert answer["question_id"] == "HumanEval/3"
     assert answer["choices"][0]["accept_lengths"] == []
     assert answer["choices"][0]["decoding_steps"] == [None]
@@ -64,10 +64,10 @@ def test_a_task_without_a_number_keeps_its_name_and_a_silent_peer_has_no_accept_
 
 def test_what_was_measured_again_counts_once():
     [record] = invented_records(1, sides={"plain": 0.0})
-    [answer] = answers([record, record | {"seconds": 9.0}], "plain")
+    [answer] = spec_bench_answers([record, record | {"seconds": 9.0}], "plain")
     assert answer["choices"][0]["wall_time"] == [9.0]
 
 
 def test_an_unknown_side_is_refused_with_the_sides_there_are():
     with pytest.raises(ValueError, match=r"^no record is of side jacobi; the run has plain$"):
-        answers(invented_records(1, sides={"plain": 0.0}), "jacobi")
+        spec_bench_answers(invented_records(1, sides={"plain": 0.0}), "jacobi")

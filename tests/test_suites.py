@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from saltus.evaluation.suites import SUITES, fingerprint, grader_of, tasks_of
+from saltus.evaluation.benchmarks.suites import SUITES, find_grader, load_tasks, tasks_fingerprint
 
 SPEC = {"question_id": 82, "category": "writing", "turns": ["Write.", "Again."]}
 CODE = {
@@ -32,19 +32,19 @@ def lines(path, *rows):
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
 def test_each_suite_reads_its_rows(name, kind, tmp_path):
     file = lines(tmp_path / f"rows.{kind}", ROWS[name], ROWS[name])
-    tasks = tasks_of(f"{name}:{file}")
+    tasks = load_tasks(f"{name}:{file}")
     assert len(tasks) == 2
     assert tasks[0].prompt.turns
-    assert (grader_of(f"{name}:{file}", tasks) is None) == (name == "spec-bench")
+    assert (find_grader(f"{name}:{file}", tasks) is None) == (name == "spec-bench")
 
 
 def test_all_turns_of_spec_bench_are_asked(tmp_path):
-    (task,) = tasks_of(f"spec-bench:{lines(tmp_path / 'a.jsonl', SPEC)}")
+    (task,) = load_tasks(f"spec-bench:{lines(tmp_path / 'a.jsonl', SPEC)}")
     assert (task.id, task.category, task.prompt.turns) == ("82", "writing", ("Write.", "Again."))
 
 
 def test_what_is_continued_raw_is_the_row_s_own_text(tmp_path):
-    (task,) = tasks_of(f"infilling:{lines(tmp_path / 'a.jsonl', ROWS['infilling'])}")
+    (task,) = load_tasks(f"infilling:{lines(tmp_path / 'a.jsonl', ROWS['infilling'])}")
     assert task.always_raw
     assert (task.raw, task.stop) == (CODE["prompt"], ("\n",))
 
@@ -52,14 +52,14 @@ def test_what_is_continued_raw_is_the_row_s_own_text(tmp_path):
 def test_a_limit_is_spread_over_the_suite(tmp_path):
     rows = [SPEC | {"question_id": n, "category": "abcd"[n // 10]} for n in range(40)]
     file = lines(tmp_path / "a.jsonl", *rows)
-    tasks = tasks_of(f"spec-bench:{file}", 8)
+    tasks = load_tasks(f"spec-bench:{file}", 8)
     assert [task.category for task in tasks] == list("aabbccdd")
-    assert len(tasks_of(f"spec-bench:{file}", 100)) == 40
-    assert len({fingerprint(tasks_of(f"spec-bench:{file}", n)) for n in (7, 8, 40)}) == 3
+    assert len(load_tasks(f"spec-bench:{file}", 100)) == 40
+    assert len({tasks_fingerprint(load_tasks(f"spec-bench:{file}", n)) for n in (7, 8, 40)}) == 3
 
 
 def test_the_quick_suite_has_several_kinds():
-    tasks = tasks_of("quick")
+    tasks = load_tasks("quick")
     assert len(tasks) == 24
     assert len({task.category for task in tasks}) == 8
 
@@ -70,13 +70,13 @@ def test_prompts_of_a_file_may_carry_category_and_reference(tmp_path):
         {"turns": ["a", "b"], "reference": "c"},
     ]
     spec = f"prompts:{lines(tmp_path / 'a.jsonl', *rows)}"
-    one, two = tasks_of(spec)
+    one, two = load_tasks(spec)
     assert (one.category, one.reference) == ("short", {"reference": "It ends."})
     assert two.category == "prompts"
-    grader = grader_of(spec, [one, two])
+    grader = find_grader(spec, [one, two])
     assert grader is not None
-    assert grader.of == "ROUGE-L"
-    assert grader_of(spec, [one, tasks_of("quick")[0]]) is None
+    assert grader.metric_name == "ROUGE-L"
+    assert find_grader(spec, [one, load_tasks("quick")[0]]) is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_prompts_of_a_file_may_carry_category_and_reference(tmp_path):
 def test_a_wrong_row_is_named_with_its_file_and_line(name, row, said, tmp_path):
     file = lines(tmp_path / "rows.jsonl", ROWS[name], row)
     with pytest.raises(ValueError, match=f"rows.jsonl, {said}"):
-        tasks_of(f"{name}:{file}")
+        load_tasks(f"{name}:{file}")
 
 
 def test_a_file_that_is_cut_or_empty_or_not_text_is_told(tmp_path):
@@ -103,36 +103,36 @@ def test_a_file_that_is_cut_or_empty_or_not_text_is_told(tmp_path):
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(whole.read_bytes()[:20])
     with pytest.raises(ValueError, match="not a whole gzip file"):
-        tasks_of(f"gsm8k:{cut}")
+        load_tasks(f"gsm8k:{cut}")
     with pytest.raises(ValueError, match="holds no tasks"):
-        tasks_of(f"gsm8k:{lines(tmp_path / 'empty.jsonl')}")
+        load_tasks(f"gsm8k:{lines(tmp_path / 'empty.jsonl')}")
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(b"{}\n\xff\n")
     with pytest.raises(ValueError, match=r"line 2: this is not UTF-8"):
-        tasks_of(f"gsm8k:{latin}")
+        load_tasks(f"gsm8k:{latin}")
     with pytest.raises(ValueError, match="is a folder"):
-        tasks_of(f"gsm8k:{tmp_path}")
+        load_tasks(f"gsm8k:{tmp_path}")
 
 
 def test_unknown_names_get_the_nearest():
     with pytest.raises(ValueError, match="did you mean spec-bench"):
-        tasks_of("spec_bench:x.jsonl")
+        load_tasks("spec_bench:x.jsonl")
     with pytest.raises(ValueError, match=f"there are {', '.join(SUITES)} and prompts:FILE"):
-        tasks_of("zzz")
+        load_tasks("zzz")
 
 
 def test_a_data_set_is_asked_for_by_name_configuration_and_split(monkeypatch):
-    asked = []
+    inputs = []
 
     def load_dataset(*names, **settings):
-        asked.append((names, settings))
+        inputs.append((names, settings))
         return [MATH]
 
     fake = SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     for spec in ("gsm8k", "gsm8k:owner/name", "gsm8k:owner/name:hard@train", "gsm8k:https://somewhere/rows.jsonl"):
-        assert len(tasks_of(spec)) == 1
-    assert asked == [
+        assert len(load_tasks(spec)) == 1
+    assert inputs == [
         (("openai/gsm8k", "main"), {"split": "test"}),
         (("owner/name", None), {"split": "test"}),
         (("owner/name", "hard"), {"split": "train"}),
@@ -147,7 +147,7 @@ def test_a_data_set_that_cannot_be_had_is_told_in_a_line(monkeypatch):
     fake = SimpleNamespace(load_dataset=load_dataset, disable_progress_bars=lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     with pytest.raises(ValueError, match=r"cannot be had \(no route\); give a file: --suite gsm8k:FILE"):
-        tasks_of("gsm8k")
+        load_tasks("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r'pip install "saltus\[bench\]"'):
-        tasks_of("gsm8k")
+        load_tasks("gsm8k")

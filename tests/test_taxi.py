@@ -89,7 +89,7 @@ def test_a_student_that_is_the_teacher_is_always_right_at_first():
     work.teacher = lambda seed: (teacher, {})
     run = Run("categorical", "kl", window=1)
     with torch.no_grad():  # a query at position 1 that is given none stands for the start at position 0
-        teacher.none.copy_(teacher.body.wte.weight[teacher.start])
+        teacher.none.copy_(teacher.body.wte.weight[teacher.start_token])
         teacher.body.wpe.weight[1].copy_(teacher.body.wpe.weight[0])
         for layer in teacher.body.h:
             layer.attn.c_proj.weight.zero_()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import byte_tokenizer, space_tokenizer
-from saltus.text import LOST, PATIENCE, Detokenizer, Script, stop_strings
+from saltus.engine.detokenizer import MAX_PENDING_TOKENS, REPLACEMENT, Detokenizer, TextOutput, check_stop_strings
 
 BYTES, SPACES = byte_tokenizer(), space_tokenizer()
 tokens = st.lists(st.integers(0, len(BYTES) - 1), max_size=40)
@@ -14,7 +14,7 @@ characters = st.text(st.sampled_from("a bé你😀👩‍🚀\ufffd\u00a0"), max
 
 def pieces(ids, tokenizer=BYTES, context=()) -> list[str]:
     detokenizer = Detokenizer(tokenizer, context)
-    return [detokenizer.read(token) for token in ids]
+    return [detokenizer.add(token) for token in ids]
 
 
 @given(characters)
@@ -26,13 +26,13 @@ def test_any_text_comes_back_from_its_tokens(text):
 
 @given(tokens)
 def test_broken_bytes_read_as_they_do_when_decoded_at_once(ids):
-    assert "".join(pieces(ids)) == BYTES.decode(ids, skip_special_tokens=True).rstrip(LOST)
+    assert "".join(pieces(ids)) == BYTES.decode(ids, skip_special_tokens=True).rstrip(REPLACEMENT)
 
 
-@given(characters.filter(lambda text: LOST not in text))
+@given(characters.filter(lambda text: REPLACEMENT not in text))
 def test_a_character_is_never_shown_by_halves(text):
     for tokenizer in (BYTES, SPACES):
-        assert not any(LOST in piece for piece in pieces(tokenizer(text).input_ids, tokenizer))
+        assert not any(REPLACEMENT in piece for piece in pieces(tokenizer(text).input_ids, tokenizer))
 
 
 def test_a_character_comes_with_its_last_byte():
@@ -48,7 +48,7 @@ def test_what_is_whole_does_not_wait_for_what_is_not():
 
 def test_endless_broken_bytes_are_shown_in_the_end():
     byte = BYTES("😀").input_ids[1]
-    assert "".join(pieces([byte] * (PATIENCE + 1))) == LOST * (PATIENCE + 1)
+    assert "".join(pieces([byte] * (MAX_PENDING_TOKENS + 1))) == REPLACEMENT * (MAX_PENDING_TOKENS + 1)
 
 
 @given(st.lists(st.sampled_from(["the", "cat", "sat", "😀", "你好"]), min_size=2, max_size=8), st.data())
@@ -56,7 +56,7 @@ def test_a_continuation_keeps_the_spaces_that_join_it_to_its_prompt(words, data)
     ids = SPACES(" ".join(words)).input_ids
     cut = data.draw(st.integers(1, len(ids) - 1))
     prompt = SPACES.decode(ids[:cut])
-    if LOST not in prompt:
+    if REPLACEMENT not in prompt:
         assert prompt + "".join(pieces(ids[cut:], SPACES, ids[:cut])) == " ".join(words)
 
 
@@ -74,8 +74,8 @@ def test_special_tokens_do_not_show_nor_split_characters():
     assert "".join(pieces([first, BYTES.eos_token_id, *rest])) == "é"
 
 
-def script(stops=(), ends=()) -> Script:
-    return Script(Detokenizer(BYTES), frozenset(ends), tuple(stops))
+def script(stops=(), ends=()) -> TextOutput:
+    return TextOutput(Detokenizer(BYTES), frozenset(ends), tuple(stops))
 
 
 stops = st.lists(st.text(st.sampled_from("ath e"), min_size=1, max_size=4), min_size=1, max_size=3)
@@ -90,7 +90,7 @@ def test_a_text_ends_before_the_first_stop_string_wherever_token_borders_lie(tex
     one, read = script(stops), 0
     for token in ids:
         read += 1
-        if one.read(token):
+        if one.add(token):
             break
     assert one.ended == (count is not None)
     if count is None:
@@ -105,7 +105,7 @@ def test_a_text_ends_before_the_first_stop_string_wherever_token_borders_lie(tex
 def test_what_was_released_is_never_taken_back(text, stops, data):
     one, shown = script(stops), []
     for token in BYTES(text).input_ids:
-        ended = one.read(token)
+        ended = one.add(token)
         if data.draw(st.booleans()):
             shown.append(one.release())
         if ended:
@@ -119,7 +119,7 @@ def test_only_what_may_begin_a_stop_string_waits():
     one = script(["sat on"])
     shown, seen = "", {}
     for token in BYTES("the cat sat up").input_ids:
-        one.read(token)
+        one.add(token)
         shown += one.release()
         seen[one.text] = shown
     assert seen["the cat sat"] == "the cat "
@@ -128,12 +128,12 @@ def test_only_what_may_begin_a_stop_string_waits():
 
 def test_an_end_token_ends_a_text_and_does_not_show():
     one = script(ends=[BYTES.eos_token_id])
-    assert [one.read(token) for token in [*BYTES("a").input_ids, BYTES.eos_token_id]] == [False, True]
+    assert [one.add(token) for token in [*BYTES("a").input_ids, BYTES.eos_token_id]] == [False, True]
     assert one.text == "a"
 
 
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="remove it"):
-        stop_strings(["a", ""])
-    assert stop_strings("ab") == ("ab",)
-    assert stop_strings(None) == ()
+        check_stop_strings(["a", ""])
+    assert check_stop_strings("ab") == ("ab",)
+    assert check_stop_strings(None) == ()

@@ -6,17 +6,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-from saltus.core.sampling import Law, Sampling, interval, law, pick, probabilities
-from saltus.testing import joint, toy
+from saltus.core.sampling import Distribution, Sampling, pick, probabilities, token_distribution, uniform_interval
+from saltus.testing import text_probabilities, toy_network
 
 VOCAB, LENGTH, PROMPT = 4, 3, [2, 1]
-TARGET = toy(VOCAB, sharp=1.5)
+TARGET = toy_network(VOCAB, logit_scale=1.5)
 SAMPLING = [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.3, top_p=0.8)]
 
 
-def following(text: list[int], sampling: Sampling) -> Law:
+def following(text: list[int], sampling: Sampling) -> Distribution:
     """The toy's law after a text."""
-    return law(TARGET.logits[text[-2], text[-1]], sampling, np.array(text), len(text) - len(PROMPT))
+    return token_distribution(TARGET.logits[text[-2], text[-1]], sampling, np.array(text), len(text) - len(PROMPT))
 
 
 def written(uniforms, sampling: Sampling) -> list[int]:
@@ -29,7 +29,7 @@ def written(uniforms, sampling: Sampling) -> list[int]:
 
 def cells(text: tuple[int, ...], sampling: Sampling) -> list[tuple[float, float]]:
     """The box of uniforms that writes a text, [low, high) for each token."""
-    return [interval(token, following([*PROMPT, *text[:k]], sampling)) for k, token in enumerate(text)]
+    return [uniform_interval(token, following([*PROMPT, *text[:k]], sampling)) for k, token in enumerate(text)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -42,7 +42,7 @@ def test_theorem_1_every_box_of_uniforms_writes_its_text_and_the_boxes_fill_the_
             corners = product(*((low, (low + high) / 2, math.nextafter(high, 0)) for low, high in box))
             assert all(written(corner, sampling) == list(text) for corner in corners)
     assert math.fsum(volumes) == pytest.approx(1, abs=1e-12)
-    np.testing.assert_allclose(volumes, joint(TARGET, PROMPT, LENGTH, sampling), atol=1e-12)
+    np.testing.assert_allclose(volumes, text_probabilities(TARGET, PROMPT, LENGTH, sampling), atol=1e-12)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -63,8 +63,8 @@ def test_theorem_2_the_law_given_earlier_uniforms_is_the_law_given_earlier_token
 def test_independent_prediction_writes_pairs_that_the_law_never_writes():
     """Theorem 2 fails without the uniforms: picks from marginals combine tokens that exclude each other."""
     sampling, uniforms = Sampling(temperature=0.7, top_k=2), np.linspace(0.01, 0.99, 50)
-    pairs = joint(TARGET, PROMPT, 2, sampling).reshape(VOCAB, VOCAB)
-    first, second = (Law(None, pairs.sum(axis)) for axis in (1, 0))
+    pairs = text_probabilities(TARGET, PROMPT, 2, sampling).reshape(VOCAB, VOCAB)
+    first, second = (Distribution(None, pairs.sum(axis)) for axis in (1, 0))
     mixed = [pairs[pick(u, first), pick(v, second)] for u in uniforms for v in uniforms]
     own = [pairs[tuple(written((u, v), sampling))] for u in uniforms for v in uniforms]
     assert min(own) > 0

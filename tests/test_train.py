@@ -14,10 +14,10 @@ from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
-from saltus.networks.trained_files import PAPERS, WEIGHTS
+from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
-from saltus.training.checkpoint import load
-from saltus.training.drafter import DrafterCourse
+from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.tasks.drafter import DrafterTrainingTask
 from test_cli import complaint, lines, saltus_
 
 RECIPE = """
@@ -59,8 +59,8 @@ def folder(tiny_folder) -> Path:
 def teacher(folder, tmp_path_factory) -> Path:
     """Texts of the tiny model."""
     room = tmp_path_factory.mktemp("teacher")
-    asked = lines(room / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
-    saltus_("collect", "text", "-f", asked, "-m", folder, "-n", 24, "--out", room / "teacher")
+    inputs = lines(room / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
+    saltus_("collect", "text", "-f", inputs, "-m", folder, "-n", 24, "--out", room / "teacher")
     return room / "teacher"
 
 
@@ -86,7 +86,7 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     out = tmp_path / "drafter"
     said = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", said)
-    card = json.loads((out / PAPERS).read_text())["card"]
+    card = json.loads((out / METADATA_FILE).read_text())["card"]
     assert {"machine", "commit", "minutes", "loss"} <= card.keys()
     assert (card["steps"], card["seed"], card["teacher_texts"]) == (12, 3, 20)
     assert (card["recipe"]["name"], card["recipe"]["drafter"]["taps"]) == ("tiny", [1])
@@ -103,7 +103,7 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     file = tmp_path / "gated.toml"
     file.write_text(ADAPTER, encoding="utf-8")
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", "rank=2"))
-    papers = json.loads((tmp_path / "work" / "adapter" / PAPERS).read_text())
+    papers = json.loads((tmp_path / "work" / "adapter" / METADATA_FILE).read_text())
     assert papers["settings"]["rank"] == papers["settings"]["alpha"] == 2
     assert papers["training"]["steps"] == 12
     assert papers["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
@@ -117,7 +117,7 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
     file.write_text(ADAPTER, encoding="utf-8")
     own = tiny_folder(seed=1, num_hidden_layers=1)
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", f"student={own}", "--out", out))
-    papers = json.loads((out / PAPERS).read_text())
+    papers = json.loads((out / METADATA_FILE).read_text())
     assert (papers["target_name"], papers["training"]["student_of"]) == (str(own), str(folder))
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
     for temperature in (0.0, 0.7):
@@ -125,7 +125,7 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
         found = engine.generate("the cat", **given)
         assert found.tokens == engine.generate("the cat", method="plain", **given).tokens
         assert found.statistics.draft_calls > 0
-        assert max(call.nodes for call in found.steps) == 4
+        assert max(call.num_draft_tokens for call in found.calls) == 4
     other = tiny_folder(words="the dog")
     file.write_text(ADAPTER, encoding="utf-8")
     said = complaint(*training(file, folder, teacher, tmp_path / "other", "--set", f"student={other}"))
@@ -140,9 +140,9 @@ def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher,
     saltus_(*training(file, folder, teacher, first))
     given = [*training(file, folder, teacher, second, "--from", first / kind), "--set", "rate=1e-9", "--steps", 4]
     saltus_(*given)
-    papers = json.loads((second / kind / PAPERS).read_text())
+    papers = json.loads((second / kind / METADATA_FILE).read_text())
     assert papers["card" if kind == "drafter" else "training"]["begun_with"] == str(first / kind)
-    before, after = (load(work / "checkpoint.pt")["module"] for work in (first, second))
+    before, after = (load_checkpoint(work / "checkpoint.pt")["module"] for work in (first, second))
     assert before.keys() == after.keys()
     assert all(
         torch.allclose(before[name], after[name], atol=0.01, rtol=0.01) for name in before if "embed_tokens" not in name
@@ -161,7 +161,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     given[1] = "mtpc"
     said = saltus_(*given, "--set", "optimiser=muon").stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", said)
-    papers = json.loads((tmp_path / "work" / "heads" / PAPERS).read_text())
+    papers = json.loads((tmp_path / "work" / "heads" / METADATA_FILE).read_text())
     assert papers["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path / "work" / "heads")}})
     for rule in ("match", "reject"):
@@ -179,7 +179,7 @@ def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp
 
     def trained(work: str, *more: object) -> dict[str, float]:
         saltus_("train", "mtpc", *training(file, folder, teacher, tmp_path / work, *more)[2:])
-        return load(tmp_path / work / "checkpoint.pt")["exams"][-1]
+        return load_checkpoint(tmp_path / work / "checkpoint.pt")["exams"][-1]
 
     trained("ff", "--set", "circuit=ff", "--steps", 12)
     still = ("--from", tmp_path / "ff" / "heads", "--set", "rate=1e-9", "--steps", 1)
@@ -205,7 +205,7 @@ def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp
 def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):
     work = tmp_path / "work"
     saltus_(*training(recipe, folder, teacher, work))
-    found, exams = scalars(work), load(work / "checkpoint.pt")["exams"]
+    found, exams = scalars(work), load_checkpoint(work / "checkpoint.pt")["exams"]
     assert [step for step, _ in found["loss"]] == list(range(1, 13))
     assert [exam["step"] for exam in exams] == [4, 8, 12]
     for name in ("greedy", "sampled"):
@@ -229,25 +229,28 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
         run.join()
         kills += run.exitcode == -signal.SIGKILL
     assert kills == 2
-    assert load(killed / "checkpoint.pt")["step"] < 12
+    assert load_checkpoint(killed / "checkpoint.pt")["step"] < 12
     assert not (killed / "drafter").exists()
     time.sleep(1.1)  # files of curves are ordered by the second
     saltus_(*training(recipe, folder, teacher, killed))
-    one, other = (tmp_path / work / "drafter" / WEIGHTS["drafter"] for work in ("whole", "killed"))
+    one, other = (tmp_path / work / "drafter" / WEIGHTS_FILES["drafter"] for work in ("whole", "killed"))
     assert one.read_bytes() == other.read_bytes()
-    assert load(killed / "checkpoint.pt")["exams"] == load(tmp_path / "whole" / "checkpoint.pt")["exams"]
+    assert (
+        load_checkpoint(killed / "checkpoint.pt")["exams"]
+        == load_checkpoint(tmp_path / "whole" / "checkpoint.pt")["exams"]
+    )
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
 
 
 def test_ctrl_c_says_where_it_was_and_how_to_go_on(recipe, folder, teacher, tmp_path, monkeypatch):
-    whole = DrafterCourse.loss
+    whole = DrafterTrainingTask.loss
 
-    def interrupted(course: DrafterCourse, step: int):
+    def interrupted(course: DrafterTrainingTask, step: int):
         if step == 6:
             raise KeyboardInterrupt
         return whole(course, step)
 
-    monkeypatch.setattr(DrafterCourse, "loss", interrupted)
+    monkeypatch.setattr(DrafterTrainingTask, "loss", interrupted)
     said = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
     assert said.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
 
@@ -267,22 +270,22 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
 
 
 def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
-    from saltus.training.run import Run, teacher_texts
+    from saltus.training.run import TrainingRun, select_teacher_texts
 
-    chosen = recipes.read(recipe)
+    chosen = recipes.read_recipe(recipe)
     engine = saltus.load(str(folder), "plain")
-    run = Run(chosen, engine.network, "tiny", recipe.parent)
-    for _ in run.read(teacher_texts(chosen, teacher)):
+    run = TrainingRun(chosen, engine.network, "tiny", recipe.parent)
+    for _ in run.collect(select_teacher_texts(chosen, teacher)):
         pass
-    cuts = run.course(()).curriculum
-    assert len(cuts.texts) + len(cuts.held_out) == 20
+    cuts = run.make_task(()).window_dataset
+    assert len(cuts.training_table) + len(cuts.validation_table) == 20
 
     def prompts(texts) -> set[tuple[int, ...]]:
         return {tuple(cuts.corpus.tokens[begin : begin + length].tolist()) for begin, length, *_ in texts}
 
-    assert len(prompts(cuts.held_out)) == 3
-    assert len(cuts.held_out) == 6
-    assert not prompts(cuts.held_out) & prompts(cuts.texts)
+    assert len(prompts(cuts.validation_table)) == 3
+    assert len(cuts.validation_table) == 6
+    assert not prompts(cuts.validation_table) & prompts(cuts.training_table)
 
 
 def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp_path):
@@ -299,11 +302,11 @@ def test_without_teacher_text_it_says_how_to_get_it(recipe, folder, tmp_path):
     work = tmp_path / "work"
     said = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
     command = said.partition("first: saltus ")[2].split()
-    asked = tmp_path / "asked.txt"
-    asked.write_text("the cat\nthe dog\nthe log\nthe mat\n")
-    saltus_(*(asked if word == "FILE" else word for word in command), "-n", 12)
+    inputs = tmp_path / "asked.txt"
+    inputs.write_text("the cat\nthe dog\nthe log\nthe mat\n")
+    saltus_(*(inputs if word == "FILE" else word for word in command), "-n", 12)
     saltus_("train", "ptp", "-r", recipe, "-m", folder, "--work", work, "--steps", 1)
-    assert (work / "drafter" / WEIGHTS["drafter"]).exists()
+    assert (work / "drafter" / WEIGHTS_FILES["drafter"]).exists()
 
 
 @pytest.mark.parametrize(
@@ -350,16 +353,18 @@ def test_a_wrong_change_is_one_line_with_the_cure(change, cure, recipe, tmp_path
 
 
 def test_changes_reach_the_section_that_has_them(recipe):
-    changed = recipes.read(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
+    changed = recipes.read_recipe(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
     assert (changed.drafter.layers, changed.schedule.rate, changed.drafter.embedding) == (3, 1.0, "ar")
     assert changed.temperatures == (0.5,)
 
 
 def test_recipes_that_come_with_it_are_sound_and_listed():
     said = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
-    assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(recipes.shipped())
-    for name in recipes.shipped():
-        found = recipes.read(recipes.find(name))
+    assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(
+        recipes.shipped_recipes()
+    )
+    for name in recipes.shipped_recipes():
+        found = recipes.read_recipe(recipes.find_recipe(name))
         assert [method for method in said if f"{name} " in said[method]] == [found.method]
         assert found.about
         assert found.time

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
+from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import one_hot
-from saltus.core.tree import Branch, Tree, grow
+from saltus.core.tree import Branch, Tree, grow_tree
 
 chances = st.sampled_from([0.05, 0.2, 0.5, 0.8, 0.9, 1.0])
 pairs = st.lists(st.tuples(st.integers(0, 2), chances), min_size=1, max_size=4)
@@ -20,7 +20,7 @@ forests = st.lists(st.tuples(pairs, st.sampled_from("ab"), st.sampled_from([0.0,
 
 def forest(offered) -> list[Branch]:
     return [
-        Branch([token for token, _ in pairs], [chance for _, chance in pairs], source, worths=[worth] * len(pairs))
+        Branch([token for token, _ in pairs], [chance for _, chance in pairs], source, payoffs=[worth] * len(pairs))
         for pairs, source, worth in offered
     ]
 
@@ -36,8 +36,8 @@ def trie(offered: list[Branch], depth: int) -> dict[tuple[int, ...], float]:
     for branch in offered:
         for end in range(1, min(len(branch.tokens), depth) + 1):
             key = tuple(branch.tokens[:end])
-            best[key] = max(best.get(key, 0.0), branch.chances[end - 1])
-            worth[key] = max(worth.get(key, 0.0), branch.worths[end - 1])
+            best[key] = max(best.get(key, 0.0), branch.acceptance_probabilities[end - 1])
+            worth[key] = max(worth.get(key, 0.0), branch.payoffs[end - 1])
     values: dict[tuple[int, ...], float] = {(): math.inf}
     for key in sorted(best, key=len):
         chance = math.prod(best[key[:end]] for end in range(1, len(key) + 1))
@@ -52,10 +52,10 @@ def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
     """Against all subtrees of the merged branches."""
     offered = forest(offered)
     values = trie(offered, depth)
-    tree = grow(offered, budget, depth)
+    tree = grow_tree(offered, budget, depth)
     kept = [path(tree, node) for node in range(len(tree.tokens))]
     assert len(set(kept)) == len(kept) == min(budget, len(values))
-    assert tree.values == pytest.approx([values[key] for key in kept])
+    assert tree.expected_tokens == pytest.approx([values[key] for key in kept])
     rest = [key for key in values if len(key) <= depth]
     best = max(
         (
@@ -65,16 +65,16 @@ def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
         ),
         default=0.0,
     )
-    assert sum(tree.values) == pytest.approx(best)
+    assert sum(tree.expected_tokens) == pytest.approx(best)
 
 
 @settings(deadline=None)
 @given(forests, st.integers(0, 8), st.integers(0, 8))
 def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int, size: int):
-    tree = grow(forest(offered), budget, 3).cut(size)
-    Forward(continuation([1], 9), tree.tokens, tree.parents)  # refuses a child before its parent
+    tree = grow_tree(forest(offered), budget, 3).prune(size)
+    ForwardInputs(continuation([1], 9), tree.tokens, tree.parents)  # refuses a child before its parent
     assert len(tree.tokens) <= min(size, budget)
-    assert list(tree.values) == sorted(tree.values, reverse=True)
+    assert list(tree.expected_tokens) == sorted(tree.expected_tokens, reverse=True)
     assert {len(column) for column in vars(tree).values()} == {len(tree.tokens)}
 
 
@@ -82,62 +82,72 @@ def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int,
 @given(forests)
 def test_no_node_is_deeper_than_there_is_room(offered):
     for depth in range(4):
-        tree = grow(forest(offered), 50, depth)
+        tree = grow_tree(forest(offered), 50, depth)
         assert max((len(path(tree, node)) for node in range(len(tree.tokens))), default=0) <= depth
 
 
 def test_nothing_offered_is_the_empty_tree():
-    assert grow([], 5, 5) == Tree(*((),) * 8)
-    assert grow([Branch([], [])], 5, 5) == grow([Branch([1], [0.5])], 0, 5) == grow([Branch([1], [0.5])], 5, 0)
+    assert grow_tree([], 5, 5) == Tree(*((),) * 8)
+    assert (
+        grow_tree([Branch([], [])], 5, 5)
+        == grow_tree([Branch([1], [0.5])], 0, 5)
+        == grow_tree([Branch([1], [0.5])], 5, 0)
+    )
 
 
 def test_the_source_that_trusts_a_token_most_speaks_for_it():
     offered = [Branch([1, 2], [0.3, 0.9], "shy"), Branch([1, 3], [0.6, 0.1], "bold")]
-    tree = grow(offered, 9, 9)
+    tree = grow_tree(offered, 9, 9)
     assert tree.tokens == (1, 2, 3)
     assert tree.sources == ("bold", "shy", "bold")
-    assert tree.chances == (0.6, 0.9, 0.1)
-    assert tree.values == pytest.approx((0.6, 0.54, 0.06))
+    assert tree.acceptance_probabilities == (0.6, 0.9, 0.1)
+    assert tree.expected_tokens == pytest.approx((0.6, 0.54, 0.06))
 
 
 def test_chances_are_calibrated_but_kept_as_stated():
-    tree = grow([Branch([1, 2], [0.5, 0.5], "a")], 9, 9, lambda source, chance: chance / 5)
-    assert tree.values == pytest.approx((0.1, 0.01))
-    assert tree.chances == (0.5, 0.5)
+    tree = grow_tree([Branch([1, 2], [0.5, 0.5], "a")], 9, 9, lambda source, chance: chance / 5)
+    assert tree.expected_tokens == pytest.approx((0.1, 0.01))
+    assert tree.acceptance_probabilities == (0.5, 0.5)
 
 
 def test_a_draft_that_is_worth_asking_for_is_asked_before_an_unlikely_one():
-    chain, other = Branch([1, 2, 3], [0.01] * 3, "chain", worths=[0.1] * 3), Branch([4], [0.05], "other")
-    assert grow([chain, other], 3, 9).tokens == (1, 2, 3)
-    assert grow([chain, other], 3, 9, invest=lambda source, worth: worth / 10).tokens[0] == 4
+    chain, other = Branch([1, 2, 3], [0.01] * 3, "chain", payoffs=[0.1] * 3), Branch([4], [0.05], "other")
+    assert grow_tree([chain, other], 3, 9).tokens == (1, 2, 3)
+    assert grow_tree([chain, other], 3, 9, calibrate_payoff=lambda source, worth: worth / 10).tokens[0] == 4
 
 
 def test_equal_draws_from_laws_of_their_own_stay_two_tries():
-    law = one_hot(1)
-    drawn, chosen = Branch([1], [0.5], laws=[law]), Branch([1], [0.4])
+    distribution = one_hot(1)
+    drawn, chosen = Branch([1], [0.5], distributions=[distribution]), Branch([1], [0.4])
     for offered in ([drawn, drawn, chosen, chosen], [chosen, drawn, drawn], [drawn, chosen, drawn]):
-        tree = grow(offered, 9, 9)
+        tree = grow_tree(offered, 9, 9)
         assert tree.tokens == (1, 1, 1)
-        assert [known is law for known in tree.laws] == [True, True, False]
+        assert [known is distribution for known in tree.distributions] == [True, True, False]
 
 
 @settings(deadline=None)
 @given(forests, st.integers(0, 10))
 def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: int):
     """The place of a drawn token in the tree, its presence too, must not depend on the token (see `reject`)."""
-    laws = [one_hot(0)] * 4
-    drawn = [Branch(b.tokens, b.chances, b.source, laws[: len(b.tokens)], b.worths) for b in forest(offered)]
-    other = [Branch([5 + token for token in b.tokens], b.chances, b.source, b.laws, b.worths) for b in drawn]
-    assert grow(drawn, budget, 3).parents == grow(other, budget, 3).parents
+    distributions = [one_hot(0)] * 4
+    drawn = [
+        Branch(b.tokens, b.acceptance_probabilities, b.source, distributions[: len(b.tokens)], b.payoffs)
+        for b in forest(offered)
+    ]
+    other = [
+        Branch([5 + token for token in b.tokens], b.acceptance_probabilities, b.source, b.distributions, b.payoffs)
+        for b in drawn
+    ]
+    assert grow_tree(drawn, budget, 3).parents == grow_tree(other, budget, 3).parents
 
 
 @settings(deadline=None)
 @given(forests, st.lists(st.integers(0, 2), max_size=5))
 def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
-    tree = grow(forest(offered), 50, 9)
-    asked = Forward(continuation([1], 9), tree.tokens, tree.parents)
-    nodes = asked.follow(tokens)
-    assert asked.path(nodes[-1] if nodes else -1) == tokens[: len(nodes)]
+    tree = grow_tree(forest(offered), 50, 9)
+    inputs = ForwardInputs(continuation([1], 9), tree.tokens, tree.parents)
+    nodes = inputs.match_tokens(tokens)
+    assert inputs.path_tokens(nodes[-1] if nodes else -1) == tokens[: len(nodes)]
     paths = {path(tree, node) for node in range(len(tree.tokens))}
     assert len(nodes) == max((n for n in range(len(tokens) + 1) if n == 0 or tuple(tokens[:n]) in paths), default=0)
-    assert np.array_equal([asked.depths[node] for node in nodes], range(len(nodes)))
+    assert np.array_equal([inputs.depths[node] for node in nodes], range(len(nodes)))

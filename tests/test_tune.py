@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import saltus
-from saltus import profiles
-from saltus.evaluation.tuning import PLAIN, Search, Surface, affordable
-from saltus.networks.trained_files import fingerprint
-from saltus.profiles import Profile, machine_of
+from saltus.engine import profiles
+from saltus.engine.profiles import Profile, machine_name
+from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, SpeedupSurface, affordable_draft_tokens
+from saltus.networks.loading.drafter_files import model_fingerprint
 from test_cli import complaint, lines, saltus_
 
 CPU = torch.device("cpu")
@@ -26,9 +26,9 @@ def folder(tiny_folder, tmp_path, monkeypatch) -> str:
 
 def test_a_call_may_cost_so_many_times_one_of_one_node():
     nodes, times = (1, 2, 4, 8, 16, 32), (10.0, 11.0, 12.0, 16.0, 21.0, 40.0)
-    assert affordable(nodes, times, 2.0) == 7, "beside the last decided token"
-    assert affordable(nodes, times, 2.1) == 15
-    assert affordable(nodes, times, 1.0) == 3, "the least that is worth a search"
+    assert affordable_draft_tokens(nodes, times, 2.0) == 7, "beside the last decided token"
+    assert affordable_draft_tokens(nodes, times, 2.1) == 15
+    assert affordable_draft_tokens(nodes, times, 1.0) == 3, "the least that is worth a search"
 
 
 def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
@@ -37,15 +37,15 @@ def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
     def height(block: int, count: int) -> float:
         return 2 - 0.1 * (np.log2(block) - 4) ** 2 - 0.2 * (np.log2(1 + count) - 2) ** 2
 
-    exact = Surface.fit([(*place, height(*place)) for place in places])
-    assert all(abs(exact.at(*place) - height(*place)) < 1e-6 for place in places)
+    exact = SpeedupSurface.fit([(*place, height(*place)) for place in places])
+    assert all(abs(exact.evaluate(*place) - height(*place)) < 1e-6 for place in places)
     noise = np.random.default_rng(0).normal(0, 0.05, len(places))
-    noisy = Surface.fit([(*place, height(*place) + own) for place, own in zip(places, noise, strict=True)])
-    assert max(places, key=lambda place: noisy.at(*place)) in [(16, 2), (16, 4), (16, 1), (8, 2), (32, 2)]
-    assert Surface.fit([(4, 0, 1.5)]).at(4, 0) == 1.5
+    noisy = SpeedupSurface.fit([(*place, height(*place) + own) for place, own in zip(places, noise, strict=True)])
+    assert max(places, key=lambda place: noisy.evaluate(*place)) in [(16, 2), (16, 4), (16, 1), (8, 2), (32, 2)]
+    assert SpeedupSurface.fit([(4, 0, 1.5)]).evaluate(4, 0) == 1.5
 
 
-def ticking(search: Search, seconds) -> Search:
+def ticking(search: JacobiSearch, seconds) -> JacobiSearch:
     """With a clock by which a setting takes what `seconds` says."""
     now, last = [0.0], [None]
 
@@ -53,19 +53,19 @@ def ticking(search: Search, seconds) -> Search:
         now[0] += seconds(last[0])
         return now[0]
 
-    write = search._write
+    write = search._generate
 
-    def noted(setting, text, warm=False):
+    def noted(setting, text, warm_up=False):
         last[0] = setting
-        return write(setting, text, warm)
+        return write(setting, text, warm_up)
 
-    search._write, search.clock = noted, clock
+    search._generate, search.clock = noted, clock
     return search
 
 
 def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
     engine = saltus.load(folder, "jacobi", budget=32)
-    search = Search(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
+    search = JacobiSearch(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
 
     def seconds(setting) -> float:
         if PLAIN in setting:
@@ -76,37 +76,41 @@ def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
         )
 
     ticking(search, seconds)
-    assert sum(1 for _ in search.run()) == search.texts
-    assert search.chosen() == {"block": 8, "candidates": 1, "blocks": 3, "spawn": 0.5}
-    assert [row["speedup"] for row in search.table() if PLAIN in row] == [1]
-    assert all(row["tokens_per_call"] >= 1 for row in search.table())
-    assert {row.get("block") for row in search.table()} == {None, 4, 8, 16}, "blocks beyond the budget are not tried"
+    assert sum(1 for _ in search.run()) == search.num_texts
+    assert search.best_setting() == {"block": 8, "candidates": 1, "blocks": 3, "spawn": 0.5}
+    assert [row["speedup"] for row in search.table_rows() if PLAIN in row] == [1]
+    assert all(row["tokens_per_call"] >= 1 for row in search.table_rows())
+    assert {row.get("block") for row in search.table_rows()} == {None, 4, 8, 16}, (
+        "blocks beyond the budget are not tried"
+    )
 
 
 def test_an_adapter_s_rows_count_and_what_is_flat_is_chosen_as_measured(folder):
     engine = saltus.load(folder, "jacobi")
-    guided = Search(engine, ["the cat"], 16, {}, fixed={"model": "adapter"})
+    guided = JacobiSearch(engine, ["the cat"], 16, {}, fixed_options={"model": "adapter"})
     assert {one["block"] for one in guided.grid} == {4, 8}
-    search = Search(engine, ["the cat"], 4, {})
+    search = JacobiSearch(engine, ["the cat"], 4, {})
     for number, one in enumerate([{PLAIN: True}, *search.grid]):
         key = tuple(one.items())
         search.seconds[key], search.tokens[key] = {0: [0.9 if number == 3 else 1.0]}, {0: (10, 9)}
-    assert Surface.fit(search.points()).degree == 0
+    assert SpeedupSurface.fit(search.speedup_points()).degree == 0
     assert search.best(search.grid) == search.grid[2]
 
 
 def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     engine = saltus.load(folder, "jacobi")
     assert engine.profile is None
-    own = fingerprint(engine.network.model)
-    Profile("jacobi", folder, machine_of(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
+    own = model_fingerprint(engine.network.model)
+    Profile("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
     tuned = saltus.load(folder, "lookup")
     for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
-        ensemble = tuned._ensemble(spec)
+        ensemble = tuned.decoding_setup(spec)
         assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
-    assert tuned._ensemble("lookup").budget == 16, "others keep theirs"
-    assert saltus.load(folder, "jacobi", budget=9)._ensemble("jacobi").budget == 9
-    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}})._ensemble("jacobi").methods[0].block == 3
+    assert tuned.decoding_setup("lookup").budget == 16, "others keep theirs"
+    assert saltus.load(folder, "jacobi", budget=9).decoding_setup("jacobi").budget == 9
+    assert (
+        saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoding_setup("jacobi").methods[0].block == 3
+    )
     assert saltus.load(folder, "jacobi", profile=False).profile is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
@@ -119,7 +123,7 @@ def test_a_missing_device_is_named_before_a_profile_is_looked_for(folder):
 
 
 def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
-    path = Profile("jacobi", folder, machine_of(CPU), "", "another", {"block": 5}, 7).save()
+    path = Profile("jacobi", folder, machine_name(CPU), "", "another", {"block": 5}, 7).save()
     assert saltus.load(folder, "jacobi").profile is None
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
@@ -128,8 +132,8 @@ def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog)
 
 
 def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
-    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
-    common = ["tune", "-m", folder, "-f", asked, "-n", 6, "--rounds", 1, "--texts", 1]
+    inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
+    common = ["tune", "-m", folder, "-f", inputs, "-n", 6, "--rounds", 1, "--texts", 1]
     said = saltus_(*common, "--out", tmp_path / "out")
     assert "chosen: block" in said.stdout
     assert "saved: " in said.stderr

@@ -6,12 +6,12 @@ import torch
 import saltus
 from conftest import tiny_llama
 from saltus.core.canvas import continuation
-from saltus.core.forward import Forward
-from saltus.networks.causal import CausalNetwork
-from saltus.networks.heads import HeadModel, HeadNetwork, HeadShape, new_heads
-from saltus.networks.trained_files import fingerprint, load_heads, save
-from saltus.networks.upper_layers import last_layers
-from saltus.training.draws import draws
+from saltus.core.forward import ForwardInputs
+from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
+from saltus.networks.draft_models.upper_layers import last_layers
+from saltus.networks.loading.drafter_files import load_heads, model_fingerprint, save_drafter
+from saltus.networks.models.causal import CausalNetwork
+from saltus.training.data.seeded_generator import seeded_generator
 from test_head_training import course, states, target  # noqa: F401
 
 LAYERS = 4
@@ -22,30 +22,30 @@ close = {"rtol": 1e-3, "atol": 1e-4}
 @pytest.fixture(scope="module")
 def network() -> CausalNetwork:
     made = CausalNetwork(tiny_llama(num_hidden_layers=LAYERS))
-    made.tap((1, 2, 3))
+    made.add_hidden_state_layers((1, 2, 3))
     return made
 
 
 def made_for(network: CausalNetwork, layers: int, learned: float = 0.0) -> HeadModel:
     shape = HeadShape(32, "cp", window=4, rank=2, directions=3, layers=layers, lora=3, taps=(LAYERS - layers,))
-    model = new_heads(shape, torch.arange(2, 290), network.model, draws(0, "heads"))
+    model = new_head_model(shape, torch.arange(2, 290), network.model, seeded_generator(0, "heads"))
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight += torch.from_numpy(draws(1, name).normal(0, learned, tuple(weight.shape)))
+            weight += torch.from_numpy(seeded_generator(1, name).normal(0, learned, tuple(weight.shape)))
     return model.eval()
 
 
 def features_of(network: CausalNetwork, text: list[int]) -> torch.Tensor:
-    ask = Forward(continuation(text, 9), features=True)
-    return network.forward([ask], [network.memory()])[0].features
+    inputs = ForwardInputs(continuation(text, 9), output_hidden_states=True)
+    return network.forward([inputs], [network.new_kv_cache()])[0].hidden_states
 
 
 def heard(heads: HeadNetwork, features: torch.Tensor, pieces: list[int]) -> torch.Tensor:
     """The state that heads read in the end, shown the text in pieces."""
-    memory, state, shown = heads.memory(), torch.empty(0), 0
+    kv_cache, state, shown = heads.new_kv_cache(), torch.empty(0), 0
     for end in pieces:
-        decided = continuation(TEXT[: end + 1], 9).decided
-        state, shown = heads._state(memory, features[shown:end], decided), end
+        decided = continuation(TEXT[: end + 1], 9).decided_prefix
+        state, shown = heads._input_hidden_state(kv_cache, features[shown:end], decided), end
     return state
 
 
@@ -73,8 +73,8 @@ def test_the_model_stays_as_it_was(network):
     before = {name: weight.clone() for name, weight in network.model.named_parameters()}
     layers = list(network.model.model.layers)
     merged = HeadNetwork(made_for(network, 2, learned=0.5), network)
-    assert merged.read is not None
-    assert merged.read.model.config.num_hidden_layers == 2
+    assert merged.context_layers is not None
+    assert merged.context_layers.model.config.num_hidden_layers == 2
     assert list(network.model.model.layers) == layers
     assert network.model.config.num_hidden_layers == LAYERS
     assert all(torch.equal(weight, before[name]) for name, weight in network.model.named_parameters())
@@ -86,7 +86,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
     folder = tiny_folder(num_hidden_layers=LAYERS)
     own = saltus.load(str(folder), "plain", device="cpu").network
     model = made_for(own, 2, learned=0.02)
-    save("heads", model, tmp_path, "tiny", fingerprint(own.model), {})
+    save_drafter("heads", model, tmp_path, "tiny", model_fingerprint(own.model), {})
     back = load_heads(tmp_path, own.model, "tiny")
     assert back.shape == model.shape
     assert back.upper is not None
@@ -110,11 +110,11 @@ def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # no
 def test_they_may_come_to_heads_that_had_none(target, states, tmp_path):  # noqa: F811
     course(target, states, circuit="cp").save(tmp_path, {})
     richer = course(target, states, circuit="btree", layers=1, lora=2, taps=(1,))
-    richer.begin(tmp_path)
+    richer.initialize_from(tmp_path)
     assert richer.module.upper is not None
     richer.save(tmp_path / "richer", {})
     with pytest.raises(ValueError, match="cannot go on from"):
-        course(target, states, circuit="btree").begin(tmp_path / "richer")
+        course(target, states, circuit="btree").initialize_from(tmp_path / "richer")
 
 
 def test_states_without_the_layer_below_are_refused(target, states):  # noqa: F811

@@ -22,10 +22,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from saltus.networks import fetching, gguf_llama, sources, wheel
-from saltus.networks.fetching import SourceError, download, made_whole
-from saltus.networks.progress import Stage, silent
-from saltus.networks.wheel import Wheel, make_from_wheel
+from saltus.networks.loading import fetching, gguf_converter, sources, wheel
+from saltus.networks.loading.fetching import SourceError, atomic_folder, download
+from saltus.networks.loading.progress import Stage, no_progress
+from saltus.networks.loading.wheel import Wheel, convert_wheel
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = [chr(b if 33 <= b < 127 else 256 + b) for b in range(256)]  # near enough to GPT-2's table for these texts
@@ -63,7 +63,7 @@ def write_gguf(network: LlamaForCausalLM, file: Path) -> None:
     out.add_unk_token_id(0)
     out.add_pad_token_id(2)
     out.add_chat_template(TEMPLATE)
-    theirs = {ours: name for name, ours in gguf_llama.NAMES.items()}
+    theirs = {ours: name for name, ours in gguf_converter.TENSOR_NAMES.items()}
     for name, weight in network.state_dict().items():
         block, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.weight", name).groups()
         if kind == "lm_head":
@@ -101,12 +101,12 @@ class Index:
                     self.reply(404, b"")
 
             def send_wheel(self) -> None:
-                asked = self.headers.get("Range")
-                start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+                inputs = self.headers.get("Range")
+                start = int(inputs.removeprefix("bytes=").removesuffix("-")) if inputs else 0
                 rest = index.body[start:]
-                self.send_response(206 if asked else 200)
+                self.send_response(206 if inputs else 200)
                 self.send_header("Content-Length", str(len(rest)))
-                if asked:
+                if inputs:
                     self.send_header("Content-Range", f"bytes {start}-{len(index.body) - 1}/{len(index.body)}")
                 self.end_headers()
                 if index.cuts:
@@ -126,7 +126,7 @@ class Index:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def ranges(self) -> list[str | None]:
-        return [asked for path, asked in self.asked if path.endswith(f"/{self.file}")]
+        return [inputs for path, inputs in self.asked if path.endswith(f"/{self.file}")]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(sources, "SMOLLM2_135M", described)
-    model = cache / "models" / sources.DEFAULT
+    model = cache / "models" / sources.DEFAULT_MODEL
     yield SimpleNamespace(
         index=index, wheel=described, cache=cache, model=model, part=cache / "downloads" / archive.name
     )
@@ -186,7 +186,7 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
 
 
 def make(tiny: SimpleNamespace) -> None:
-    make_from_wheel(tiny.wheel, tiny.model, silent)
+    convert_wheel(tiny.wheel, tiny.model, no_progress)
 
 
 def left(tiny: SimpleNamespace) -> list[str]:
@@ -227,7 +227,7 @@ def test_its_tokenizer_cuts_digits_off_one_by_one_and_knows_special_tokens(tiny)
 
 def test_the_first_use_of_the_default_model_takes_the_wheel_where_the_hub_is_silent(tiny):
     stages: list[Stage] = []
-    assert sources.resolve(sources.DEFAULT, offline=False, progress=stages.append) == tiny.model
+    assert sources.resolve(sources.DEFAULT_MODEL, offline=False, progress=stages.append) == tiny.model
     assert left(tiny) == []
     arrived = [stage for stage in stages if stage.text == "downloading tiny"]
     assert (arrived[-1].done, arrived[-1].total) == (tiny.wheel.size, tiny.wheel.size)
@@ -244,18 +244,18 @@ def test_a_model_in_the_cache_never_touches_the_network(tiny, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", forbidden)
     monkeypatch.setattr("subprocess.Popen", forbidden)
     for offline in (None, False, True):
-        assert sources.resolve(sources.DEFAULT, offline=offline) == tiny.model
+        assert sources.resolve(sources.DEFAULT_MODEL, offline=offline) == tiny.model
     shutil.rmtree(tiny.model)
     with pytest.raises(SourceError, match="network is switched off; pull it once"):
-        sources.resolve(sources.DEFAULT, offline=True)
+        sources.resolve(sources.DEFAULT_MODEL, offline=True)
     with pytest.raises(AssertionError):
-        sources.resolve(sources.DEFAULT, offline=False)
+        sources.resolve(sources.DEFAULT_MODEL, offline=False)
 
 
 def test_neither_hub_nor_index_is_one_line_that_names_both(tiny, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
     with pytest.raises(SourceError, match=r"pip cannot fetch .*pip config list.*the hub does not answer") as caught:
-        sources.resolve(sources.DEFAULT, offline=False)
+        sources.resolve(sources.DEFAULT_MODEL, offline=False)
     assert "\n" not in str(caught.value)
 
 
@@ -270,7 +270,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(tiny):
     tiny.part.parent.mkdir(parents=True)
     tiny.part.write_bytes(tiny.index.body[:1000])
     with pytest.raises(KeyboardInterrupt):
-        make_from_wheel(tiny.wheel, tiny.model, interrupt)
+        convert_wheel(tiny.wheel, tiny.model, interrupt)
     assert not tiny.model.exists()
     kept = tiny.part.stat().st_size
     assert kept >= 1000
@@ -283,7 +283,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(tiny):
 def test_a_connection_that_breaks_is_taken_up_again_in_the_same_run(tiny, tmp_path):
     tiny.index.cuts = 5  # more than three, but each brings bytes
     file = tmp_path / "wheel"
-    download(f"{tiny.index.url}/files/{tiny.index.file}", file, tiny.wheel.size, "tiny", silent, pause=0.0)
+    download(f"{tiny.index.url}/files/{tiny.index.file}", file, tiny.wheel.size, "tiny", no_progress, retry_delay=0.0)
     assert file.read_bytes() == tiny.index.body
     assert len(tiny.index.ranges()) == 6
 
@@ -295,9 +295,9 @@ def test_patience_ends_after_three_attempts_without_a_new_byte(tmp_path, monkeyp
         file.write_bytes(b"x" * sizes.pop(0))
         raise ConnectionResetError("reset")
 
-    monkeypatch.setattr(fetching, "_append", reset)
+    monkeypatch.setattr(fetching, "_download_rest", reset)
     with pytest.raises(ConnectionResetError, match="reset"):
-        download("http://nowhere", tmp_path / "wheel", 9, "tiny", silent, pause=0.0)
+        download("http://nowhere", tmp_path / "wheel", 9, "tiny", no_progress, retry_delay=0.0)
     assert sizes == []
 
 
@@ -308,8 +308,8 @@ def test_a_server_that_has_less_than_promised_ends_in_an_error(tiny, tmp_path):
             tmp_path / "wheel",
             tiny.wheel.size + 1,
             "tiny",
-            silent,
-            pause=0.0,
+            no_progress,
+            retry_delay=0.0,
         )
     assert len(tiny.index.ranges()) == 4  # one that brought bytes, three in a row that did not
 
@@ -319,7 +319,7 @@ def test_a_server_that_ignores_ranges_starts_the_file_again(tiny, tmp_path, monk
     file.write_bytes(b"x" * 100)
     source = tmp_path / "source"
     source.write_bytes(tiny.index.body)
-    download(source.as_uri(), file, tiny.wheel.size, "tiny", silent, pause=0.0)
+    download(source.as_uri(), file, tiny.wheel.size, "tiny", no_progress, retry_delay=0.0)
     assert file.read_bytes() == tiny.index.body
 
 
@@ -366,7 +366,7 @@ def test_an_environment_without_pip_uses_the_one_python_brings(tiny, monkeypatch
 def test_too_small_a_disk_is_told_before_anything_is_fetched(tiny, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(SourceError, match=r"needs 1\.0 MB .* has 1\.0 kB free; free some, .*SALTUS_CACHE"):
-        sources.resolve(sources.DEFAULT, offline=False)
+        sources.resolve(sources.DEFAULT_MODEL, offline=False)
     assert tiny.index.asked == []
 
 
@@ -374,9 +374,9 @@ def test_a_disk_that_runs_full_gets_its_space_back(tiny, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(gguf_llama, "convert", full)
+    monkeypatch.setattr(gguf_converter, "convert_gguf", full)
     with pytest.raises(SourceError, match=r"ran full .*free some space") as caught:
-        sources.resolve(sources.DEFAULT, offline=False)
+        sources.resolve(sources.DEFAULT_MODEL, offline=False)
     assert "\n" not in str(caught.value)
     assert left(tiny) == []
     assert not tiny.model.exists()
@@ -386,7 +386,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "file"))
     with pytest.raises(SourceError, match=r"cannot be kept in .*file .*SALTUS_CACHE"):
-        sources.resolve(sources.DEFAULT, offline=False)
+        sources.resolve(sources.DEFAULT_MODEL, offline=False)
 
 
 # Processes
@@ -395,39 +395,39 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 def test_a_run_killed_in_the_middle_of_the_conversion_leaves_nothing_that_is_taken_for_a_model(tiny):
     program = f"""
 import os, pathlib, signal
-from saltus.networks import gguf_llama
-from saltus.networks.fetching import only_one
-from saltus.networks.progress import silent
-from saltus.networks.wheel import Wheel, make_from_wheel
+from saltus.networks.loading import gguf_converter
+from saltus.networks.loading.fetching import exclusive_lock
+from saltus.networks.loading.progress import no_progress
+from saltus.networks.loading.wheel import Wheel, convert_wheel
 def half(gguf, folder):
     (folder / "config.json").write_text("{{}}")
     (folder / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
-gguf_llama.convert = half
-with only_one("{sources.DEFAULT}", silent):
-    make_from_wheel({tiny.wheel!r}, pathlib.Path({str(tiny.model)!r}), silent)
+gguf_converter.convert_gguf = half
+with exclusive_lock("{sources.DEFAULT_MODEL}", no_progress):
+    convert_wheel({tiny.wheel!r}, pathlib.Path({str(tiny.model)!r}), no_progress)
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
     assert not tiny.model.exists()
     assert "config.json" in left(tiny)
-    assert sources.resolve(sources.DEFAULT, offline=False) == tiny.model
+    assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
     assert len(tiny.index.ranges()) == 1  # the wheel had arrived whole
     assert left(tiny) == []
 
 
 def test_of_several_that_pull_at_once_one_works_and_the_others_wait(tiny, monkeypatch):
-    real, conversions = gguf_llama.convert, []
+    real, conversions = gguf_converter.convert_gguf, []
 
     def counted(*arguments: Path) -> None:
         conversions.append(arguments)
         real(*arguments)
 
-    monkeypatch.setattr(gguf_llama, "convert", counted)
+    monkeypatch.setattr(gguf_converter, "convert_gguf", counted)
     found: list[Path] = []
     stages: list[Stage] = []
     pulls = [
         threading.Thread(
-            target=lambda: found.append(sources.resolve(sources.DEFAULT, offline=False, progress=stages.append))
+            target=lambda: found.append(sources.resolve(sources.DEFAULT_MODEL, offline=False, progress=stages.append))
         )
         for _ in range(4)
     ]
@@ -445,21 +445,21 @@ def test_a_damaged_model_in_the_cache_is_made_again(tiny):
     weights = tiny.model / "model.safetensors"
     size = weights.stat().st_size
     os.truncate(weights, size // 2)
-    assert sources.resolve(sources.DEFAULT, offline=False) == tiny.model
+    assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
     assert weights.stat().st_size == size
     assert left(tiny) == []
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
     folder = tmp_path / "model"
-    halfway = made_whole(folder)
+    halfway = atomic_folder(folder)
     making = halfway.__enter__()
     (making / "half").touch()
     assert not folder.exists()
     assert not halfway.__exit__(RuntimeError, RuntimeError(), None)
     assert list(tmp_path.iterdir()) == []
     for name in ("first", "second"):
-        with made_whole(folder) as making:
+        with atomic_folder(folder) as making:
             (making / name).touch()
     assert [file.name for file in tmp_path.rglob("*")] == ["model", "second"]
 
@@ -469,7 +469,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path):
 
 @pytest.fixture(scope="module")
 def default_model() -> Path:
-    return sources.resolve(sources.DEFAULT)
+    return sources.resolve(sources.DEFAULT_MODEL)
 
 
 @pytest.mark.model
@@ -479,8 +479,8 @@ def test_the_default_model_loads_tied_in_bfloat16_and_ends_with_its_turn(default
     assert network.lm_head.weight is network.model.embed_tokens.weight
     assert network.generation_config.eos_token_id == 2
     tokenizer = AutoTokenizer.from_pretrained(default_model)
-    asked = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = tokenizer.apply_chat_template(inputs, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = network.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
 

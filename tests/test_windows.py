@@ -3,42 +3,48 @@
 import pytest
 import torch
 
-from saltus.core.forward import AUXILIARY
-from saltus.training.draws import draws
-from saltus.training.losses import cross_entropy
-from saltus.training.student import Student
-from saltus.training.windows import followed, given, inside, pack, split_points
+from saltus.core.forward import NO_TOKEN
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.window_packing import (
+    gather_windows,
+    pack_windows,
+    query_uniforms,
+    sample_window_starts,
+    valid_prefix,
+)
+from saltus.training.tasks.losses import cross_entropy
+from saltus.training.tasks.student import Student
 
 VOCAB, WINDOW = 7, 4
 
 
 def student(kind: str = "bits") -> Student:
     """In float64, with weights large enough to see each other."""
-    made = Student(VOCAB, 40, hidden=16, layers=2, heads=2, kind=kind, seed=1).double()
+    made = Student(VOCAB, 40, hidden=16, layers=2, heads=2, embedding=kind, seed=1).double()
     with torch.no_grad():
         for name, weight in made.named_parameters():
-            weight.copy_(weight + torch.from_numpy(draws(2, name).normal(0, 0.2, tuple(weight.shape))))
+            weight.copy_(weight + torch.from_numpy(seeded_generator(2, name).normal(0, 0.2, tuple(weight.shape))))
     return made
 
 
 def batch(rows: int = 3, windows: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    texts = torch.from_numpy(draws(3, "texts").integers(VOCAB, size=(rows, 20)))
-    uniforms = torch.from_numpy(draws(4, "u").random((rows, windows, WINDOW)))
-    return texts, split_points(rows, 20, windows, WINDOW, draws(5, "splits")), uniforms
+    texts = torch.from_numpy(seeded_generator(3, "texts").integers(VOCAB, size=(rows, 20)))
+    uniforms = torch.from_numpy(seeded_generator(4, "u").random((rows, windows, WINDOW)))
+    return texts, sample_window_starts(rows, 20, windows, WINDOW, seeded_generator(5, "splits")), uniforms
 
 
 @pytest.mark.parametrize("form", ["one-hot", "categorical", "independent"])
 def test_packed_windows_have_the_losses_and_gradients_of_separate_forwards(form):
     network, (texts, splits, uniforms) = student(), batch()
-    asked, targets = given(uniforms, form), inside(texts, splits, WINDOW)
-    packed = cross_entropy(network(pack(texts, splits, asked)), targets)
+    inputs, targets = query_uniforms(uniforms, form), gather_windows(texts, splits, WINDOW)
+    packed = cross_entropy(network(pack_windows(texts, splits, inputs)), targets)
     packed.mean().backward()
     gradients = {name: weight.grad.clone() for name, weight in network.named_parameters() if weight.grad is not None}
     network.zero_grad()
     alone = torch.stack(
         [
             cross_entropy(
-                network(pack(texts[i : i + 1], splits[i : i + 1, w : w + 1], asked[i : i + 1, w : w + 1])),
+                network(pack_windows(texts[i : i + 1], splits[i : i + 1, w : w + 1], inputs[i : i + 1, w : w + 1])),
                 targets[i : i + 1, w : w + 1],
             )
             for i in range(3)
@@ -55,12 +61,12 @@ def test_packed_windows_have_the_losses_and_gradients_of_separate_forwards(form)
 
 def test_a_query_sees_nothing_behind_it():
     network, (texts, splits, uniforms) = student(), batch(1, 1)
-    before = network(pack(texts, splits, uniforms))
+    before = network(pack_windows(texts, splits, uniforms))
     later = uniforms.clone()
     later[..., 2] = 1 - later[..., 2]
     other = texts.clone()
     other[:, int(splits) :] = (other[:, int(splits) :] + 1) % VOCAB
-    after = network(pack(other, splits, later))
+    after = network(pack_windows(other, splits, later))
     assert torch.equal(before[:, :, :2], after[:, :, :2])
     assert not torch.allclose(before[:, :, 2], after[:, :, 2])
     assert not torch.allclose(before[:, :, 3], after[:, :, 3])
@@ -68,14 +74,14 @@ def test_a_query_sees_nothing_behind_it():
 
 def test_a_query_stands_at_the_position_of_the_token_it_predicts():
     texts, splits, uniforms = batch()
-    packed = pack(texts, splits, uniforms)
-    assert torch.equal(packed.by_window(packed.positions), splits[:, :, None] + torch.arange(WINDOW))
-    assert (packed.by_window(packed.tokens) == AUXILIARY).all()
-    assert torch.equal(packed.by_window(packed.uniforms), uniforms)
+    packed = pack_windows(texts, splits, uniforms)
+    assert torch.equal(packed.queries_by_window(packed.positions), splits[:, :, None] + torch.arange(WINDOW))
+    assert (packed.queries_by_window(packed.tokens) == NO_TOKEN).all()
+    assert torch.equal(packed.queries_by_window(packed.uniforms), uniforms)
 
 
 def test_windows_lie_in_the_text_and_everywhere_in_it():
-    splits = split_points(2000, 20, 3, WINDOW, draws(0, "splits"), first=2)
+    splits = sample_window_starts(2000, 20, 3, WINDOW, seeded_generator(0, "splits"), first=2)
     assert (splits.min(), splits.max()) == (2, 16)
     assert (splits.diff(dim=1) >= 0).all()
     assert len(splits.unique()) == 15
@@ -83,16 +89,16 @@ def test_windows_lie_in_the_text_and_everywhere_in_it():
 
 def test_a_text_shorter_than_a_window_is_refused():
     with pytest.raises(ValueError, match="no room for a window of 4"):
-        split_points(2, 4, 1, 4, draws(0, "splits"))
+        sample_window_starts(2, 4, 1, 4, seeded_generator(0, "splits"))
 
 
 def test_a_categorical_query_is_given_the_uniform_before_its_own():
     uniforms = torch.tensor([[0.1, 0.2, 0.3]])
-    assert torch.equal(given(uniforms, "categorical")[:, 1:], uniforms[:, :-1])
-    assert given(uniforms, "categorical")[:, 0].isnan().all()
-    assert given(uniforms, "independent").isnan().all()
+    assert torch.equal(query_uniforms(uniforms, "categorical")[:, 1:], uniforms[:, :-1])
+    assert query_uniforms(uniforms, "categorical")[:, 0].isnan().all()
+    assert query_uniforms(uniforms, "independent").isnan().all()
 
 
 def test_what_follows_a_skipped_token_does_not_count():
     holds = torch.tensor([[True, True, False, True], [True, True, True, True]])
-    assert followed(holds).tolist() == [[True, True, False, False], [True, True, True, True]]
+    assert valid_prefix(holds).tolist() == [[True, True, False, False], [True, True, True, True]]

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saltus.engine import Chunk, Engine, Generation, Statistics, Stream, load
-    from saltus.transformers_generate import custom_generate
+    from saltus.engine.engine import Chunk, Engine, Generation, Statistics, Stream, load
+    from saltus.integrations.transformers_generate import custom_generate
 
 __version__ = "0.1.0.dev0"
 __all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "custom_generate", "load"]
@@ -14,6 +14,6 @@ __all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "custom_gene
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is first asked for: `saltus --help` need not wait for torch."""
     if name in __all__:
-        module = "transformers_generate" if name == "custom_generate" else "engine"
+        module = "integrations.transformers_generate" if name == "custom_generate" else "engine.engine"
         return getattr(import_module(f"saltus.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

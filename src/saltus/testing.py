@@ -12,30 +12,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from saltus.core.auxiliary_groups import Form
 from saltus.core.canvas import HOLE, continuation
-from saltus.core.control import Controller
-from saltus.core.decode import Seat, Stop, rounds, speculate
-from saltus.core.forward import Forward, Reply, Step
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
+from saltus.core.protocols import StopCondition
 from saltus.core.rules import Rule, match
-from saltus.core.sampling import Sampling, law, pick, probabilities
-from saltus.methods import make
+from saltus.core.sampling import Sampling, pick, probabilities, token_distribution
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.core.speculate import speculate
+from saltus.drafting.ptp_queries import UniformConditioning
+from saltus.methods import make_methods
 
 
 @dataclass
-class ToyMemory:
+class ToyKvCache:
     """What a toy has been asked about one text: the decided tokens of the last call."""
 
     decided: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
-Adapted = Callable[[tuple[int, int], Sequence[float]], Tensor]
+ToyAdapter = Callable[[tuple[int, int], Sequence[float]], Tensor]
 """Logits of an auxiliary query, of the last two tokens before its group and the uniforms told down to it."""
 
 
 @dataclass
-class Toy:
+class ToyNetwork:
     """A causal law of the last two tokens. It counts calls, and refuses what no network should be asked.
 
     `rewrites`: a drafter's text may take decided tokens back (its own drafts); the target's only grows. The state of a
@@ -44,95 +47,109 @@ class Toy:
 
     logits: Float[Tensor, "vocab vocab vocab"]
     name: str = "target"
-    rewrites: bool = False
-    adapted: Adapted | None = None  # answers auxiliary queries
+    allows_rewrites: bool = False
+    adapter: ToyAdapter | None = None  # answers auxiliary queries
     calls: int = 0
-    read: int = 0  # decided tokens, over all texts
-    widest: int = 0  # drafted tokens of one Forward, at most
-    queries: int = 0  # auxiliary, over all texts
+    context_tokens_read: int = 0  # decided tokens, over all texts
+    max_draft_tokens: int = 0  # drafted tokens of one Forward, at most
+    num_queries: int = 0  # auxiliary, over all texts
 
-    def memory(self) -> ToyMemory:
-        return ToyMemory()
+    def new_kv_cache(self) -> ToyKvCache:
+        return ToyKvCache()
 
-    def forward(self, asks: Sequence[Forward], memories: Sequence[ToyMemory]) -> list[Reply]:
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ToyKvCache]) -> list[ForwardOutputs]:
         """One call: logits after the decided text and after each node."""
-        assert asks, "a call carries at least one text"
-        assert len({id(memory) for memory in memories}) == len(asks) == len(memories), "one memory a text"
+        assert batch, "a call carries at least one text"
+        assert len({id(kv_cache) for kv_cache in kv_caches}) == len(batch) == len(kv_caches), "one memory a text"
         self.calls += 1
-        return [self._answer(ask, memory) for ask, memory in zip(asks, memories, strict=True)]
+        return [self._evaluate(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
 
-    def _answer(self, ask: Forward, memory: ToyMemory) -> Reply:
-        self.check(ask, memory)
-        self.widest = max(self.widest, ask.drafts)
-        decided = ask.canvas.decided
-        shared = min(len(memory.decided), len(decided))
-        differs = np.flatnonzero(memory.decided[:shared] != decided[:shared])
+    def _evaluate(self, inputs: ForwardInputs, kv_cache: ToyKvCache) -> ForwardOutputs:
+        self.check(inputs, kv_cache)
+        self.max_draft_tokens = max(self.max_draft_tokens, inputs.num_draft_tokens)
+        decided = inputs.canvas.decided_prefix
+        shared = min(len(kv_cache.decided), len(decided))
+        differs = np.flatnonzero(kv_cache.decided[:shared] != decided[:shared])
         read = int(len(decided) - (differs[0] if len(differs) else shared))
-        self.read += read
-        if ask.hidden is not None:
-            shown = torch.arange(len(decided) - len(ask.hidden), len(decided))[:, None] - 1
-            assert torch.equal(ask.hidden, shown), "a drafter is shown the states before the tokens decided since"
-            assert len(ask.hidden) > 0, "a drafter is shown something new"
-            assert not ask.queries or not len(memory.decided) or read == len(ask.hidden), (
+        self.context_tokens_read += read
+        if inputs.hidden_states is not None:
+            shown = torch.arange(len(decided) - len(inputs.hidden_states), len(decided))[:, None] - 1
+            assert torch.equal(inputs.hidden_states, shown), (
+                "a drafter is shown the states before the tokens decided since"
+            )
+            assert len(inputs.hidden_states) > 0, "a drafter is shown something new"
+            assert not inputs.query_nodes or not len(kv_cache.decided) or read == len(inputs.hidden_states), (
                 "no state comes twice, or never"
             )
-        memory.decided = decided.copy()
+        kv_cache.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
-        for token, parent in zip(ask.tokens[: ask.drafts], ask.parents, strict=False):
+        for token, parent in zip(inputs.tokens[: inputs.num_draft_tokens], inputs.parents, strict=False):
             pairs.append((pairs[parent + 1][1], token))
         logits = self.logits[tuple(zip(*pairs, strict=True))]
-        if ask.queries:
-            logits = torch.cat([logits, self._adapted(ask, pairs)])
-        states = [*range(len(decided) - read, len(decided)), *(len(decided) + depth for depth in ask.depths)]
-        return Reply(logits, torch.tensor(states, dtype=torch.float64)[:, None] if ask.features else None, read=read)
+        if inputs.query_nodes:
+            logits = torch.cat([logits, self._query_logits(inputs, pairs)])
+        states = [*range(len(decided) - read, len(decided)), *(len(decided) + depth for depth in inputs.depths)]
+        return ForwardOutputs(
+            logits,
+            torch.tensor(states, dtype=torch.float64)[:, None] if inputs.output_hidden_states else None,
+            context_tokens_read=read,
+        )
 
-    def _adapted(self, ask: Forward, pairs: list[tuple[int, int]]) -> Tensor:
-        assert self.adapted is not None and ask.uniforms is not None, "queries need an adapter"
-        self.queries += len(ask.queries)
-        told: dict[int, tuple[tuple[int, int], list[float]]] = {}
-        for node in ask.queries:
-            parent, u = ask.parents[node], ask.uniforms[node]
-            before, uniforms = told.get(parent, (pairs[parent + 1] if parent < ask.drafts else None, []))
-            assert before is not None and u is not None and (math.isnan(u) or 0 <= u < 1)
-            told[node] = before, [*uniforms, u]
-        return torch.stack([self.adapted(*told[node]) for node in ask.queries])
+    def _query_logits(self, inputs: ForwardInputs, pairs: list[tuple[int, int]]) -> Tensor:
+        assert self.adapter is not None, "queries need an adapter"
+        self.num_queries += len(inputs.query_nodes)
+        conditioning: dict[int, tuple[tuple[int, int], list[float]]] = {}
+        for node in inputs.query_nodes:
+            parent, u = inputs.parents[node], inputs.uniforms[node - inputs.num_draft_tokens]
+            before, uniforms = conditioning.get(
+                parent, (pairs[parent + 1] if parent < inputs.num_draft_tokens else None, [])
+            )
+            assert before is not None and (math.isnan(u) or 0 <= u < 1)
+            conditioning[node] = before, [*uniforms, u]
+        return torch.stack([self.adapter(*conditioning[node]) for node in inputs.query_nodes])
 
     @staticmethod
     def _last_two(text: list[int]) -> tuple[int, int]:
         return (0, *text)[-2], text[-1]
 
-    def check(self, ask: Forward, memory: ToyMemory) -> None:
+    def check(self, inputs: ForwardInputs, kv_cache: ToyKvCache) -> None:
         """Is the Forward well-formed, does it fit the holes, and does the text only grow?"""
-        decided, vocab = ask.canvas.decided, self.logits.shape[0]
-        assert ask.to == self.name, f"a Forward to {ask.to} arrived at {self.name}"
+        decided, vocab = inputs.canvas.decided_prefix, self.logits.shape[0]
+        assert inputs.network_name == self.name, f"a Forward to {inputs.network_name} arrived at {self.name}"
         assert len(decided) and HOLE not in decided, "everything before the first hole is decided"
-        nodes = ask.tokens[: ask.drafts]
+        nodes = inputs.tokens[: inputs.num_draft_tokens]
         assert all(0 <= token < vocab for token in (*nodes, *decided)), "tokens lie in the vocabulary"
-        assert len(ask.canvas.open), "a finished text asks nothing"
-        deepest = max((depth - (node >= ask.drafts) for node, depth in enumerate(ask.depths)), default=-1)
-        assert deepest < len(ask.canvas.open) - 1, "the law after the last node, and a query's, is for a hole"
-        assert ask.drafted is None or len(ask.drafted) == ask.drafts
-        if ask.drafted is None or not any(ask.drafted):
-            edges = list(zip(ask.parents, nodes, strict=False))
+        assert len(inputs.canvas.open_positions), "a finished text asks nothing"
+        deepest = max(
+            (depth - (node >= inputs.num_draft_tokens) for node, depth in enumerate(inputs.depths)), default=-1
+        )
+        assert deepest < len(inputs.canvas.open_positions) - 1, (
+            "the law after the last node, and a query's, is for a hole"
+        )
+        assert inputs.draft_distributions is None or len(inputs.draft_distributions) == inputs.num_draft_tokens
+        if inputs.draft_distributions is None or not any(inputs.draft_distributions):
+            edges = list(zip(inputs.parents, nodes, strict=False))
             assert len(edges) == len(set(edges)), "no node is asked twice"
-        if not self.rewrites:
-            assert np.array_equal(memory.decided, decided[: len(memory.decided)]), "decided text never changes"
+        if not self.allows_rewrites:
+            assert np.array_equal(kv_cache.decided, decided[: len(kv_cache.decided)]), "decided text never changes"
 
 
-def toy(vocab: int = 6, sharp: float = 2.0, seed: int = 0) -> Toy:
+def toy_network(vocab: int = 6, logit_scale: float = 2.0, seed: int = 0) -> ToyNetwork:
     """A random law; `sharp` is the deviation of its logits: 0 is uniform, 10 nearly certain."""
-    return Toy(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * sharp))
+    return ToyNetwork(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * logit_scale))
 
 
-def student(of: Toy, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None) -> Toy:
+def toy_drafter(
+    target: ToyNetwork, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None
+) -> ToyNetwork:
     """A drafter's network that has learned a toy's logits up to an error of this deviation, and to read uniforms."""
-    noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(of.logits.shape)) * error)
-    made = Toy(of.logits + noise, name=name, rewrites=True)
-    made.adapted = oracle(made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced=()))
+    noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(target.logits.shape)) * error)
+    made = ToyNetwork(target.logits + noise, name=name, allows_rewrites=True)
+    made.adapter = perfect_adapter(made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced=()))
     return made
 
 
-def oracle(of: Toy, sampling: Sampling, form: Form = "one-hot") -> Adapted:
+def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditioning = "one-hot") -> ToyAdapter:
     """An adapter that has learned all there is: it reads from the uniforms which tokens come before its own.
 
     Told its own uniform too (O-PTP), it is certain of its token; else its law is the target's (Theorem 2), or, told
@@ -145,111 +162,113 @@ def oracle(of: Toy, sampling: Sampling, form: Form = "one-hot") -> Adapted:
         if form == "independent":
             key = before, len(uniforms)
             if key not in marginals:
-                marginals[key] = torch.from_numpy(_marginal(of, sampling, *key)).log()
+                marginals[key] = torch.from_numpy(_marginal(target, sampling, *key)).log()
             return marginals[key]
         uniforms = [0.0 if sampling.greedy else u for u in uniforms]  # greedy picks need none
         known, own = (uniforms[:-1], uniforms[-1]) if form == "one-hot" else (uniforms[1:], None)
         pair = before
         for u in known:
-            pair = pair[1], pick(u, law(of.logits[pair], sampling))
+            pair = pair[1], pick(u, token_distribution(target.logits[pair], sampling))
         if own is None:
-            return of.logits[pair]
-        certain = torch.full(of.logits.shape[:1], -40.0, dtype=of.logits.dtype)
-        certain[pick(own, law(of.logits[pair], sampling))] = 40.0
+            return target.logits[pair]
+        certain = torch.full(target.logits.shape[:1], -40.0, dtype=target.logits.dtype)
+        certain[pick(own, token_distribution(target.logits[pair], sampling))] = 40.0
         return certain
 
     return adapted
 
 
-def _marginal(of: Toy, sampling: Sampling, before: tuple[int, int], ahead: int) -> np.ndarray:
+def _marginal(target: ToyNetwork, sampling: Sampling, before: tuple[int, int], ahead: int) -> np.ndarray:
     """The law of the token so many places ahead, whatever those between are."""
-    vocab, pairs = of.logits.shape[0], {before: 1.0}
+    vocab, pairs = target.logits.shape[0], {before: 1.0}
     for _ in range(ahead):
         grown: dict[tuple[int, int], float] = {}
         for pair, weight in pairs.items():
-            for token, chance in enumerate(probabilities(law(of.logits[pair], sampling), vocab)):
+            for token, chance in enumerate(probabilities(token_distribution(target.logits[pair], sampling), vocab)):
                 grown[pair[1], token] = grown.get((pair[1], token), 0.0) + weight * chance
         pairs = grown
     return np.bincount([token for _, token in pairs], list(pairs.values()), vocab)
 
 
-def fool(of: Toy, seed: int = 0) -> Adapted:
+def random_adapter(target: ToyNetwork, seed: int = 0) -> ToyAdapter:
     """An adapter that has learned nothing."""
     dice = np.random.default_rng(seed)
-    return lambda before, uniforms: torch.from_numpy(dice.normal(size=of.logits.shape[0]))
+    return lambda before, uniforms: torch.from_numpy(dice.normal(size=target.logits.shape[0]))
 
 
 @dataclass
-class Writing:
+class ToyDecoding:
     """One text on toys, being written or done."""
 
-    seat: Seat
-    networks: dict[str, Toy]
+    sequence: SequenceState
+    networks: dict[str, ToyNetwork]
     steps: list[Step]
 
     @property
     def tokens(self) -> list[int]:
         return [int(token) for step in self.steps for token in step.tokens]
 
-    def finish(self) -> Writing:
+    def run(self) -> ToyDecoding:
         """Write it, alone."""
-        for _ in rounds([self.seat], self.networks):
+        for _ in run_batch([self.sequence], self.networks):
             pass
         return self
 
 
-def writing(
-    spec: str,
+def toy_decoding(
+    method: str,
     prompt: Sequence[int],
     length: int,
     *,
-    target: Toy,
+    target: ToyNetwork,
     seed: int = 0,
     sampling: Sampling | None = None,
     rule: Rule = match,
     controller: Controller | None = None,
-    stop: Stop | None = None,
+    stop: StopCondition | None = None,
     error: float = 0.5,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    others: Mapping[str, Any] | None = None,
-) -> Writing:
+    extra_networks: Mapping[str, Any] | None = None,
+) -> ToyDecoding:
     """A text about to be written by the methods of `spec`; their networks are students of the target, or `others`."""
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
-    methods = make(spec, options)
-    own = [name for one in methods for name in one.models]
-    students = {name: student(target, error, name=name, sampling=sampling) for name in own}
-    networks = {"target": target} | students | dict(others or {})
-    if target.adapted is None and any(getattr(one, "any_subset", False) for one in methods):
-        target.adapted = lambda before, uniforms: target.logits[before]  # quick, and right one time in some
+    methods = make_methods(method, options)
+    own = [name for one in methods for name in one.draft_models]
+    students = {name: toy_drafter(target, error, name=name, sampling=sampling) for name in own}
+    networks = {"target": target} | students | dict(extra_networks or {})
+    if target.adapter is None and any(getattr(one, "any_subset", False) for one in methods):
+        target.adapter = lambda before, uniforms: target.logits[before]  # quick, and right one time in some
     drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
     canvas = continuation(prompt, length)
-    writer = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)
-    return Writing(Seat(writer), networks, steps)
+    generator = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)
+    return ToyDecoding(SequenceState(generator), networks, steps)
 
 
-def joint(target: Toy, prompt: Sequence[int], length: int, sampling: Sampling) -> Float[np.ndarray, "texts"]:
+def text_probabilities(
+    target: ToyNetwork, prompt: Sequence[int], length: int, sampling: Sampling
+) -> Float[np.ndarray, "texts"]:
     """The probability of every text of `length` tokens, the last token changing fastest."""
     vocab, texts = target.logits.shape[0], [([*prompt], 1.0)]
     for index in range(length):
         grown = []
         for text, weight in texts:
             pair = target._last_two(text)
-            following = probabilities(law(target.logits[pair], sampling, np.array(text), index), vocab)
+            following = probabilities(token_distribution(target.logits[pair], sampling, np.array(text), index), vocab)
             grown += [([*text, token], weight * following[token]) for token in range(vocab)]
         texts = grown
     return np.array([weight for _, weight in texts])
 
 
-def listening(used: list[tuple[str, int]]) -> type[Noise]:
+def recording_noise(used: list[tuple[str, int]]) -> type[Noise]:
     """A noise that notes which uniforms it was asked for: their streams and positions."""
 
     class Listening(Noise):
-        def at(self, stream, positions):
+        def uniforms(self, stream, positions):
             used.extend((stream, int(position)) for position in np.atleast_1d(positions))
-            return super().at(stream, positions)
+            return super().uniforms(stream, positions)
 
-        def one(self, stream, position):
+        def uniform(self, stream, position):
             used.append((stream, int(position)))
-            return super().one(stream, position)
+            return super().uniform(stream, position)
 
     return Listening

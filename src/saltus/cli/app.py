@@ -18,7 +18,7 @@ from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.generate import generate
 from saltus.cli.infill import infill
-from saltus.cli.lm_eval import PASSED_ON, lm_eval
+from saltus.cli.lm_eval import PASS_THROUGH_SETTINGS, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
 from saltus.cli.train import train
@@ -48,7 +48,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool | None) -> None:
+def _print_version(wanted: bool | None) -> None:
     if wanted:
         print(f"saltus {saltus.__version__}")
         raise typer.Exit
@@ -58,24 +58,25 @@ def _version(wanted: bool | None) -> None:
     epilog="Begin with [bold]saltus demo[/bold]. "
     "[bold]saltus COMMAND --help[/bold] shows the options of a command, with examples.",
 )
-def saltus_(
+def root_command(
     version: Annotated[
-        bool | None, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool | None,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
     ] = None,
 ) -> None:
     """Let language models write several tokens per network call, and not one token changes."""
 
 
-WRITE, PROVE, TEACH, KNOW = "Write", "Compare", "Train", "Models and methods"
-app.command(rich_help_panel=WRITE)(generate)
-app.command(rich_help_panel=WRITE)(chat)
-app.command(rich_help_panel=WRITE)(infill)
-app.command(rich_help_panel=WRITE)(demo)
-app.command(rich_help_panel=PROVE)(check)
-app.add_typer(bench, name="bench", rich_help_panel=PROVE)
-app.command(rich_help_panel=PROVE, context_settings=PASSED_ON, no_args_is_help=True)(lm_eval)
-app.add_typer(collect, name="collect", rich_help_panel=TEACH)
-app.add_typer(train, name="train", rich_help_panel=TEACH)
-app.command(rich_help_panel=TEACH)(tune)
-app.command(rich_help_panel=KNOW)(pull)
-app.command(rich_help_panel=KNOW)(methods)
+GENERATE_PANEL, COMPARE_PANEL, TRAIN_PANEL, MODELS_PANEL = "Write", "Compare", "Train", "Models and methods"
+app.command(rich_help_panel=GENERATE_PANEL)(generate)
+app.command(rich_help_panel=GENERATE_PANEL)(chat)
+app.command(rich_help_panel=GENERATE_PANEL)(infill)
+app.command(rich_help_panel=GENERATE_PANEL)(demo)
+app.command(rich_help_panel=COMPARE_PANEL)(check)
+app.add_typer(bench, name="bench", rich_help_panel=COMPARE_PANEL)
+app.command(rich_help_panel=COMPARE_PANEL, context_settings=PASS_THROUGH_SETTINGS, no_args_is_help=True)(lm_eval)
+app.add_typer(collect, name="collect", rich_help_panel=TRAIN_PANEL)
+app.add_typer(train, name="train", rich_help_panel=TRAIN_PANEL)
+app.command(rich_help_panel=TRAIN_PANEL)(tune)
+app.command(rich_help_panel=MODELS_PANEL)(pull)
+app.command(rich_help_panel=MODELS_PANEL)(methods)

@@ -11,8 +11,8 @@ import typer
 from saltus.cli import options as o
 from saltus.cli.bench_step import step
 
-COMPARED, MEASURED = "What is compared", "On what"
-METHODS = "plain,lookup,jacobi,jacobi+lookup"
+COMPARED_PANEL, TASKS_PANEL = "What is compared", "On what"
+DEFAULT_METHODS = "plain,lookup,jacobi,jacobi+lookup"
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 bench.command(rich_help_panel="Also")(step)
@@ -28,21 +28,21 @@ def run(
             "--methods",
             metavar="NAME,…",
             help="Methods and their combinations ([i]saltus methods[/i] lists them); plain is always among them.",
-            rich_help_panel=COMPARED,
+            rich_help_panel=COMPARED_PANEL,
         ),
-    ] = METHODS,
+    ] = DEFAULT_METHODS,
     peers: Annotated[
         str | None,
         typer.Option(
             "--peers",
             metavar="NAME,…",
             help="transformers, transformers-lookup, transformers-assistant, or all.",
-            rich_help_panel=COMPARED,
+            rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
     assistant: Annotated[
         str | None,
-        typer.Option("--assistant", metavar="MODEL", help="The peer's small model.", rich_help_panel=COMPARED),
+        typer.Option("--assistant", metavar="MODEL", help="The peer's small model.", rich_help_panel=COMPARED_PANEL),
     ] = None,
     endpoint: Annotated[
         list[str] | None,
@@ -50,7 +50,7 @@ def run(
             "--endpoint",
             metavar="URL",
             help="A running server of OpenAI's protocol, such as vLLM's or llama.cpp's; may be repeated.",
-            rich_help_panel=COMPARED,
+            rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
     option: o.Options = None,
@@ -64,19 +64,23 @@ def run(
             metavar="NAME[:WHERE]",
             help="quick, spec-bench, humaneval, mbpp, gsm8k or infilling, from WHERE: a file, or a data set such as "
             "owner/name:configuration@split; or prompts:FILE.",
-            rich_help_panel=MEASURED,
+            rich_help_panel=TASKS_PANEL,
         ),
     ] = "quick",
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", metavar="N", min=1, help="So many tasks, evenly spread over the suite.", rich_help_panel=MEASURED
+            "--limit",
+            metavar="N",
+            min=1,
+            help="So many tasks, evenly spread over the suite.",
+            rich_help_panel=TASKS_PANEL,
         ),
     ] = None,
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw", help="Continue texts without a chat template, where the suite can.", rich_help_panel=MEASURED
+            "--raw", help="Continue texts without a chat template, where the suite can.", rich_help_panel=TASKS_PANEL
         ),
     ] = False,
     model: o.Model = o.DEFAULT_MODEL,
@@ -94,11 +98,11 @@ def run(
             "--out",
             metavar="DIR",
             help="Write results, records, figures and a page there; a run that was interrupted goes on.",
-            rich_help_panel=o.OUTPUT,
+            rich_help_panel=o.OUTPUT_PANEL,
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure anew what DIR holds.", rich_help_panel=o.OUTPUT)
+        bool, typer.Option("--fresh", help="Measure anew what DIR holds.", rich_help_panel=o.OUTPUT_PANEL)
     ] = False,
     json: o.Json = False,
 ) -> None:
@@ -130,36 +134,40 @@ def run(
     """
     if context.invoked_subcommand:
         return
-    from saltus.evaluation.suites import grader_of, suite_of, tasks_of
+    from saltus.evaluation.benchmarks.suites import find_grader, find_suite, load_tasks
 
-    names = _names(methods)
-    suite_of(suite)
-    _refuse(names, peers, assistant, option, rule, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    tasks = tasks_of(suite, limit)
-    from saltus.cli.loading import open_engine
+    names = _method_names(methods)
+    find_suite(suite)
+    _validate_settings(
+        names, peers, assistant, option, rule, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    tasks = load_tasks(suite, limit)
+    from saltus.cli.open_engine import open_engine
     from saltus.core.sampling import Sampling
-    from saltus.evaluation.machine import circumstances
-    from saltus.evaluation.run import Bench, open_notebook
+    from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
+    from saltus.evaluation.reports.environment import run_info
 
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
         model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees,
         profile=False,
     )  # fmt: skip
-    sides = _sides(engine, names, peers, assistant, endpoint or ())
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sides = _systems_under_test(engine, names, peers, assistant, endpoint or ())
+    distribution = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
-    run = Bench(engine, sides, tasks, {**writing, "sampling": Sampling(**law)}, raw, grader_of(suite, tasks))
+    run = Benchmark(
+        engine, sides, tasks, {**writing, "sampling": Sampling(**distribution)}, raw, find_grader(suite, tasks)
+    )
     settings = {
         **writing,
-        **law,
+        **distribution,
         "rule": rule,
         "budget": engine.budget,
         "adaptive": engine.adaptive,
         "raw": raw,
         "options": option or [],
     }
-    notebook = open_notebook(out, _plan(engine, suite, run, settings), tasks, circumstances(engine, settings), fresh)
+    notebook = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     whole = _measure(run, notebook)
     if not notebook.records:
         raise KeyboardInterrupt
@@ -171,100 +179,111 @@ def run(
 
         print_json(results)
     else:
-        from saltus.cli.bench_tables import show
+        from saltus.cli.bench_tables import print_tables
 
-        show(results)
+        print_tables(results)
     if not whole:
         raise KeyboardInterrupt
-    if _wrong(results):
+    if _has_problems(results):
         raise typer.Exit(1)
 
 
-def _names(methods: str) -> list[str]:
+def _method_names(methods: str) -> list[str]:
     """Plain first, each once."""
     given = [name.strip() for name in methods.split(",") if name.strip()]
     return list(dict.fromkeys(["plain", *given]))
 
 
-def _refuse(
-    names: Sequence[str], peers: str | None, assistant: str | None, option: Sequence[str] | None, rule: str, **law: Any
+def _validate_settings(
+    names: Sequence[str],
+    peers: str | None,
+    assistant: str | None,
+    option: Sequence[str] | None,
+    rule: str,
+    **distribution: Any,
 ) -> None:
     """Raise ValueError for what cannot be, before anything long begins."""
-    from saltus.cli.loading import refuse
-    from saltus.methods import make
+    from saltus.cli.open_engine import validate_settings
+    from saltus.methods import make_methods
 
     for name in names:
-        make(name)
-    refuse("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **law)
-    from saltus.evaluation.peers import check_peers
+        make_methods(name)
+    validate_settings("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **distribution)
+    from saltus.evaluation.benchmarks.peers import check_peers
 
     check_peers(_peers(peers, assistant), assistant)
 
 
 def _peers(peers: str | None, assistant: str | None) -> list[str]:
-    from saltus.evaluation.peers import TRANSFORMERS
+    from saltus.evaluation.benchmarks.peers import TRANSFORMERS_PEERS
 
     if peers == "all":
-        return [name for name in TRANSFORMERS if assistant or name != "transformers-assistant"]
+        return [name for name in TRANSFORMERS_PEERS if assistant or name != "transformers-assistant"]
     return [name.strip() for name in (peers or "").split(",") if name.strip()]
 
 
-def _sides(
+def _systems_under_test(
     engine: Any, names: Sequence[str], peers: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
-    from saltus.evaluation.peers import Endpoint, transformers_peers
-    from saltus.evaluation.sides import method_sides
+    from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, transformers_peers
+    from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
-    servers = [Endpoint(url, engine) for url in endpoints]
-    return [*method_sides(engine, names), *transformers_peers(_peers(peers, assistant), engine, assistant), *servers]
+    servers = [OpenAIServerPeer(url, engine) for url in endpoints]
+    return [
+        *methods_under_test(engine, names),
+        *transformers_peers(_peers(peers, assistant), engine, assistant),
+        *servers,
+    ]
 
 
-def _plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What makes a run this one: with another, the records in a folder could not be mixed."""
-    from saltus.evaluation.suites import fingerprint
+    from saltus.evaluation.benchmarks.suites import tasks_fingerprint
 
     return {
         "model": engine.target.name,
         "dtype": str(engine.network.model.dtype).removeprefix("torch."),
         "device": str(engine.network.model.device),
         "suite": suite,
-        "tasks": fingerprint(list(run.tasks)),
-        "sides": [side.name for side in run.sides],
+        "tasks": tasks_fingerprint(list(run.tasks)),
+        "sides": [side.name for side in run.systems],
         **settings,
     }
 
 
 def _measure(run: Any, notebook: Any) -> bool:
     """Measure what is not measured yet; False if Ctrl-C ended it."""
-    from saltus.cli.answering import note
-    from saltus.cli.progress import bar
+    from saltus.cli.answers import print_note
+    from saltus.cli.progress import progress_bar
 
-    done, total = notebook.done, len(run.tasks)
+    done, total = notebook.num_measured_tasks, len(run.tasks)
     if done:
-        note(f"{done} of {total} tasks were measured before" + ("" if done < total else "; --fresh measures anew"))
+        print_note(
+            f"{done} of {total} tasks were measured before" + ("" if done < total else "; --fresh measures anew")
+        )
     try:
-        with bar(total - done, "measuring") as advance:
+        with progress_bar(total - done, "measuring") as advance:
             if done < total:
                 run.warm_up()
             for number in range(done, total):
-                notebook.add(run.measure(number))
+                notebook.append(run.measure_task(number))
                 advance()
     except KeyboardInterrupt:
         kept = "; the same command goes on from there" if notebook.file else "; with --out DIR it could go on"
-        note(f"interrupted after {notebook.done} of {total} tasks{kept}")
+        print_note(f"interrupted after {notebook.num_measured_tasks} of {total} tasks{kept}")
         return False
     return True
 
 
 def _results(suite: str, notebook: Any) -> dict[str, Any]:
-    from saltus.evaluation.results import summarise
-    from saltus.evaluation.suites import label
+    from saltus.evaluation.benchmarks.suites import suite_label
+    from saltus.evaluation.reports.aggregation import aggregate_records
 
     turns = len({(record["task"], record["turn"]) for record in notebook.records})
     return {
-        **notebook.circumstances,
-        "suite": {"name": label(suite), "tasks": notebook.done, "turns": turns},
-        "methods": summarise(notebook.records),
+        **notebook.run_info,
+        "suite": {"name": suite_label(suite), "tasks": notebook.num_measured_tasks, "turns": turns},
+        "methods": aggregate_records(notebook.records),
     }
 
 
@@ -272,31 +291,33 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
     """Everything of a run; figures last, which may fail for want of matplotlib."""
     from json import dumps
 
-    from saltus.cli.answering import note
-    from saltus.evaluation.markdown import markdown
-    from saltus.evaluation.spec_bench import answers
+    from saltus.cli.answers import print_note
+    from saltus.evaluation.reports.markdown import render_markdown
+    from saltus.evaluation.reports.spec_bench import spec_bench_answers
 
-    (folder / "results.md").write_text(markdown(results), encoding="utf-8")
+    (folder / "results.md").write_text(render_markdown(results), encoding="utf-8")
     (folder / "results.json").write_text(dumps(results, indent=1) + "\n", encoding="utf-8")
     if results["suite"]["name"].startswith("spec-bench"):
         (folder / "model_answer").mkdir(exist_ok=True)
         for side in results["methods"]:
-            lines = "".join(dumps(answer) + "\n" for answer in answers(records, side, results["model"]["name"]))
+            lines = "".join(
+                dumps(answer) + "\n" for answer in spec_bench_answers(records, side, results["model"]["name"])
+            )
             name = side.replace("/", "-").replace(":", "-")
             (folder / "model_answer" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     try:
-        from saltus.evaluation.page import page
-        from saltus.evaluation.plots import figures
+        from saltus.evaluation.reports.benchmark_plots import write_figures
+        from saltus.evaluation.reports.page import render_page
 
-        figures(results, records, folder)
-        (folder / "page.html").write_text(page(results, records), encoding="utf-8")
+        write_figures(results, records, folder)
+        (folder / "page.html").write_text(render_page(results, records), encoding="utf-8")
     except ModuleNotFoundError:
-        note(f'written: {folder / "results.json"}; for figures and the page: pip install "saltus[bench]"')
+        print_note(f'written: {folder / "results.json"}; for figures and the page: pip install "saltus[bench]"')
     else:
-        note(f"written: {folder / 'page.html'}, results.json, records.jsonl and figures")
+        print_note(f"written: {folder / 'page.html'}, results.json, records.jsonl and figures")
 
 
-def _wrong(results: Mapping[str, Any]) -> bool:
+def _has_problems(results: Mapping[str, Any]) -> bool:
     """Is a text of our methods not plain's, where it must be, or is there any problem with one?"""
     ours = [side for side in results["methods"].values() if side["kind"] == "method"]
     exact = results["settings"]["rule"] == "match" or results["settings"]["temperature"] == 0

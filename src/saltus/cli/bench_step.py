@@ -11,7 +11,7 @@ import typer
 
 from saltus.cli import options as o
 
-GRID = "What is measured"
+GRID_PANEL = "What is measured"
 
 
 def step(
@@ -20,26 +20,28 @@ def step(
     device: o.Device = "auto",
     nodes: Annotated[
         str,
-        typer.Option(metavar="N,…", help="Nodes of a call, its last decided token included.", rich_help_panel=GRID),
+        typer.Option(
+            metavar="N,…", help="Nodes of a call, its last decided token included.", rich_help_panel=GRID_PANEL
+        ),
     ] = "1,2,4,8,16,32,64",
     lengths: Annotated[
         str | None,
         typer.Option(
             metavar="N,…",
             help="Tokens of the text before it. [dim]\\[default: 128 to 2,048, as the model's context allows][/dim]",
-            rich_help_panel=GRID,
+            rich_help_panel=GRID_PANEL,
             show_default=False,
         ),
     ] = None,
     batches: Annotated[
-        str, typer.Option(metavar="N,…", help="Texts that share a call.", rich_help_panel=GRID)
+        str, typer.Option(metavar="N,…", help="Texts that share a call.", rich_help_panel=GRID_PANEL)
     ] = "1,2,4,8",
     rounds: Annotated[
-        int, typer.Option(metavar="N", help="Rounds over all of them, after a warm-up.", rich_help_panel=GRID)
+        int, typer.Option(metavar="N", help="Rounds over all of them, after a warm-up.", rich_help_panel=GRID_PANEL)
     ] = 7,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write step.json and figures there.", rich_help_panel=o.OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Write step.json and figures there.", rich_help_panel=o.OUTPUT_PANEL),
     ] = None,
     json: o.Json = False,
 ) -> None:
@@ -58,86 +60,97 @@ def step(
     Measure on a quiet machine: two busy processes disturb each other far more than
     their share.
     """
-    asked = {"nodes": numbers("--nodes", nodes), "batches": numbers("--batches", batches), "rounds": rounds}
+    inputs = {
+        "nodes": parse_numbers("--nodes", nodes),
+        "batches": parse_numbers("--batches", batches),
+        "rounds": rounds,
+    }
     if lengths is not None:
-        asked["lengths"] = numbers("--lengths", lengths)
-    from saltus.evaluation.step import Grid, fitting
+        inputs["lengths"] = parse_numbers("--lengths", lengths)
+    from saltus.evaluation.profiling.call_timing import CallGrid, default_lengths
 
-    Grid(**asked)  # a wrong number costs no loading
-    from saltus.cli.loading import open_engine
+    CallGrid(**inputs)  # a wrong number costs no loading
+    from saltus.cli.open_engine import open_engine
 
     engine = open_engine(model, "lookup", None, dtype=dtype, device=device)
-    grid = Grid(**{"lengths": fitting(engine.target.context), **asked})
-    grid.check(engine.target.context, model)
+    grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
+    grid.check_context_length(engine.target.context_length, model)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    result = measured(engine, grid)
+    result = measure_step(engine, grid)
     if json:
         from saltus.cli.report import print_json
 
         print_json(result)
     else:
-        from saltus.cli.step_tables import show
+        from saltus.cli.step_tables import print_tables
 
-        show(result)
+        print_tables(result)
     if out:
         _write(result, out)
     if not result["complete"]:
         raise KeyboardInterrupt
 
 
-def numbers(option: str, given: str) -> tuple[int, ...]:
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers between commas. Errors: ValueError."""
     try:
-        found = tuple(int(each) for each in given.split(",") if each.strip())
+        found = tuple(int(each) for each in text.split(",") if each.strip())
     except ValueError:
-        raise ValueError(f"{option} is {given!r}, but must be whole numbers between commas, such as 1,8,32") from None
+        raise ValueError(f"{option} is {text!r}, but must be whole numbers between commas, such as 1,8,32") from None
     if not found:
         raise ValueError(f"{option} is empty; give whole numbers, such as 1,8,32")
     return found
 
 
-def measured(engine: Any, grid: Any) -> dict[str, Any]:
+def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
     """Everything of step.json; after Ctrl-C what there is, and `complete` is false."""
     from dataclasses import asdict
 
-    from saltus.cli.progress import bar
-    from saltus.evaluation import call_parts, loop_parts, roofline
-    from saltus.evaluation import step as steps
-    from saltus.evaluation.machine import circumstances
+    from saltus.cli.progress import progress_bar
+    from saltus.evaluation.profiling import call_profile, roofline, step_profile
+    from saltus.evaluation.profiling import call_timing as steps
+    from saltus.evaluation.reports.environment import run_info
 
     network, model = engine.network, engine.network.model
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    settle = settling(model.device)
-    timings, growth, done = steps.Timings(), {}, False
+    settle = synchronizer(model.device)
+    timings, growth, done = steps.CallTimings(), {}, False
     parts: list[dict[str, Any]] = []
     loop: list[dict[str, Any]] = []
-    needs = roofline.demand(model)
+    needs = roofline.count_demand(model)
     can: Any = None
     profiled = profiled_nodes(grid.nodes)
     temperatures = (0.0, 0.8)
-    with suppress(KeyboardInterrupt), bar(grid.calls + len(profiled) + len(temperatures) + 2, "measuring") as advance:
-        can = roofline.speed(model.dtype, model.device)
+    with (
+        suppress(KeyboardInterrupt),
+        progress_bar(grid.num_calls + len(profiled) + len(temperatures) + 2, "measuring") as advance,
+    ):
+        can = roofline.measure_machine_speed(model.dtype, model.device)
         advance()
-        for _ in steps.measure(network, grid, vocabulary, timings, settle=settle):
+        for _ in steps.measure_calls(network, grid, vocabulary, timings, synchronize=settle):
             advance()
         for count in profiled:
-            parts.append(call_parts.call_parts(network, count, grid.middle, vocabulary, grid.rounds, settle=settle))
+            parts.append(
+                call_profile.profile_call(
+                    network, count, grid.batch_length, vocabulary, grid.rounds, synchronize=settle
+                )
+            )
             advance()
         for temperature in temperatures:
-            loop.append(loop_parts.loop_parts(engine, temperature=temperature, settle=settle))
+            loop.append(step_profile.profile_step(engine, temperature=temperature, synchronize=settle))
             advance()
-        growth = steps.memory_growth(network, vocabulary, engine.target.context)
+        growth = steps.kv_cache_growth(network, vocabulary, engine.target.context_length)
         advance()
         done = True
-    memory = {"bytes_of_a_token": needs.token_bytes, **growth}
+    kv_cache = {"bytes_of_a_token": needs.token_bytes, **growth}
     return {
-        **circumstances(engine, {**asdict(grid), "batch_length": grid.middle}),
+        **run_info(engine, {**asdict(grid), "batch_length": grid.batch_length}),
         "complete": done,
-        **summary(grid, timings, needs, can),
+        **summarise_step(grid, timings, needs, can),
         "parts": parts,
         "loop": loop,
-        "memory": memory,
+        "memory": kv_cache,
     }
 
 
@@ -146,39 +159,41 @@ def profiled_nodes(nodes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((nodes[0], nodes[len(nodes) // 2], nodes[-1])))
 
 
-def settling(device: Any) -> Any:
+def synchronizer(device: Any) -> Any:
     """What waits until a device is done."""
     import torch
 
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-def summary(grid: Any, timings: Any, needs: Any, can: Any) -> dict[str, Any]:
+def summarise_step(grid: Any, timings: Any, demand: Any, machine_speed: Any) -> dict[str, Any]:
     """Calls and prefills with their spread; where the machine's speed is known, with their floors and the knees."""
     from dataclasses import asdict
 
-    from saltus.evaluation import roofline
-    from saltus.evaluation.step import spread
+    from saltus.evaluation.profiling import roofline
+    from saltus.evaluation.profiling.call_timing import time_statistics
 
     calls, knees = [], []
-    for cell in grid.cells:
-        if cell not in timings.calls:
+    for cell in grid.call_shapes:
+        if cell not in timings.call_seconds:
             continue
-        row = {**cell._asdict(), **spread(timings.calls[cell])}
-        if can is not None:
-            row |= roofline.floor(needs, can, cell)
+        row = {**cell._asdict(), **time_statistics(timings.call_seconds[cell])}
+        if machine_speed is not None:
+            row |= roofline.lower_bound(demand, machine_speed, cell)
             row["efficiency"] = row["floor_ms"] / row["ms"]
         calls.append(row)
     for length in grid.lengths:
-        if can is None:
+        if machine_speed is None:
             break
         here = [row for row in calls if row["length"] == length and row["batch"] == 1]
         known = roofline.measured_knee([row["nodes"] for row in here], [row["ms"] for row in here])
-        knees.append({"length": length, "predicted": roofline.predicted_knee(needs, can, length), "measured": known})
-    prefill = [{"length": length, **spread(seconds)} for length, seconds in timings.prefill.items()]
+        knees.append(
+            {"length": length, "predicted": roofline.predicted_knee(demand, machine_speed, length), "measured": known}
+        )
+    prefill = [{"length": length, **time_statistics(seconds)} for length, seconds in timings.prefill_seconds.items()]
     return {
-        "speed": asdict(can) if can else None,
-        "demand": asdict(needs),
+        "speed": asdict(machine_speed) if machine_speed else None,
+        "demand": asdict(demand),
         "calls": calls,
         "prefill": prefill,
         "knees": knees,
@@ -189,10 +204,12 @@ def _write(result: Mapping[str, Any], folder: Path) -> None:
     """step.json first: figures may fail for want of matplotlib."""
     from json import dumps
 
-    from saltus.cli.answering import note
+    from saltus.cli.answers import print_note
 
     (folder / "step.json").write_text(dumps(result, indent=1) + "\n", encoding="utf-8")
-    from saltus.evaluation.step_plots import figures
+    from saltus.evaluation.reports.step_plots import write_figures
 
-    paths = figures(result, folder)
-    note(f"written: {folder / 'step.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png"))
+    paths = write_figures(result, folder)
+    print_note(
+        f"written: {folder / 'step.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png")
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from saltus.cli import options as o
 
-HELP = """/help          this list
+COMMANDS_HELP = """/help          this list
 /reset         forget the conversation
 /method NAME   let another method guess: lookup, jacobi+lookup, plain, …
 /seed NUMBER   another seed for sampled answers
@@ -49,16 +49,16 @@ def chat(
 
         printf 'Hello!\\nWhat did I say?\\n' | saltus chat
     """
-    from saltus.cli.loading import open_engine, refuse
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    law: dict[str, Any] = {
+    distribution: dict[str, Any] = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    refuse(method, option, rule, **law)
+    validate_settings(method, option, rule, **distribution)
     engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
-    settings = {**law, "max_new_tokens": max_new_tokens, "stop": stop or ()}
-    Chat(engine, method, settings, system, bool(colour)).hold()
+    settings = {**distribution, "max_new_tokens": max_new_tokens, "stop": stop or ()}
+    Chat(engine, method, settings, system, bool(colour)).run()
 
 
 @dataclass
@@ -73,17 +73,17 @@ class Chat:
     history: list[dict[str, str]] = field(default_factory=list)
     ended: bool = False
 
-    def hold(self) -> None:
+    def run(self) -> None:
         """Read, answer, until /exit or the end of input."""
         live = sys.stdin.isatty()
         if live:
             with suppress(ImportError):
                 import readline  # noqa: F401  input() then edits lines and remembers them
-            self._say("Ctrl-D leaves, /help says more.")
+            self._print_note("Ctrl-D leaves, /help says more.")
         self._reset()
         while not self.ended:
             try:
-                line = input(_mark() if live else "").strip()
+                line = input(_input_prompt() if live else "").strip()
             except EOFError:
                 if live:
                     print()
@@ -92,7 +92,7 @@ class Chat:
                 if not live:
                     raise
                 print()
-                self._say("Ctrl-D or /exit leaves.")
+                self._print_note("Ctrl-D or /exit leaves.")
                 continue
             if line.startswith("/"):
                 self._command(*line.split(maxsplit=1))
@@ -100,83 +100,87 @@ class Chat:
                 self._answer(line)
 
     def _answer(self, line: str) -> None:
-        from saltus.cli.painting import Painter, terminal
+        from saltus.cli.coloured_text import ColouredTextWriter, terminal
         from saltus.cli.report import statistics_line
 
         console = terminal(colour=self.colour or None)
         bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
-        painter = Painter(console, self.colour, bound)
-        asked = [*self.history, {"role": "user", "content": line}]
+        painter = ColouredTextWriter(console, self.colour, bound)
+        inputs = [*self.history, {"role": "user", "content": line}]
         try:
-            written = self.engine.stream(asked, method=self.method, **self.settings)
+            written = self.engine.stream(inputs, method=self.method, **self.settings)
             try:
                 for chunk in written:
-                    painter.write(chunk.text, chunk.call, len(chunk.tokens))
+                    painter.write(chunk.text, chunk.call_index, len(chunk.tokens))
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
             finally:
-                painter.end()
+                painter.finish_line()
         except ValueError as error:
-            self._say(str(error))
+            self._print_note(str(error))
             return
         generation = written.generation
         if generation.text:
-            self.history = [*asked, {"role": "assistant", "content": generation.text}]
-        self._say(statistics_line(generation, self.method) if generation.tokens else "stopped before the first token")
+            self.history = [*inputs, {"role": "assistant", "content": generation.text}]
+        self._print_note(
+            statistics_line(generation, self.method) if generation.tokens else "stopped before the first token"
+        )
 
     def _command(self, name: str, value: str = "") -> None:
         commands = {
-            "/help": lambda: self._say(HELP),
+            "/help": lambda: self._print_note(COMMANDS_HELP),
             "/reset": self._reset,
             "/method": lambda: self._change_method(value),
             "/seed": lambda: self._change_seed(value),
             "/colour": self._change_colour,
-            "/exit": self._leave,
+            "/exit": self._exit,
         }
         if name in commands:
             return commands[name]()
         near = difflib.get_close_matches(name, commands, n=1)
-        self._say(f"{name} is no command; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+        self._print_note(f"{name} is no command; {f'did you mean {near[0]}?' if near else '/help lists them'}")
 
     def _reset(self) -> None:
         if self.history:
-            self._say("The conversation is forgotten.")
+            self._print_note("The conversation is forgotten.")
         self.history = [{"role": "system", "content": self.system}] if self.system else []
 
     def _change_method(self, value: str) -> None:
-        from saltus.methods import available, make
+        from saltus.methods import available_methods, make_methods
 
         try:
             if value:
-                make(value)
+                make_methods(value)
                 self.method = value
-            self._say(f"The method is {self.method}." + ("" if value else f" There are {', '.join(available())}."))
+            self._print_note(
+                f"The method is {self.method}." + ("" if value else f" There are {', '.join(available_methods())}.")
+            )
         except ValueError as error:
-            self._say(str(error))
+            self._print_note(str(error))
 
     def _change_seed(self, value: str) -> None:
         if value.isdecimal():
             self.settings["seed"] = int(value)
         elif value:
-            self._say(f"A seed is a whole number from 0 on, not {value!r}.")
+            self._print_note(f"A seed is a whole number from 0 on, not {value!r}.")
             return
         greedy = " It matters at temperatures above 0 (--temperature)." if not self.settings["temperature"] else ""
-        self._say(f"The seed is {self.settings['seed']}.{greedy}")
+        self._print_note(f"The seed is {self.settings['seed']}.{greedy}")
 
     def _change_colour(self) -> None:
         self.colour = not self.colour
-        self._say("Each colour is one call." if self.colour else "Colours are off.")
+        self._print_note("Each colour is one call." if self.colour else "Colours are off.")
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         self.ended = True
 
-    def _say(self, line: str) -> None:
-        from saltus.cli.answering import note
+    def _print_note(self, line: str) -> None:
+        from saltus.cli.answers import print_note
 
-        note(line)
+        print_note(line)
 
 
-def _mark() -> str:
+def _input_prompt() -> str:
     """The prompt; readline is told which of its characters take no room."""
     return "\001\x1b[1;36m\002› \001\x1b[0m\002"

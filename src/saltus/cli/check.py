@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
-from saltus.prompts import Conversation, Prompt, gather
+from saltus.engine.prompts import Conversation, Prompt, read_prompts
 
-PROMPTS = (
+DEFAULT_PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",
     "Write a Python function that returns the n-th Fibonacci number, and explain each line.",
     "Correct the spelling: Their are many reasons why peple like too live in citys, but their are also many "
@@ -34,7 +34,7 @@ def check(
         typer.Option(
             "--free-shapes",
             help="Let calls round as their shapes have it, and see the flips that come.",
-            rich_help_panel=o.METHOD,
+            rich_help_panel=o.METHOD_PANEL,
         ),
     ] = False,
     max_new_tokens: o.MaxNewTokens = 64,
@@ -63,25 +63,25 @@ def check(
     [bold]The speed-up[/bold] is relative to plain decoding in the same run, prompt by
     prompt in turn, after a warm-up, with the reading of the prompts included.
     """
-    asked = gather((), prompts, limit) if prompts else [Prompt((each,)) for each in PROMPTS][:limit]
-    from saltus.cli.loading import open_engine, refuse
+    inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    law: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    refuse(method, option, **law)
+    distribution: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    validate_settings(method, option, **distribution)
     engine = open_engine(model, method, option, dtype=dtype, device=device, budget=budget, exact=not free_shapes)
-    result = compare(engine, asked, method, {**law, "max_new_tokens": max_new_tokens})
+    result = compare(engine, inputs, method, {**distribution, "max_new_tokens": max_new_tokens})
     if json:
         from saltus.cli.report import print_json
 
         print_json(result)
     else:
-        _show(result, asked, method)
+        _show(result, inputs, method)
     if result["flips"]:
         raise typer.Exit(1)
 
 
 @dataclass
-class Total:
+class MethodTotals:
     """What a method has taken for all prompts."""
 
     tokens: int = 0
@@ -94,44 +94,44 @@ class Total:
         self.seconds += statistics.seconds
 
 
-def compare(engine: Any, asked: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def compare(engine: Any, inputs: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The result of a check. Plain and method take turns in going first."""
-    from saltus.cli.answering import warm_up
-    from saltus.cli.progress import bar
+    from saltus.cli.answers import warm_up
+    from saltus.cli.progress import progress_bar
 
-    totals = {"plain": Total(), "method": Total()}
+    totals = {"plain": MethodTotals(), "method": MethodTotals()}
     names = {"plain": "plain", "method": method}
     flips: list[dict[str, Any]] = []
-    with bar(len(asked), "comparing") as advance:
-        warm_up(engine, next(Conversation(asked[0]).asks()).given, (method, "plain"), settings)
-        for number, prompt in enumerate(asked):
+    with progress_bar(len(inputs), "comparing") as advance:
+        warm_up(engine, next(Conversation(inputs[0]).turns()).prompt, (method, "plain"), settings)
+        for number, prompt in enumerate(inputs):
             written = {}
             for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
-                written[side] = _answers(engine, prompt, {**settings, "method": names[side]}, totals[side])
-            if flip := _flip(engine, written["plain"], written["method"]):
+                written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]}, totals[side])
+            if flip := _find_flip(engine, written["plain"], written["method"]):
                 flips.append({"prompt": number, **flip})
             advance()
     plain, other = totals["plain"], totals["method"]
     return {
-        "prompts": len(asked),
-        "identical": len(asked) - len(flips),
+        "prompts": len(inputs),
+        "identical": len(inputs) - len(flips),
         "flips": flips,
         "tokens_per_call": other.tokens / other.calls if other.calls else None,
         "speedup": plain.seconds / other.seconds if other.seconds else None,
     }
 
 
-def _answers(engine: Any, prompt: Prompt, settings: Mapping[str, Any], total: Total) -> list[Any]:
+def _generate_turns(engine: Any, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals) -> list[Any]:
     """Every turn, each answer entering the next."""
     conversation, generations = Conversation(prompt), []
-    for ask in conversation.asks():
-        generations.append(engine.generate(ask.given, **settings))
+    for inputs in conversation.turns():
+        generations.append(engine.generate(inputs.prompt, **settings))
         total.add(generations[-1].statistics)
-        conversation.answered(generations[-1].text)
+        conversation.add_answer(generations[-1].text)
     return generations
 
 
-def _flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | None:
+def _find_flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | None:
     """Where the texts of a prompt first differ. What follows is not compared: the prompts differ from there on."""
     from saltus.cli.report import first_difference
 
@@ -144,30 +144,32 @@ def _flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | N
     return None
 
 
-def logit_gap(engine: Any, plain: Any, other: Any, at: int) -> float:
+def logit_gap(engine: Any, plain: Any, other: Any, position: int) -> float:
     """How far apart the logits of the two tokens are that differ, in the calls that plain decoding makes."""
     import numpy as np
 
     from saltus.core.canvas import continuation
-    from saltus.core.forward import Forward
+    from saltus.core.forward import ForwardInputs
 
-    assert at < min(len(plain.tokens), len(other.tokens)), "a text ends with its end token, or at the common limit"
-    canvas = continuation(engine.encode(plain.prompt), at + 1)
-    memory = engine.network.memory()
-    logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
-    for token in plain.tokens[:at]:
+    assert position < min(len(plain.tokens), len(other.tokens)), (
+        "a text ends with its end token, or at the common limit"
+    )
+    canvas = continuation(engine.encode(plain.prompt), position + 1)
+    kv_cache = engine.network.new_kv_cache()
+    logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
+    for token in plain.tokens[:position]:
         canvas = canvas.fill(np.array([token]))
-        logits = engine.network.forward([Forward(canvas)], [memory])[0].logits[0]
+        logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
     row = logits.float()
-    return abs(float(row[plain.tokens[at]] - row[other.tokens[at]]))
+    return abs(float(row[plain.tokens[position]] - row[other.tokens[position]]))
 
 
-def _show(result: Mapping[str, Any], asked: list[Prompt], method: str) -> None:
+def _show(result: Mapping[str, Any], inputs: list[Prompt], method: str) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from saltus.cli.painting import terminal
+    from saltus.cli.coloured_text import terminal
 
     console = terminal(soft_wrap=False)
     same = result["identical"] == result["prompts"]
@@ -183,7 +185,7 @@ def _show(result: Mapping[str, Any], asked: list[Prompt], method: str) -> None:
             flips.add_column(name, justify="right")
         flips.add_column("which begins", no_wrap=True, overflow="ellipsis")
         for flip in result["flips"]:
-            opening = " ".join(asked[flip["prompt"]].opening.split())
+            opening = " ".join(inputs[flip["prompt"]].preview.split())
             flips.add_row(str(flip["prompt"]), str(flip["position"]), f"{flip['logit_gap']:.4g}", Text(opening))
         console.print()
         console.print(flips)

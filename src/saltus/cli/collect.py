@@ -11,9 +11,9 @@ from typing import Annotated, Any, no_type_check
 import typer
 
 from saltus.cli import options as o
-from saltus.prompts import Prompt
+from saltus.engine.prompts import Prompt
 
-WORK = "Work"
+WORK_PANEL = "Work"
 
 collect = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 
@@ -40,13 +40,13 @@ Prompts = Annotated[
         "-f",
         metavar="FILE",
         help='JSON lines with "prompt" or "messages", or (.txt) a prompt a line; - is stdin.',
-        rich_help_panel=o.PROMPT,
+        rich_help_panel=o.PROMPT_PANEL,
     ),
 ]
 Out = Annotated[
     Path,
     typer.Option(
-        "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT
+        "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT_PANEL
     ),
 ]
 FreeShapes = Annotated[
@@ -54,7 +54,7 @@ FreeShapes = Annotated[
     typer.Option(
         "--free-shapes",
         help="Let calls round as their shapes have it: quicker batches on a GPU, and texts that depend on them.",
-        rich_help_panel=o.MODEL,
+        rich_help_panel=o.MODEL_PANEL,
     ),
 ]
 Temperatures = Annotated[
@@ -65,19 +65,21 @@ Temperatures = Annotated[
         metavar="X",
         help="0 takes the likeliest token; may be repeated. [dim]\\[default: 0 and 0.7][/dim]",
         show_default=False,
-        rich_help_panel=o.SAMPLING,
+        rich_help_panel=o.SAMPLING_PANEL,
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK)
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK_PANEL)
 ]
 Processes = Annotated[
     int,
     typer.Option(
-        "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK
+        "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK_PANEL
     ),
 ]
-Shard = Annotated[int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK)]
+TextsPerShard = Annotated[
+    int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK_PANEL)
+]
 Ray = Annotated[
     str | None,
     typer.Option(
@@ -85,7 +87,7 @@ Ray = Annotated[
         metavar="ADDRESS",
         help="Deal the work out to the machines of this Ray cluster; [i]local[/i] is this machine, [i]auto[/i] the"
         " cluster it belongs to. DIR is on a disk that all of them share.",
-        rich_help_panel=WORK,
+        rich_help_panel=WORK_PANEL,
     ),
 ]
 
@@ -105,7 +107,7 @@ def text(
     batch_size: BatchSize = 16,
     processes: Processes = 1,
     ray: Ray = None,
-    shard: Shard = 128,
+    shard: TextsPerShard = 128,
 ) -> None:
     """Let a model answer prompts, and keep the answers as token ids.
 
@@ -128,8 +130,8 @@ def text(
     loading = {
         "model": model, "method": "plain", "options": {}, "dtype": dtype, "device": device, "exact": not free_shapes,
     }  # fmt: skip
-    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "shard": shard}
-    _carry_out(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "texts_per_shard": shard}
+    _collect_texts(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
 
 
 @collect.command()
@@ -139,7 +141,7 @@ def jacobi(
     block: Annotated[
         int,
         typer.Option(
-            "--block", "-b", metavar="N", min=2, max=128, help="Tokens of a block.", rich_help_panel=o.SAMPLING
+            "--block", "-b", metavar="N", min=2, max=128, help="Tokens of a block.", rich_help_panel=o.SAMPLING_PANEL
         ),
     ] = 16,
     adapter: Annotated[
@@ -148,7 +150,7 @@ def jacobi(
             "--adapter",
             metavar="DIR",
             help="Guess by this adapter of [i]saltus train jacobi[/i]: for another round of training.",
-            rich_help_panel=o.MODEL,
+            rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
     limit: o.Limit = None,
@@ -162,7 +164,7 @@ def jacobi(
     batch_size: BatchSize = 16,
     processes: Processes = 1,
     ray: Ray = None,
-    shard: Shard = 128,
+    shard: TextsPerShard = 128,
 ) -> None:
     """Let a model answer prompts by Jacobi decoding, and keep every iterate of every block.
 
@@ -189,63 +191,69 @@ def jacobi(
         "model": model, "method": "jacobi", "dtype": dtype, "device": device, "exact": not free_shapes,
         "options": {"jacobi": options}, "budget": block, "adaptive": False,
     }  # fmt: skip
-    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "shard": shard, "block": block}
-    _carry_out(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "texts_per_shard": shard, "block_size": block}
+    _collect_texts(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
 
 
-def _carry_out(
+def _collect_texts(
     prompts: Path,
     out: Path,
     limit: int | None,
-    loading: dict[str, Any],
+    load_options: dict[str, Any],
     temperature: Sequence[float] | None,
     settings: dict[str, Any],
     batch_size: int,
     processes: int,
     ray: str | None,
 ) -> None:
-    from saltus.prompts import read
+    from saltus.engine.prompts import read_prompts_file
 
-    asked = read(prompts)[:limit]
-    if number := next((number for number, one in enumerate(asked) if len(one.turns) > 1), None):
+    inputs = read_prompts_file(prompts)[:limit]
+    if number := next((number for number, one in enumerate(inputs) if len(one.turns) > 1), None):
         raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
     settings["temperatures"] = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
-    from saltus.training.teacher import Plan
+    from saltus.training.data.teacher_texts import CollectionPlan
 
-    Plan((), **settings)  # a wrong number costs no loading
-    from saltus.cli.loading import open_engine
-    from saltus.training.checkpoint import alone
-    from saltus.training.teacher import begun, collect_apart, collect_here, collect_on_cluster, missing
+    CollectionPlan((), **settings)  # a wrong number costs no loading
+    from saltus.cli.open_engine import open_engine
+    from saltus.training.data.teacher_texts import (
+        collect_in_process,
+        collect_in_processes,
+        collect_with_ray,
+        missing_shards,
+        prepare_folder,
+    )
+    from saltus.training.loop.checkpoint import lock_folder
 
-    engine = open_engine(**loading, batch_size=batch_size, profile=False)
-    loading["device"] = str(engine.network.model.device)  # the same for every process
-    context, block = engine.target.context, settings.get("block", 0)
+    engine = open_engine(**load_options, batch_size=batch_size, profile=False)
+    load_options["device"] = str(engine.network.model.device)  # the same for every process
+    context, block = engine.target.context_length, settings.get("block_size", 0)
     if context is not None and block >= context:
         raise ValueError(
             f"a block has {block} tokens, but {engine.target.name} reads {context} in all; take a smaller --block"
         )
-    plan = Plan(questions(engine, asked, prompts), **settings)
-    with alone(out):
-        left = begun(out, plan, engine)
+    plan = CollectionPlan(tokenize_prompts(engine, inputs, prompts), **settings)
+    with lock_folder(out):
+        left = prepare_folder(out, plan, engine)
         if ray is not None and left:
             del engine
-            done = collect_on_cluster(plan, left, out, loading, batch_size, processes, ray)
+            done = collect_with_ray(plan, left, out, load_options, batch_size, processes, ray)
         elif processes > 1 and len(left) > 1:
             del engine
-            done = collect_apart(plan, left, out, loading, batch_size, processes)
+            done = collect_in_processes(plan, left, out, load_options, batch_size, processes)
         else:
-            done = collect_here(engine, plan, left, out, batch_size)
-        _watched(done, plan, left, out)
-        if lost := len(missing(out, plan)):
+            done = collect_in_process(engine, plan, left, out, batch_size)
+        _show_progress(done, plan, left, out)
+        if lost := len(missing_shards(out, plan)):
             raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
 
 
-def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:
+def tokenize_prompts(engine: Any, inputs: Sequence[Prompt], file: Path) -> list[Any]:
     """The prompts as tokens. Errors: ValueError for one that the model cannot read."""
-    from saltus.training.teacher import Question
+    from saltus.training.data.teacher_texts import TokenizedPrompt
 
-    found, context = [], engine.target.context
-    for number, one in enumerate(asked):
+    found, context = [], engine.target.context_length
+    for number, one in enumerate(inputs):
         tokens = engine.encode(one.turns[0] if one.turns else list(one.messages))
         if context is not None and len(tokens) >= context:
             raise ValueError(
@@ -253,26 +261,32 @@ def questions(engine: Any, asked: Sequence[Prompt], file: Path) -> list[Any]:
                 " shorten it or leave it out"
             )
         source = one.record.get("source") or one.record.get("category") or file.stem
-        found.append(Question(str(source), tuple(tokens)))
+        found.append(TokenizedPrompt(str(source), tuple(tokens)))
     return found
 
 
-def _watched(done: Generator[tuple[int, int]], plan: Any, left: Sequence[int], out: Path) -> None:
+def _show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
     """Show how far it has come, and at the end, or at Ctrl-C, what there is."""
-    from saltus.cli.answering import note
-    from saltus.cli.progress import meter
-    from saltus.training.teacher import missing
+    from saltus.cli.answers import print_note
+    from saltus.cli.progress import progress_meter
+    from saltus.training.data.teacher_texts import missing_shards
 
-    ended, tokens, began = plan.texts - sum(len(plan.part(number)) for number in left), 0, time.monotonic()
+    ended, tokens, began = (
+        plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing),
+        0,
+        time.monotonic(),
+    )
     try:
-        with closing(done), meter(plan.texts, "texts") as tell:
+        with closing(progress), progress_meter(plan.num_texts, "texts") as tell:
             tell(ended)
-            for texts, new in done:
+            for texts, new in progress:
                 ended, tokens = ended + texts, tokens + new
                 tell(ended, f"{tokens / (time.monotonic() - began):,.0f} tokens/s")
     except KeyboardInterrupt:
-        whole = len(plan.files) - len(missing(out, plan))
+        whole = len(plan.shard_names) - len(missing_shards(out, plan))
         raise KeyboardInterrupt(
-            f"interrupted; {whole:,} of {len(plan.files):,} files are written, the same command writes the others"
+            f"interrupted; {whole:,} of {len(plan.shard_names):,} files are written, the same command writes the others"
         ) from None
-    note(f"{plan.texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if left else ", all there before"))
+    print_note(
+        f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")
+    )

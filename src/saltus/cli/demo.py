@@ -29,12 +29,16 @@ def demo(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature", "-t", metavar="X", help="0 unless a seed is given, then 0.7.", rich_help_panel=o.SAMPLING
+            "--temperature",
+            "-t",
+            metavar="X",
+            help="0 unless a seed is given, then 0.7.",
+            rich_help_panel=o.SAMPLING_PANEL,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", "-s", metavar="N", help="Sample an answer with it.", rich_help_panel=o.SAMPLING),
+        typer.Option("--seed", "-s", metavar="N", help="Sample an answer with it.", rich_help_panel=o.SAMPLING_PANEL),
     ] = None,
     colour: o.Colour = None,
 ) -> None:
@@ -50,32 +54,32 @@ def demo(
 
         saltus demo --method jacobi+lookup "Write the numbers from 1 to 30."
     """
-    from saltus.cli.loading import open_engine, refuse
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    law: dict[str, Any] = {
+    distribution: dict[str, Any] = {
         "temperature": (0.0 if seed is None else 0.7) if temperature is None else temperature,
         "seed": seed or 0,
     }
-    refuse(method, None, **law)
+    validate_settings(method, None, **distribution)
     engine = open_engine(model, method, None, dtype=dtype, device=device)
-    _perform(engine, question or QUESTION, model, method, {**law, "max_new_tokens": max_new_tokens}, colour)
+    _run_demo(engine, question or QUESTION, model, method, {**distribution, "max_new_tokens": max_new_tokens}, colour)
 
 
-def _perform(
+def _run_demo(
     engine: Any, question: str, model: str, method: str, settings: dict[str, Any], colour: bool | None
 ) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from saltus.cli.answering import plain_again, stream, warm_up
-    from saltus.cli.painting import Painter, legend, terminal
+    from saltus.cli.answers import run_plain_baseline, stream_answer, warm_up
+    from saltus.cli.coloured_text import ColouredTextWriter, legend, terminal
     from saltus.cli.report import comparison_line
 
     console = terminal(colour=colour)
     coloured = console.is_terminal if colour is None else colour
     bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
     network = engine.network.model
-    how = f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {_sampled(settings)}"
+    how = f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {_describe_sampling(settings)}"
     console.print(Text.assemble((model, "bold"), " with ", (method, "bold"), f" ({how})\n"))
     shown = Padding(Text(question, "dim"), (0, 2)) if console.is_terminal else question
     console.print(shown, soft_wrap=not console.is_terminal, markup=False)
@@ -83,13 +87,13 @@ def _perform(
     if coloured:
         console.print(legend(), end="\n\n")
     warm_up(engine, question, (method, "plain"), settings)
-    generation = stream(engine, question, Painter(console, coloured, bound), settings)
+    generation = stream_answer(engine, question, ColouredTextWriter(console, coloured, bound), settings)
     console.file.flush()
-    plain = plain_again(engine, question, settings)
+    plain = run_plain_baseline(engine, question, settings)
     console.print()
     line = Text(comparison_line(generation, plain, method), "bold")
     console.print(line, soft_wrap=not console.is_terminal)
 
 
-def _sampled(settings: dict[str, Any]) -> str:
+def _describe_sampling(settings: dict[str, Any]) -> str:
     return f"temperature {settings['temperature']:g}, seed {settings['seed']}" if settings["temperature"] else "greedy"

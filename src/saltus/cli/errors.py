@@ -10,7 +10,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-BAD_INPUT, FAULT, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141  # 141: what a shell shows for a tool that SIGPIPE ended
+BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = (
+    2,
+    70,
+    130,
+    141,
+)  # 141: what a shell shows for a tool that SIGPIPE ended
 
 
 @contextmanager
@@ -19,19 +24,19 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stopped:
-        raise SystemExit(_told(str(stopped) or "interrupted", INTERRUPTED)) from None
+        raise SystemExit(_print_error(str(stopped) or "interrupted", INTERRUPTED)) from None
     except Exception as error:
         if type(error).__name__ in ("Exit", "Abort"):  # typer's own ways to end
             raise
         if isinstance(error, OSError) and error.errno == errno.EPIPE:  # whoever read our output has left
-            _hush()
+            _silence_stdout()
             raise SystemExit(BROKEN_PIPE) from None
         if os.environ.get("SALTUS_DEBUG"):
             traceback.print_exc()
-        raise SystemExit(_told(*explained(error))) from error
+        raise SystemExit(_print_error(*describe_error(error))) from error
 
 
-def explained(error: Exception) -> tuple[str, int]:
+def describe_error(error: Exception) -> tuple[str, int]:
     """The line and the exit code for an error."""
     said = " ".join(str(error).split())
     if complaint := getattr(error, "format_message", None):  # of typer: a wrong command line
@@ -52,28 +57,28 @@ def explained(error: Exception) -> tuple[str, int]:
     kind = type(error).__name__
     return (
         f"{kind}{': ' if said else ''}{said[:300]} (a fault of saltus; SALTUS_DEBUG=1 shows where it happened)",
-        FAULT,
+        INTERNAL_ERROR,
     )
 
 
-def forgiving_streams() -> None:
+def replace_unprintable_characters() -> None:
     """Let a terminal that lacks a character show another one, and not end the text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def _told(line: str, code: int) -> int:
+def _print_error(line: str, code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        _hush()
+        _silence_stdout()
     with suppress(OSError):
         print(f"saltus: {line}", file=sys.stderr, flush=True)
     return code
 
 
-def _hush() -> None:
+def _silence_stdout() -> None:
     """What Python would still flush at exit goes nowhere."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from saltus.cli import options as o
-from saltus.prompts import Conversation, Prompt, gather
+from saltus.engine.prompts import Conversation, Prompt, read_prompts
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Write it with plain decoding too, and close with both.", rich_help_panel=o.OUTPUT
+            "--compare", help="Write it with plain decoding too, and close with both.", rich_help_panel=o.OUTPUT_PANEL
         ),
     ] = False,
     json: o.Json = False,
@@ -65,81 +65,89 @@ def generate(
     prompt, text, tokens, finish_reason, method, calls, tokens_per_call, seconds,
     tokens_per_second, prefill_seconds, accepted (tokens that each call decided).
     """
-    asked = gather(prompt or (), prompts, limit)
+    inputs = read_prompts(prompt or (), prompts, limit)
     if compare and json:
         raise ValueError("--compare is for reading; `saltus check --json` compares for programs")
-    if raw and (system or any(len(each.turns) != 1 for each in asked)):
+    if raw and (system or any(len(each.turns) != 1 for each in inputs)):
         raise ValueError("--raw continues a text as it is; leave out --system, messages and turns, or leave out --raw")
-    from saltus.cli.loading import open_engine, refuse
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    law: dict[str, Any] = {
+    distribution: dict[str, Any] = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    refuse(method, option, rule, **law)
+    validate_settings(method, option, rule, **distribution)
     engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
-    settings = {**law, "max_new_tokens": max_new_tokens, "stop": stop or (), "ignore_eos": ignore_eos, "raw": raw}
+    settings = {
+        **distribution,
+        "max_new_tokens": max_new_tokens,
+        "stop": stop or (),
+        "ignore_eos": ignore_eos,
+        "raw": raw,
+    }
     if json:
-        _print_records(engine, asked, system, method, settings)
+        _print_records(engine, inputs, system, method, settings)
     else:
-        _print_answers(engine, asked, system, method, settings, colour, compare)
+        _print_answers(engine, inputs, system, method, settings, colour, compare)
 
 
 def _print_records(
-    engine: Any, asked: Sequence[Prompt], system: str | None, method: str, settings: Mapping[str, Any]
+    engine: Any, inputs: Sequence[Prompt], system: str | None, method: str, settings: Mapping[str, Any]
 ) -> None:
     from saltus.cli.report import print_json, record
 
-    for prompt in asked:
+    for prompt in inputs:
         conversation = Conversation(prompt, system)
-        for ask in conversation.asks():
-            written = engine.stream(ask.given, **settings)
+        for ask in conversation.turns():
+            written = engine.stream(ask.prompt, **settings)
             try:
                 for _ in written:
                     pass
             except BaseException:
                 if written.generation.tokens:  # what was written stays, with finish_reason null
-                    print_json(record(ask.said, written.generation, method))
+                    print_json(record(ask.shown_prompt, written.generation, method))
                 raise
-            print_json(record(ask.said, written.generation, method))
-            conversation.answered(written.generation.text)
+            print_json(record(ask.shown_prompt, written.generation, method))
+            conversation.add_answer(written.generation.text)
 
 
 def _print_answers(
     engine: Any,
-    asked: Sequence[Prompt],
+    inputs: Sequence[Prompt],
     system: str | None,
     method: str,
     settings: Mapping[str, Any],
     colour: bool | None,
     compare: bool,
 ) -> None:
-    from saltus.cli.answering import note, plain_again, stream, warm_up
-    from saltus.cli.painting import Painter, terminal
+    from saltus.cli.answers import print_note, run_plain_baseline, stream_answer, warm_up
+    from saltus.cli.coloured_text import ColouredTextWriter, terminal
     from saltus.cli.report import comparison_line, statistics_line
 
     console = terminal(colour=colour)
     coloured = console.is_terminal and method != "plain" if colour is None else colour
-    several = len(asked) > 1 or len(asked[0].turns) > 1
+    several = len(inputs) > 1 or len(inputs[0].turns) > 1
     first = True
-    for prompt in asked:
+    for prompt in inputs:
         conversation = Conversation(prompt, system)
-        for ask in conversation.asks():
+        for ask in conversation.turns():
             if several:
                 print("" if first else "\n", end="", flush=True)
                 if sys.stderr.isatty():
-                    note(f"› {_short(ask.said if isinstance(ask.said, str) else prompt.opening)}")
+                    print_note(
+                        f"› {_shorten(ask.shown_prompt if isinstance(ask.shown_prompt, str) else prompt.preview)}"
+                    )
             if compare and first:
-                warm_up(engine, ask.given, (method, "plain"), settings)
+                warm_up(engine, ask.prompt, (method, "plain"), settings)
             first = False
-            generation = stream(engine, ask.given, Painter(console, coloured), settings)
+            generation = stream_answer(engine, ask.prompt, ColouredTextWriter(console, coloured), settings)
             if compare:
-                note(comparison_line(generation, plain_again(engine, ask.given, settings), method))
+                print_note(comparison_line(generation, run_plain_baseline(engine, ask.prompt, settings), method))
             else:
-                note(statistics_line(generation, method))
-            conversation.answered(generation.text)
+                print_note(statistics_line(generation, method))
+            conversation.add_answer(generation.text)
 
 
-def _short(text: str, width: int = 72) -> str:
+def _shorten(text: str, width: int = 72) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"

@@ -18,7 +18,7 @@ def infill(
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", "-f", metavar="FILE", help="A file with holes, of several lines.", rich_help_panel=o.PROMPT
+            "--file", "-f", metavar="FILE", help="A file with holes, of several lines.", rich_help_panel=o.PROMPT_PANEL
         ),
     ] = None,
     model: o.Model = "stories",
@@ -30,7 +30,9 @@ def infill(
     rule: o.Rule = "match",
     open_tokens: Annotated[
         int,
-        typer.Option("--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH),
+        typer.Option(
+            "--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH_PANEL
+        ),
     ] = 24,
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
@@ -41,7 +43,7 @@ def infill(
     steps: Annotated[
         bool,
         typer.Option(
-            "--steps", help="Colour what fills the holes by the call that decided it.", rich_help_panel=o.OUTPUT
+            "--steps", help="Colour what fills the holes by the call that decided it.", rich_help_panel=o.OUTPUT_PANEL
         ),
     ] = False,
     json: o.Json = False,
@@ -65,62 +67,62 @@ def infill(
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
-    asked = _read(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
-    from saltus.cli.loading import open_engine, refuse
-    from saltus.holes import parsed
+    inputs = _read_file(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
+    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.engine.infill_template import parse_template
 
-    law: dict[str, Any] = {
+    distribution: dict[str, Any] = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    refuse(method, option, rule, **law)
-    template = parsed(asked)
+    validate_settings(method, option, rule, **distribution)
+    template = parse_template(inputs)
     engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
-    found = engine.infill(template, open_tokens=open_tokens, **law)
+    found = engine.infill(template, open_tokens=open_tokens, **distribution)
     if json:
         _print_record(found, method)
         return
     _print_text(found, steps)
-    from saltus.cli.answering import note
+    from saltus.cli.answers import print_note
 
     counted = found.statistics
-    note(
+    print_note(
         f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} a call"
         f" · {counted.tokens_per_second:.1f} tokens/s · {method}"
     )
 
 
-def _read(file: Path) -> str:
+def _read_file(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text; convert it, or fill a part of it as words") from None
 
 
-def _print_record(found: Any, method: str) -> None:
+def _print_record(infilling: Any, method: str) -> None:
     from saltus.cli.report import print_json
 
-    counted = found.statistics
+    counted = infilling.statistics
     print_json({
-        "text": found.text, "fillings": found.fillings, "tokens": found.tokens, "method": method,
+        "text": infilling.text, "fillings": infilling.fillings, "tokens": infilling.tokens, "method": method,
         "calls": counted.calls, "tokens_per_call": counted.tokens_per_call, "seconds": counted.seconds,
         "tokens_per_second": counted.tokens_per_second, "accepted": counted.accepted,
     })  # fmt: skip
 
 
-def _print_text(found: Any, steps: bool) -> None:
+def _print_text(infilling: Any, steps: bool) -> None:
     """The text; with `steps`, what fills it in the colours of the calls."""
-    from saltus.cli.painting import Painter, terminal
+    from saltus.cli.coloured_text import ColouredTextWriter, terminal
 
-    painter = Painter(terminal(colour=True if steps else None), steps)
+    painter = ColouredTextWriter(terminal(colour=True if steps else None), steps)
     if not steps:
-        painter.write(found.text, 0, 1)
-        painter.end()
+        painter.write(infilling.text, 0, 1)
+        painter.finish_line()
         return
-    by_call = iter([(call.index, len(call.tokens)) for call in found.steps for _ in call.tokens])
-    plain = Painter(painter.console, False)
-    for number, piece in enumerate(found.layout.pieces):
+    by_call = iter([(call.index, len(call.tokens)) for call in infilling.calls for _ in call.tokens])
+    plain = ColouredTextWriter(painter.console, False)
+    for number, piece in enumerate(infilling.layout.pieces):
         plain.write(piece, 0, 1)
-        for said in found.pieces[number] if number < len(found.pieces) else ():
+        for said in infilling.token_texts[number] if number < len(infilling.token_texts) else ():
             painter.write(said, *next(by_call))
-    painter.end()
+    painter.finish_line()

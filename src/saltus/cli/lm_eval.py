@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 COMMANDS = ("run", "ls", "validate")
-PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+PASS_THROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def lm_eval(
@@ -45,13 +45,13 @@ def lm_eval(
 
     It needs a package more: [bold]pip install "saltus\[lm-eval]"[/bold].
     """
-    from saltus.evaluation.harness import model_class
+    from saltus.evaluation.benchmarks.lm_eval_model import model_class
 
     model_class()
-    _run(completed(arguments or ()))
+    _run(complete_arguments(arguments or ()))
 
 
-def completed(arguments: Sequence[str]) -> list[str]:
+def complete_arguments(arguments: Sequence[str]) -> list[str]:
     """The arguments with what they leave out: the command `run`, and there the model."""
     given = list(arguments)
     if not given or given[0] not in (*COMMANDS, "-h", "--help"):

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from saltus.cli.options import OUTPUT
+from saltus.cli.options import OUTPUT_PANEL
 
 
 def methods(
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON object a method.", rich_help_panel=OUTPUT)] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object a method.", rich_help_panel=OUTPUT_PANEL)
+    ] = False,
 ) -> None:
     """List the methods with their options.
 
@@ -24,9 +26,9 @@ def methods(
         saltus generate --method jacobi+lookup --option lookup.longest=5 "Who?"
     """
     from saltus.cli.report import print_json
-    from saltus.methods import available
+    from saltus.methods import available_methods
 
-    found = [description(name, config) for name, config in available().items()]
+    found = [describe_method(name, config) for name, config in available_methods().items()]
     if json:
         for each in found:
             print_json(each)
@@ -34,10 +36,10 @@ def methods(
         _show(found)
 
 
-def description(name: str, config: type[Any]) -> dict[str, Any]:
+def describe_method(name: str, config: type[Any]) -> dict[str, Any]:
     """A method's name, the first sentence of its docstring, and its options with type, default and comment."""
     summary = " ".join((inspect.getdoc(config) or "").split("\n\n")[0].split())
-    comments = _comments(config)
+    comments = _field_comments(config)
     options = [
         {
             "name": each.name,
@@ -57,7 +59,7 @@ def _default(option: Any) -> Any:
     return None if option.default is dataclasses.MISSING else option.default
 
 
-def _comments(config: type[Any]) -> dict[str, str]:
+def _field_comments(config: type[Any]) -> dict[str, str]:
     """What stands behind the fields in the source: `longest: int = 4  # tokens of the n-gram`."""
     try:
         source = inspect.getsource(config)
@@ -66,18 +68,18 @@ def _comments(config: type[Any]) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+?)\s*$", source, flags=re.MULTILINE))
 
 
-def _show(found: list[dict[str, Any]]) -> None:
+def _show(descriptions: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from saltus.cli.painting import terminal
+    from saltus.cli.coloured_text import terminal
 
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("method", style="bold cyan", no_wrap=True)
     table.add_column("what it does", ratio=2)
     table.add_column("options", ratio=3)
-    for each in found:
+    for each in descriptions:
         options = Text()
         for option in each["options"]:
             options.append("\n" if options else "")

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-MODEL, METHOD, SAMPLING, LENGTH, PROMPT, OUTPUT = "Model", "Method", "Sampling", "Length", "Prompt", "Output"
+MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL = (
+    "Model",
+    "Method",
+    "Sampling",
+    "Length",
+    "Prompt",
+    "Output",
+)
 
 
 def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
@@ -17,7 +24,7 @@ def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
 Model = Annotated[
     str,
     _option(
-        MODEL,
+        MODEL_PANEL,
         "--model",
         "-m",
         metavar="MODEL",
@@ -27,17 +34,21 @@ Model = Annotated[
 Dtype = Annotated[
     str,
     _option(
-        MODEL, "--dtype", metavar="TYPE", help="float32, bfloat16 or float16; auto is what the model was saved in."
+        MODEL_PANEL,
+        "--dtype",
+        metavar="TYPE",
+        help="float32, bfloat16 or float16; auto is what the model was saved in.",
     ),
 ]
 Device = Annotated[
-    str, _option(MODEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto is a GPU where there is one.")
+    str,
+    _option(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto is a GPU where there is one."),
 ]
 
 Method = Annotated[
     str,
     _option(
-        METHOD,
+        METHOD_PANEL,
         "--method",
         metavar="NAME",
         help="Who guesses: lookup, jacobi+lookup, … ([i]saltus methods[/i] lists them).",
@@ -45,19 +56,20 @@ Method = Annotated[
 ]
 Options = Annotated[
     list[str] | None,
-    _option(METHOD, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."),
+    _option(METHOD_PANEL, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."),
 ]
 Budget = Annotated[
-    int | None, _option(METHOD, "--budget", metavar="N", min=0, help="Guessed tokens that one call checks, at most.")
+    int | None,
+    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Guessed tokens that one call checks, at most."),
 ]
 WholeTrees = Annotated[
     bool,
-    _option(METHOD, "--whole-trees", help="Check every guess that the budget allows, whether it pays or not."),
+    _option(METHOD_PANEL, "--whole-trees", help="Check every guess that the budget allows, whether it pays or not."),
 ]
 Rule = Annotated[
     str,
     _option(
-        METHOD,
+        METHOD_PANEL,
         "--rule",
         metavar="RULE",
         help="match keeps the text token for token; reject keeps its law (Leviathan et al. 2023).",
@@ -65,34 +77,40 @@ Rule = Annotated[
 ]
 
 Temperature = Annotated[
-    float, _option(SAMPLING, "--temperature", "-t", metavar="X", help="0 takes the likeliest token; higher dares more.")
+    float,
+    _option(SAMPLING_PANEL, "--temperature", "-t", metavar="X", help="0 takes the likeliest token; higher dares more."),
 ]
 TopP = Annotated[
-    float, _option(SAMPLING, "--top-p", metavar="X", help="Keep the likeliest tokens of this joint probability.")
+    float, _option(SAMPLING_PANEL, "--top-p", metavar="X", help="Keep the likeliest tokens of this joint probability.")
 ]
-TopK = Annotated[int, _option(SAMPLING, "--top-k", metavar="N", help="Keep the so many likeliest tokens; 0 keeps all.")]
+TopK = Annotated[
+    int, _option(SAMPLING_PANEL, "--top-k", metavar="N", help="Keep the so many likeliest tokens; 0 keeps all.")
+]
 MinP = Annotated[
-    float, _option(SAMPLING, "--min-p", metavar="X", help="Drop tokens less likely than this share of the likeliest.")
+    float,
+    _option(SAMPLING_PANEL, "--min-p", metavar="X", help="Drop tokens less likely than this share of the likeliest."),
 ]
 RepetitionPenalty = Annotated[
-    float, _option(SAMPLING, "--repetition-penalty", metavar="X", help="Above 1, tokens seen before get less likely.")
+    float,
+    _option(SAMPLING_PANEL, "--repetition-penalty", metavar="X", help="Above 1, tokens seen before get less likely."),
 ]
 Seed = Annotated[
-    int, _option(SAMPLING, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method.")
+    int,
+    _option(SAMPLING_PANEL, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method."),
 ]
 
 MaxNewTokens = Annotated[
-    int, _option(LENGTH, "--max-new-tokens", "-n", metavar="N", min=1, help="Tokens of an answer, at most.")
+    int, _option(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="Tokens of an answer, at most.")
 ]
 Stop = Annotated[
-    list[str] | None, _option(LENGTH, "--stop", metavar="TEXT", help="End before this text; may be repeated.")
+    list[str] | None, _option(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated.")
 ]
-IgnoreEos = Annotated[bool, _option(LENGTH, "--ignore-eos", help="Write on where the model would end.")]
+IgnoreEos = Annotated[bool, _option(LENGTH_PANEL, "--ignore-eos", help="Write on where the model would end.")]
 
 Prompts = Annotated[
     Path | None,
     _option(
-        PROMPT,
+        PROMPT_PANEL,
         "--prompts",
         "-f",
         metavar="FILE",
@@ -100,23 +118,25 @@ Prompts = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, _option(PROMPT, "--limit", metavar="N", min=1, help="Take the first so many prompts of the file.")
+    int | None, _option(PROMPT_PANEL, "--limit", metavar="N", min=1, help="Take the first so many prompts of the file.")
 ]
-Raw = Annotated[bool, _option(PROMPT, "--raw", help="Continue the prompt itself, without the model's chat template.")]
+Raw = Annotated[
+    bool, _option(PROMPT_PANEL, "--raw", help="Continue the prompt itself, without the model's chat template.")
+]
 System = Annotated[
-    str | None, _option(PROMPT, "--system", metavar="TEXT", help="What the model is told before the prompt.")
+    str | None, _option(PROMPT_PANEL, "--system", metavar="TEXT", help="What the model is told before the prompt.")
 ]
 
 Colour = Annotated[
     bool | None,
     _option(
-        OUTPUT,
+        OUTPUT_PANEL,
         "--colour/--no-colour",
         help="Colour the tokens by the call that decided them. [dim]\\[default: in a terminal][/dim]",
         show_default=False,
     ),
 ]
-Json = Annotated[bool, _option(OUTPUT, "--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, _option(OUTPUT_PANEL, "--json", help="Print JSON, for programs.")]
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_METHOD = "lookup"

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 
-def bar(total: int, what: str) -> Any:
+def progress_bar(total: int, description: str) -> Any:
     """Entering gives what advances it. It is drawn between calls of that only, and so takes no time from the rest."""
     if not sys.stderr.isatty():
         return nullcontext(lambda: None)
@@ -19,7 +19,7 @@ def bar(total: int, what: str) -> Any:
 
         def __enter__(self) -> Any:
             super().__enter__()
-            task = self.add_task(what, total=total)
+            task = self.add_task(description, total=total)
             self.refresh()
 
             def advance() -> None:
@@ -32,7 +32,7 @@ def bar(total: int, what: str) -> Any:
     return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
 
 
-def meter(total: int, what: str) -> Any:
+def progress_meter(total: int, description: str) -> Any:
     """Entering gives what says how many are done and, in words, how it goes; it too draws only then."""
     if not sys.stderr.isatty():
         return nullcontext(lambda done, words="": None)
@@ -44,7 +44,7 @@ def meter(total: int, what: str) -> Any:
 
         def __enter__(self) -> Any:
             super().__enter__()
-            task = self.add_task(what, total=total, words="")
+            task = self.add_task(description, total=total, words="")
             self.refresh()
 
             def tell(done: int, words: str = "") -> None:

@@ -32,7 +32,7 @@ def pull(
 
         saltus pull qwen3-0.6b some-owner/some-model@main
     """
-    from saltus.networks import sources
+    from saltus.networks.loading import sources
 
     for name in names or [DEFAULT_MODEL]:
         print(sources.pull(name, offline=offline or None), flush=True)

@@ -7,18 +7,18 @@ import sys
 from itertools import zip_longest
 from typing import Any
 
-KEYS = (
+RECORD_KEYS = (
     "prompt", "text", "tokens", "finish_reason", "method", "calls", "tokens_per_call", "seconds", "tokens_per_second",
     "prefill_seconds", "accepted",
 )  # fmt: skip
-ENDS = {"stop": "finished", "length": "cut at the length limit", None: "interrupted"}
+FINISH_WORDS = {"stop": "finished", "length": "cut at the length limit", None: "interrupted"}
 
 
-def record(said: Any, generation: Any, method: str) -> dict[str, Any]:
+def record(prompt: Any, generation: Any, method: str) -> dict[str, Any]:
     """What `--json` prints of a prompt: the keys are KEYS, in their order."""
     counted = generation.statistics
     values = (
-        said,
+        prompt,
         generation.text,
         [int(token) for token in generation.tokens],
         generation.finish_reason,
@@ -30,7 +30,7 @@ def record(said: Any, generation: Any, method: str) -> dict[str, Any]:
         counted.prefill_seconds,
         list(counted.accepted),
     )
-    return dict(zip(KEYS, values, strict=True))
+    return dict(zip(RECORD_KEYS, values, strict=True))
 
 
 def print_json(value: Any) -> None:
@@ -48,15 +48,15 @@ def statistics_line(generation: Any, method: str) -> str:
         f"{counted.tokens_per_second:.1f} tokens/s",
         f"prompt read in {counted.prefill_seconds:.2f} s",
         method,
-        ENDS[generation.finish_reason],
+        FINISH_WORDS[generation.finish_reason],
     ]
     return " · ".join(parts)
 
 
-def comparison_line(written: Any, plain: Any, method: str) -> str:
+def comparison_line(generation: Any, plain: Any, method: str) -> str:
     """The honest line: this run, plain decoding in the same run, and whether the text is the same."""
-    ours, theirs = written.statistics, plain.statistics
-    same = first_difference(written.tokens, plain.tokens)
+    ours, theirs = generation.statistics, plain.statistics
+    same = first_difference(generation.tokens, plain.tokens)
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
     ratio = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else float("nan")
     return (

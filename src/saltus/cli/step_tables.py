@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def show(result: Mapping[str, Any]) -> None:
+def print_tables(result: Mapping[str, Any]) -> None:
     """Every table that there is something for."""
     from rich.text import Text
 
-    from saltus.cli.painting import terminal
+    from saltus.cli.coloured_text import terminal
 
     console = terminal(soft_wrap=False)
     model, settings = result["model"], result["settings"]
@@ -19,7 +19,7 @@ def show(result: Mapping[str, Any]) -> None:
         console.print(*([""] if number else []), Text(title, "dim"), table, sep="\n")
     if can := result["speed"]:
         console.print()
-        console.print(Text(_machine(can), "dim"))
+        console.print(Text(_describe_machine(can), "dim"))
     if not result["complete"]:
         console.print(Text("interrupted: this is what was measured until then", "yellow"))
 
@@ -30,21 +30,21 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
     if alone:
         yield (
             f"milliseconds of a call by its nodes, median of {_count(rounds, 'round')}",
-            _by_length(alone, result["prefill"]),
+            _table_by_length(alone, result["prefill"]),
         )
     if any(row["batch"] > 1 for row in calls):
         together = [row for row in calls if row["length"] == length]
-        yield f"texts that share a call, {length:,} tokens and so many nodes each", _by_batch(together)
+        yield f"texts that share a call, {length:,} tokens and so many nodes each", _table_by_batch(together)
     if alone and result["speed"]:
         here = [row for row in alone if row["length"] == length]
-        yield f"the least that it could cost, behind {length:,} tokens", _floors(here)
-        yield "the knee, in nodes", _knees(result["knees"])
+        yield f"the least that it could cost, behind {length:,} tokens", _floor_table(here)
+        yield "the knee, in nodes", _knee_table(result["knees"])
     if result["parts"]:
         heads = [_count(one["nodes"], "node") for one in result["parts"]]
-        yield f"where the milliseconds of a call go, behind {length:,} tokens", _parts(result["parts"], heads)
+        yield f"where the milliseconds of a call go, behind {length:,} tokens", _parts_table(result["parts"], heads)
     if result["loop"]:
         heads = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in result["loop"]]
-        yield f"where those of a step go, by {result['loop'][0]['method']}", _parts(result["loop"], heads)
+        yield f"where those of a step go, by {result['loop'][0]['method']}", _parts_table(result["loop"], heads)
 
 
 def _table(*heads: str) -> Any:
@@ -57,7 +57,7 @@ def _table(*heads: str) -> Any:
     return table
 
 
-def _by_length(rows: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]) -> Any:
+def _table_by_length(rows: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str, Any]]) -> Any:
     nodes, read = _values(rows, "nodes"), {row["length"]: _ms(row["ms"]) for row in prefill}
     table = _table("text", *map(str, nodes), "reading it")
     for length in _values(rows, "length"):
@@ -66,7 +66,7 @@ def _by_length(rows: Sequence[Mapping[str, Any]], prefill: Sequence[Mapping[str,
     return table
 
 
-def _by_batch(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _table_by_batch(rows: Sequence[Mapping[str, Any]]) -> Any:
     nodes = _values(rows, "nodes")
     table = _table("texts", *map(str, nodes))
     for batch in _values(rows, "batch"):
@@ -75,7 +75,7 @@ def _by_batch(rows: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
-def _floors(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _floor_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     table = _table("nodes", "reading", "computing", "floor", "measured", "spread", "floor/measured")
     for row in rows:
         spread = f"{_ms(row['low'])}–{_ms(row['high'])}"
@@ -84,7 +84,7 @@ def _floors(rows: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
-def _knees(knees: Sequence[Mapping[str, Any]]) -> Any:
+def _knee_table(knees: Sequence[Mapping[str, Any]]) -> Any:
     table = _table("text", "computing passes reading", "a call costs 1.25 × one node's")
     for knee in knees:
         found = "not within these nodes" if knee["measured"] is None else f"{knee['measured']:.1f}"
@@ -92,19 +92,20 @@ def _knees(knees: Sequence[Mapping[str, Any]]) -> Any:
     return table
 
 
-def _parts(found: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> Any:
+def _parts_table(breakdowns: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> Any:
     table = _table("", *heads)
-    for part in found[0]["parts"]:
-        table.add_row(part, *(f"{one['parts'][part]:.2f}" for one in found))
+    for part in breakdowns[0]["parts"]:
+        table.add_row(part, *(f"{one['parts'][part]:.2f}" for one in breakdowns))
     table.add_section()
-    table.add_row("together", *(f"{one['ms']:.2f}" for one in found))
-    table.add_row("unwatched", *(f"{one['unprofiled_ms']:.2f}" for one in found))
+    table.add_row("together", *(f"{one['ms']:.2f}" for one in breakdowns))
+    table.add_row("unwatched", *(f"{one['unprofiled_ms']:.2f}" for one in breakdowns))
     return table
 
 
-def _machine(can: Mapping[str, Any]) -> str:
-    memory, compute = can["bytes_per_second"] / 1e9, can["flops_per_second"] / 1e9
-    return f"this machine, measured: {memory:.1f} GB/s, {compute:,.0f} GFLOP/s, {_count(can['threads'], 'thread')}"
+def _describe_machine(machine_speed: Mapping[str, Any]) -> str:
+    bandwidth, compute = machine_speed["bytes_per_second"] / 1e9, machine_speed["flops_per_second"] / 1e9
+    threads = _count(machine_speed["threads"], "thread")
+    return f"this machine, measured: {bandwidth:.1f} GB/s, {compute:,.0f} GFLOP/s, {threads}"
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[int]:

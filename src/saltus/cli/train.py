@@ -11,9 +11,9 @@ from typing import Annotated, Any, no_type_check
 import typer
 
 from saltus.cli import options as o
-from saltus.cli.curves import Curves, writer
+from saltus.cli.training_log import TrainingLog, summary_writer
 
-RECIPE, WORK = "Recipe", "Work"
+RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
 train = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 
@@ -38,29 +38,34 @@ def train_(context: typer.Context) -> None:
 
 
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="What a recipe in Python is given.")]
-Name = Annotated[
+RecipeName = Annotated[
     str,
     typer.Option(
-        "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.", rich_help_panel=RECIPE
+        "--recipe",
+        "-r",
+        metavar="NAME",
+        help="A recipe of --list, or a .toml or .py file.",
+        rich_help_panel=RECIPE_PANEL,
     ),
 ]
-Change = Annotated[
+Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
         help="Change a setting of it, such as rank=32; may be repeated.",
-        rich_help_panel=RECIPE,
+        rich_help_panel=RECIPE_PANEL,
     ),
 ]
 Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE)
+    int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE_PANEL)
 ]
 Seed = Annotated[
-    int | None, typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE)
+    int | None,
+    typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE_PANEL),
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE)
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE_PANEL)
 ]
 Teacher = Annotated[
     Path | None,
@@ -70,7 +75,7 @@ Teacher = Annotated[
         help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind;"
         " for jacobi a folder of [i]saltus collect jacobi[/i]. "
         "[dim]\\[default: WORK/teacher][/dim]",
-        rich_help_panel=WORK,
+        rich_help_panel=WORK_PANEL,
     ),
 ]
 Work = Annotated[
@@ -79,41 +84,46 @@ Work = Annotated[
         "--work",
         metavar="DIR",
         help="States, checkpoint and curves (tensorboard). [dim]\\[default: runs/NAME][/dim]",
-        rich_help_panel=WORK,
+        rich_help_panel=WORK_PANEL,
     ),
 ]
-Begin = Annotated[
+InitialFolder = Annotated[
     Path | None,
     typer.Option(
         "--from",
         metavar="DIR",
         help="Go on with what such a recipe trained before, in a work folder of its own: on more texts, say.",
-        rich_help_panel=WORK,
+        rich_help_panel=WORK_PANEL,
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="What was trained. [dim]\\[default: WORK/KIND][/dim]", rich_help_panel=o.OUTPUT
+        "--out",
+        metavar="DIR",
+        help="What was trained. [dim]\\[default: WORK/KIND][/dim]",
+        rich_help_panel=o.OUTPUT_PANEL,
     ),
 ]
-Listed = Annotated[bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE)]
+ListRecipes = Annotated[
+    bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE_PANEL)
+]
 
 
 @train.command()
 def ptp(
     arguments: Arguments = None,
-    recipe: Name = "smollm2",
-    change: Change = None,
+    recipe: RecipeName = "smollm2",
+    change: Overrides = None,
     steps: Steps = None,
     seed: Seed = None,
     model: Model = None,
     device: o.Device = "auto",
     teacher: Teacher = None,
     work: Work = None,
-    begin: Begin = None,
+    begin: InitialFolder = None,
     out: Out = None,
-    show: Listed = False,
+    show: ListRecipes = False,
 ) -> None:
     """Train a drafter, or an adapter, for the method ptp.
 
@@ -138,25 +148,25 @@ def ptp(
     behind [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
     """
     if show:
-        _list("ptp")
+        _list_recipes("ptp")
         return
-    _carry_out("ptp", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+    _run_recipe("ptp", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
 
 
 @train.command()
 def mtpc(
     arguments: Arguments = None,
-    recipe: Name = "smollm2-heads",
-    change: Change = None,
+    recipe: RecipeName = "smollm2-heads",
+    change: Overrides = None,
     steps: Steps = None,
     seed: Seed = None,
     model: Model = None,
     device: o.Device = "auto",
     teacher: Teacher = None,
     work: Work = None,
-    begin: Begin = None,
+    begin: InitialFolder = None,
     out: Out = None,
-    show: Listed = False,
+    show: ListRecipes = False,
 ) -> None:
     """Train heads for the method mtpc: the joint law of the next tokens.
 
@@ -177,25 +187,25 @@ def mtpc(
     Afterwards: saltus generate --method mtpc --option mtpc.model=ff "Who?"
     """
     if show:
-        _list("mtpc")
+        _list_recipes("mtpc")
         return
-    _carry_out("mtpc", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+    _run_recipe("mtpc", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
 
 
 @train.command()
 def jacobi(
     arguments: Arguments = None,
-    recipe: Name = "smollm2-jacobi",
-    change: Change = None,
+    recipe: RecipeName = "smollm2-jacobi",
+    change: Overrides = None,
     steps: Steps = None,
     seed: Seed = None,
     model: Model = None,
     device: o.Device = "auto",
     teacher: Teacher = None,
     work: Work = None,
-    begin: Begin = None,
+    begin: InitialFolder = None,
     out: Out = None,
-    show: Listed = False,
+    show: ListRecipes = False,
 ) -> None:
     """Train a model, or an adapter of it, to decode blocks in parallel (Jacobi Forcing).
 
@@ -220,9 +230,9 @@ def jacobi(
     or saltus generate --model tuned --method jacobi "Who?"
     """
     if show:
-        _list("jacobi")
+        _list_recipes("jacobi")
         return
-    _carry_out("jacobi", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+    _run_recipe("jacobi", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
 
 
 @train.command()
@@ -230,7 +240,7 @@ def assd(
     arguments: Arguments = None,
     recipe: Annotated[
         str,
-        typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE),
+        typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE_PANEL),
     ] = "recipes/assd.py",
 ) -> None:
     """Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
@@ -254,7 +264,7 @@ def assd(
     _run_program(file, arguments or ())
 
 
-def _carry_out(
+def _run_recipe(
     method: str,
     recipe: str,
     arguments: Sequence[str] | None,
@@ -268,15 +278,15 @@ def _carry_out(
     begin: Path | None,
     out: Path | None,
 ) -> None:
-    from saltus.training.recipe import find, read
+    from saltus.training.recipe import find_recipe, read_recipe
 
-    file = find(recipe)
+    file = find_recipe(recipe)
     if file.suffix == ".py":
         _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
         return
     if arguments:
         raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
-    chosen = read(file, change or ())
+    chosen = read_recipe(file, change or ())
     if chosen.method != method:
         raise ValueError(f"recipe {file.stem} is for {chosen.method}; give it to saltus train {chosen.method}")
     chosen = replace(
@@ -286,10 +296,10 @@ def _carry_out(
         lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
     )
     work = work or Path("runs", file.stem)
-    _train(chosen, file.stem, _teacher(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
+    _train(chosen, file.stem, _teacher_path(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
 
 
-def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
+def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
     """The texts to learn from. Errors: ValueError that says how to get them."""
     found = teacher or work / "teacher"
     if not found.exists():
@@ -303,84 +313,90 @@ def _teacher(teacher: Path | None, work: Path, recipe: Any) -> Path:
 
 
 def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None, out: Path, device: str) -> None:
-    from saltus.training.run import Run, teacher_texts, written_by
+    from saltus.training.run import TrainingRun, check_teacher_model, select_teacher_texts
 
-    samples, tensorboard = teacher_texts(recipe, teacher), writer()
-    from saltus.cli.answering import note
-    from saltus.cli.loading import open_engine
-    from saltus.training.checkpoint import alone
+    samples, tensorboard = select_teacher_texts(recipe, teacher), summary_writer()
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_engine
+    from saltus.training.loop.checkpoint import lock_folder
 
     engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
-    written_by(teacher, engine.network.model, recipe.model)
-    student = _student(recipe, engine, device)
-    run = Run(recipe, engine.network, recipe.model, work, begin, student, engine.tokenizer)
-    with alone(work):
-        _read(run, samples)
-        course = run.course(samples)
-        found = _taught(run, course, tensorboard)
+    check_teacher_model(teacher, engine.network.model, recipe.model)
+    student = _load_student(recipe, engine, device)
+    run = TrainingRun(recipe, engine.network, recipe.model, work, begin, student, engine.tokenizer)
+    with lock_folder(work):
+        _collect_with_progress(run, samples)
+        course = run.make_task(samples)
+        found = _train_with_progress(run, course, tensorboard)
         tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
-        course.save(out, _card(recipe, name, begin, len(samples), tokens, found))
+        course.save(out, _training_card(recipe, name, begin, len(samples), tokens, found))
     counted = found["held_out_tokens_per_call"]
     rates = ", ".join(f"{each} {value:.2f}" for each, value in counted.items())
-    note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
+    print_note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
 
 
-def _student(recipe: Any, teacher: Any, device: str) -> Any:
+def _load_student(recipe: Any, teacher: Any, device: str) -> Any:
     """The model that is to draft for the teacher, where that is another. Errors: ValueError for another vocabulary."""
     if recipe.kind != "adapter" or not recipe.adapter.student:
         return None
-    from saltus.cli.loading import open_engine
-    from saltus.networks.loading import same_vocabulary
+    from saltus.cli.open_engine import open_engine
+    from saltus.networks.loading.checkpoints import require_same_vocabulary
 
     student = open_engine(recipe.adapter.student, "plain", None, dtype=recipe.dtype, device=device, exact=False)
-    same_vocabulary(teacher.target, student.target)
+    require_same_vocabulary(teacher.target, student.target)
     return student.network.model
 
 
-def _read(run: Any, samples: Sequence[Any]) -> None:
-    from saltus.cli.progress import meter
+def _collect_with_progress(run: Any, samples: Sequence[Any]) -> None:
+    from saltus.cli.progress import progress_meter
 
     try:
-        with meter(len(samples), "reading") as tell:
-            for done in run.read(list(samples)):
+        with progress_meter(len(samples), "reading") as tell:
+            for done in run.collect(list(samples)):
                 tell(done, "texts")
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; what was read is kept in {run.kept}, the same command goes on") from None
+        raise KeyboardInterrupt(
+            f"interrupted; what was read is kept in {run.data_folder}, the same command goes on"
+        ) from None
 
 
-def _taught(run: Any, course: Any, tensorboard: Callable[..., Any]) -> dict[str, Any]:
+def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -> dict[str, Any]:
     """Train, with a bar on a terminal, lines elsewhere, and curves for TensorBoard."""
-    from saltus.cli.answering import note
-    from saltus.cli.progress import meter
+    from saltus.cli.answers import print_note
+    from saltus.cli.progress import progress_meter
 
-    curves = Curves(tensorboard, run.work / "tensorboard", run.queries(course))
+    curves = TrainingLog(tensorboard, run.work_folder / "tensorboard", run.queries_per_step(task))
     steps, saved = run.recipe.schedule.steps, 0
 
     def watch(step: int, loss: float) -> None:
         curves.step(step, loss)
-        tell(step, curves.words)
+        tell(step, curves.status_line)
 
     def report(progress: Any) -> None:
         nonlocal saved
         saved = progress.step
         curves.checkpoint(progress)
         if not sys.stderr.isatty():
-            note(f"step {progress.step:,} of {steps:,}: {curves.words}, {progress.left / 60:.0f} min left")
+            print_note(
+                f"step {progress.step:,} of {steps:,}: {curves.status_line}, {progress.seconds_left / 60:.0f} min left"
+            )
 
     try:
-        with meter(steps, "training") as tell:
-            return run.train(course, report, watch)
+        with progress_meter(steps, "training") as tell:
+            return run.train(task, report, watch)
     except KeyboardInterrupt:
-        at = f" at step {curves.at:,}" if curves.at else ""
-        last = "the last checkpoint" if run.checkpoint.exists() else "the beginning"
+        at = f" at step {curves.last_step:,}" if curves.last_step else ""
+        last = "the last checkpoint" if run.checkpoint_path.exists() else "the beginning"
         onward = f"from {f'step {saved:,}' if saved else last}"
         raise KeyboardInterrupt(f"interrupted{at}; the same command goes on {onward}") from None
     finally:
         curves.close()
 
 
-def _card(recipe: Any, name: str, begin: Path | None, texts: int, tokens: int, found: dict[str, Any]) -> dict[str, Any]:
-    from saltus.evaluation.machine import commit, machine
+def _training_card(
+    recipe: Any, name: str, begin: Path | None, texts: int, tokens: int, found: dict[str, Any]
+) -> dict[str, Any]:
+    from saltus.evaluation.reports.environment import git_commit, machine_info
 
     return {
         "recipe": {"name": name, **recipe.settings},
@@ -390,8 +406,8 @@ def _card(recipe: Any, name: str, begin: Path | None, texts: int, tokens: int, f
         "steps": recipe.schedule.steps,
         "seed": recipe.lessons.seed,
         **found,
-        "machine": machine(),
-        "commit": commit(),
+        "machine": machine_info(),
+        "commit": git_commit(),
     }
 
 
@@ -409,18 +425,18 @@ def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None
         sys.argv, sys.path[:] = before
 
 
-def _list(method: str) -> None:
+def _list_recipes(method: str) -> None:
     from rich import box
     from rich.table import Table
 
-    from saltus.cli.painting import terminal
-    from saltus.training.recipe import SHIPPED, read, shipped
+    from saltus.cli.coloured_text import terminal
+    from saltus.training.recipe import RECIPES_FOLDER, read_recipe, shipped_recipes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("recipe", "trains", "takes"):
         table.add_column(head, no_wrap=head == "recipe")
-    for name in shipped():
-        recipe = read(SHIPPED / f"{name}.toml")
+    for name in shipped_recipes():
+        recipe = read_recipe(RECIPES_FOLDER / f"{name}.toml")
         if recipe.method == method:
             table.add_row(name, recipe.about, recipe.time)
     terminal(soft_wrap=False).print(table)

@@ -10,9 +10,9 @@ import typer
 
 from saltus.cli import options as o
 
-SEARCH = "Search"
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-DEEPEST = 31  # drafted tokens of a call whose shape is fixed, as generate has them
+SEARCH_PANEL = "Search"
+NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+MAX_DEPTH = 31  # drafted tokens of a call whose shape is fixed, as generate has them
 
 
 def tune(
@@ -23,17 +23,18 @@ def tune(
             "--adapter",
             metavar="DIR",
             help="Guess by this adapter of [i]saltus train jacobi[/i].",
-            rich_help_panel=o.MODEL,
+            rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     prompts: o.Prompts = None,
     texts: Annotated[
-        int, typer.Option("--texts", metavar="N", min=1, help="Prompts that are answered.", rich_help_panel=SEARCH)
+        int,
+        typer.Option("--texts", metavar="N", min=1, help="Prompts that are answered.", rich_help_panel=SEARCH_PANEL),
     ] = 4,
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=1, help="Times that each is.", rich_help_panel=SEARCH)
+        int, typer.Option("--rounds", metavar="N", min=1, help="Times that each is.", rich_help_panel=SEARCH_PANEL)
     ] = 2,
     dearest: Annotated[
         float,
@@ -41,7 +42,7 @@ def tune(
             "--dearest",
             metavar="X",
             min=1.0,
-            rich_help_panel=SEARCH,
+            rich_help_panel=SEARCH_PANEL,
             help="A call may cost so many times one that decides a single token: this bounds its nodes.",
         ),
     ] = 2.0,
@@ -50,11 +51,11 @@ def tune(
     seed: o.Seed = 0,
     save: Annotated[
         bool,
-        typer.Option("--save/--no-save", help="Keep the best for generate and chat.", rich_help_panel=o.OUTPUT),
+        typer.Option("--save/--no-save", help="Keep the best for generate and chat.", rich_help_panel=o.OUTPUT_PANEL),
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write tune.json and figures there.", rich_help_panel=o.OUTPUT),
+        typer.Option("--out", metavar="DIR", help="Write tune.json and figures there.", rich_help_panel=o.OUTPUT_PANEL),
     ] = None,
     json: o.Json = False,
 ) -> None:
@@ -75,24 +76,24 @@ def tune(
     and no option of it is given. Benchmarks leave it aside.
     A quiet machine finds better settings.
     """
-    from saltus.cli.loading import open_engine, refuse
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    refuse("jacobi", (), temperature=temperature, seed=seed)
+    validate_settings("jacobi", (), temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=DEEPEST, profile=False
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, profile=False
     )
-    if options and engine.network.fixed is not None:
+    if options and engine.network.fixed_shape_runner is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
-    asked = _asked(prompts, texts)
+    inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    result = _tuned(engine, asked, how, rounds, dearest, options)
+    result = _search_settings(engine, inputs, how, rounds, dearest, options)
     if out:
         _write(result, out)
     if save and result["complete"]:
-        from saltus.cli.answering import note
+        from saltus.cli.answers import print_note
 
-        note(f"saved: {_keep(result, engine, model, options)}")
+        print_note(f"saved: {_save_profile(result, engine, model, options)}")
     if json:
         from saltus.cli.report import print_json
 
@@ -103,45 +104,54 @@ def tune(
         raise KeyboardInterrupt
 
 
-def _asked(prompts: Path | None, texts: int) -> list[Any]:
+def _select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
     """Prompts evenly spread over a file, or over those of the quick benchmark."""
-    from saltus.prompts import read
+    from saltus.engine.prompts import read_prompts_file
 
     if prompts is None:
         import saltus.evaluation
 
-        prompts = Path(saltus.evaluation.__file__).parent / "quick.jsonl"
-    found = read(prompts)
-    count = min(texts, len(found))
+        prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
+    found = read_prompts_file(prompts)
+    count = min(num_prompts, len(found))
     chosen = [found[number * len(found) // count] for number in range(count)]
     return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
 
 
-def _tuned(
-    engine: Any, prompts: list[Any], how: Mapping[str, Any], rounds: int, dearest: float, fixed: Mapping[str, Any]
+def _search_settings(
+    engine: Any,
+    prompts: list[Any],
+    settings: Mapping[str, Any],
+    rounds: int,
+    max_cost_ratio: float,
+    fixed_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything of tune.json; after Ctrl-C what there is, and `complete` is false."""
-    from saltus.cli.bench_step import settling
-    from saltus.cli.progress import bar
-    from saltus.evaluation import step as steps
-    from saltus.evaluation.machine import circumstances
-    from saltus.evaluation.roofline import measured_knee
-    from saltus.evaluation.tuning import Search, affordable
+    from saltus.cli.bench_step import synchronizer
+    from saltus.cli.progress import progress_bar
+    from saltus.evaluation.profiling import call_timing as steps
+    from saltus.evaluation.profiling.jacobi_tuning import JacobiSearch, affordable_draft_tokens
+    from saltus.evaluation.profiling.roofline import measured_knee
+    from saltus.evaluation.reports.environment import run_info
 
     model = engine.network.model
-    length = min(256, (engine.target.context or 1024) // 2)
-    nodes = NODES if engine.network.fixed is None else tuple(n for n in NODES if n <= DEEPEST + 1)
-    grid, timings = steps.Grid(nodes, (length,), (1,), rounds=5), steps.Timings()
-    with bar(grid.calls, "measuring calls") as advance:
+    length = min(256, (engine.target.context_length or 1024) // 2)
+    nodes = (
+        NODE_COUNTS
+        if engine.network.fixed_shape_runner is None
+        else tuple(n for n in NODE_COUNTS if n <= MAX_DEPTH + 1)
+    )
+    grid, timings = steps.CallGrid(nodes, (length,), (1,), rounds=5), steps.CallTimings()
+    with progress_bar(grid.num_calls, "measuring calls") as advance:
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        for _ in steps.measure(engine.network, grid, vocabulary, timings, settle=settling(model.device)):
+        for _ in steps.measure_calls(engine.network, grid, vocabulary, timings, synchronize=synchronizer(model.device)):
             advance()
-    calls = [{"nodes": cell.nodes, **steps.spread(timings.calls[cell])} for cell in grid.cells]
+    calls = [{"nodes": cell.nodes, **steps.time_statistics(timings.call_seconds[cell])} for cell in grid.call_shapes]
     times = [row["ms"] for row in calls]
-    budget = affordable(nodes, times, dearest)
-    search, complete = Search(engine, prompts, budget, how, rounds, fixed), False
+    budget = affordable_draft_tokens(nodes, times, max_cost_ratio)
+    search, complete = JacobiSearch(engine, prompts, budget, settings, rounds, fixed_options), False
     try:
-        with bar(search.texts, "searching") as advance:
+        with progress_bar(search.num_texts, "searching") as advance:
             for _ in search.run():
                 advance()
         complete = True
@@ -150,27 +160,29 @@ def _tuned(
             raise
     named = ("block", "candidates", "speedup")
     return {
-        **circumstances(engine, {**how, "texts": len(prompts), "rounds": rounds, "dearest": dearest, **fixed}),
+        **run_info(
+            engine, {**settings, "texts": len(prompts), "rounds": rounds, "dearest": max_cost_ratio, **fixed_options}
+        ),
         "complete": complete,
         "calls": calls,
         "knee": measured_knee(nodes, times),
         "budget": budget,
-        "settings": search.table(),
-        "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.points()]},
-        "chosen": search.chosen() if complete else {},
+        "settings": search.table_rows(),
+        "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.speedup_points()]},
+        "chosen": search.best_setting() if complete else {},
     }
 
 
-def _keep(result: Mapping[str, Any], engine: Any, model: str, fixed: Mapping[str, Any]) -> Path:
-    from saltus.networks.trained_files import fingerprint
-    from saltus.profiles import Profile, machine_of
+def _save_profile(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
+    from saltus.engine.profiles import Profile, machine_name
+    from saltus.networks.loading.drafter_files import model_fingerprint
 
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
     chosen = result["chosen"].items()
     made["speedup"] = next(row["speedup"] for row in result["settings"] if chosen <= row.items())
     return Profile(
-        "jacobi", model, machine_of(engine.network.model.device), fixed.get("model", ""),
-        fingerprint(engine.network.model), result["chosen"], result["budget"], made,
+        "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
+        model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
     ).save()  # fmt: skip
 
 
@@ -178,23 +190,25 @@ def _write(result: Mapping[str, Any], folder: Path) -> None:
     """tune.json first: figures may fail for want of matplotlib."""
     from json import dumps
 
-    from saltus.cli.answering import note
+    from saltus.cli.answers import print_note
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tune.json").write_text(dumps(result, indent=1) + "\n", encoding="utf-8")
     if not result["surface"]["points"]:
         return
-    from saltus.evaluation.tuning_plots import figures
+    from saltus.evaluation.reports.tuning_plots import write_figures
 
-    paths = figures(result, folder)
-    note(f"written: {folder / 'tune.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png"))
+    paths = write_figures(result, folder)
+    print_note(
+        f"written: {folder / 'tune.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png")
+    )
 
 
 def _show(result: Mapping[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from saltus.cli.painting import terminal
+    from saltus.cli.coloured_text import terminal
 
     console = terminal(soft_wrap=False)
     knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"

@@ -17,40 +17,40 @@ class Canvas:
 
     tokens: np.ndarray  # [length] token ids, HOLE where undecided
     order: np.ndarray  # [holes] positions, in deciding order
-    done: int = 0  # how many of them are decided
+    num_decided: int = 0  # how many of them are decided
 
     @property
-    def open(self) -> np.ndarray:
+    def open_positions(self) -> np.ndarray:
         """Positions still undecided, in deciding order."""
-        return self.order[self.done :]
+        return self.order[self.num_decided :]
 
     @property
-    def decided(self) -> np.ndarray:
+    def decided_prefix(self) -> np.ndarray:
         """The tokens before the first open position: what a causal network reads."""
-        return self.tokens[: self.order[self.done]] if self.done < len(self.order) else self.tokens
+        return self.tokens[: self.order[self.num_decided]] if self.num_decided < len(self.order) else self.tokens
 
     @cached_property
-    def given(self) -> np.ndarray:
+    def given_positions(self) -> np.ndarray:
         """Positions that were decided from the start, ascending."""
         given = np.ones(len(self.tokens), dtype=bool)
         given[self.order] = False
         return np.flatnonzero(given)
 
     @cached_property
-    def known(self) -> np.ndarray:
+    def known_positions(self) -> np.ndarray:
         """Positions of all decided tokens in deciding order, those given first: what an any-subset network reads."""
-        return np.concatenate([self.given, self.order[: self.done]])
+        return np.concatenate([self.given_positions, self.order[: self.num_decided]])
 
     @property
-    def written(self) -> np.ndarray:
+    def new_tokens(self) -> np.ndarray:
         """The tokens that fill the decided holes, in deciding order."""
-        return self.tokens[self.order[: self.done]]
+        return self.tokens[self.order[: self.num_decided]]
 
     def fill(self, new: np.ndarray) -> Canvas:
         """Decide the next `len(new)` holes."""
         tokens = self.tokens.copy()
-        tokens[self.open[: len(new)]] = new
-        return replace(self, tokens=tokens, done=self.done + len(new))
+        tokens[self.open_positions[: len(new)]] = new
+        return replace(self, tokens=tokens, num_decided=self.num_decided + len(new))
 
 
 def infilling(tokens: Sequence[int] | np.ndarray) -> Canvas:

@@ -22,7 +22,7 @@ class Noise:
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be 0 or more; take its absolute value")
 
-    def at(self, stream: str, positions: ArrayLike | int) -> np.ndarray:
+    def uniforms(self, stream: str, positions: ArrayLike | int) -> np.ndarray:
         """Uniforms in [0, 1), float64, in the shape of `positions` (integers ≥ 0)."""
         positions = np.asarray(positions, dtype=np.int64)
         if not positions.size:
@@ -39,7 +39,7 @@ class Noise:
             out[here] = _block(self.seed, stream, int(block))[positions[here] % BLOCK]
         return out
 
-    def one(self, stream: str, position: int | np.integer) -> float:
+    def uniform(self, stream: str, position: int | np.integer) -> float:
         """The uniform of one position ≥ 0."""
         block, word = divmod(int(position), BLOCK)
         return float(_block(self.seed, stream, block)[word])

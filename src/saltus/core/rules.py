@@ -1,4 +1,4 @@
-"""Decide which drafted tokens become text: by the text's own uniforms, or by rejection. Nothing else decides."""
+"""Verify draft tokens: accept those that the text's own uniforms select, or use rejection sampling."""
 
 from __future__ import annotations
 
@@ -6,54 +6,57 @@ from collections.abc import Callable
 
 import numpy as np
 
-from saltus.core.forward import Forward, Laws
-from saltus.core.sampling import draw, one_hot, pick, probability, residual
+from saltus.core.distributions import TargetDistributions
+from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import one_hot, pick, probability, residual, sample
 
-Rule = Callable[[Forward, Laws], tuple[np.ndarray, int]]
+Rule = Callable[[ForwardInputs, TargetDistributions], tuple[np.ndarray, int]]
+"""Returns the decided tokens and the last accepted node (−1: none)."""
 
 
-def match(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
-    """Walk the tree with the text's own uniforms: accept what Pick would have written anyway (PTP, Alg. 1).
+def match(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
+    """Walk the tree with the text's own uniforms: accept what Pick would have decided anyway (PTP, Alg. 1).
 
-    Greedy is the same rule, since Pick from a one-hot law is the argmax. Exact for any tree: the text is a
-    function of the seed alone. Returns the decided tokens and the last accepted node.
+    Greedy decoding is the same rule, since Pick from a one-hot distribution is the argmax. Exact for any tree: the
+    text is a function of the seed alone.
     """
     node, tokens = -1, []
-    for _ in asked.canvas.open:
-        token = laws.pick(node)
+    for _ in inputs.canvas.open_positions:
+        token = distributions.pick(node)
         tokens.append(token)
-        child = next((i for i in asked.children(node) if asked.tokens[i] == token), None)
+        child = next((i for i in inputs.children(node) if inputs.tokens[i] == token), None)
         if child is None:
             break
         node = child
-        if laws.closes(tokens):
+        if distributions.ends_hole(tokens):
             break
     return np.array(tokens, dtype=np.int64), node
 
 
-def reject(asked: Forward, laws: Laws) -> tuple[np.ndarray, int]:
-    """Accept a drafted token with min(1, P/Q), else go on with the residual law (Leviathan et al. 2023, Alg. 1).
+def reject(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
+    """Accept a draft token with min(1, P/Q), else sample from the residual (Leviathan et al. 2023, Alg. 1).
 
-    Siblings are tried in turn, each against what the ones before it left over, which stays exact in law as long
-    as each token was drawn from its own Q and no draft was dropped for the token that it drew.
+    Siblings are tried in turn, each against the residual that the ones before it left. This keeps the target's
+    distribution as long as each token was sampled from its own Q and no draft was dropped because of its token.
     """
     node, tokens = -1, []
-    for position in asked.canvas.open:
-        target = laws[node]
-        for sibling, child in enumerate(asked.children(node)):
-            token = asked.tokens[child]
-            draft = (asked.drafted[child] if asked.drafted else None) or one_hot(token)
-            u = laws.noise.one(f"accept/{sibling}", position)
+    for position in inputs.canvas.open_positions:
+        target = distributions[node]
+        for sibling, child in enumerate(inputs.children(node)):
+            token = inputs.tokens[child]
+            draft = (inputs.draft_distributions[child] if inputs.draft_distributions else None) or one_hot(token)
+            u = distributions.noise.uniform(f"accept/{sibling}", position)
             if u * probability(token, draft) < probability(token, target):
                 tokens.append(token)
                 node = child
                 break
             target = residual(target, draft)
         else:
-            u = laws.noise.one("text", position)
-            tokens.append(draw(u, target) if asked.drafts else pick(u, target))  # without drafts as `match` does
+            u = distributions.noise.uniform("text", position)
+            # Without drafts the token is the one that `match` picks.
+            tokens.append(sample(u, target) if inputs.num_draft_tokens else pick(u, target))
             break
-        if laws.closes(tokens):
+        if distributions.ends_hole(tokens):
             break
     return np.array(tokens, dtype=np.int64), node
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 BLOCK = 128  # tokens whose running sums are computed together, on demand
-LIKELY = 2.0**-10  # of the likeliest token: those above are picked in order of their probability
+LIKELY_THRESHOLD = 2.0**-10  # of the likeliest token: those above are picked in order of their probability
 TINY = 2.0**-960  # cumulative weights below it are zero, so that u · total keeps its 53 bits and pick can be inverted
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -33,8 +33,10 @@ class Sampling:
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
     forced: tuple[tuple[int, int], ...] = ()
-    banned_at: tuple[tuple[int, int], ...] = ()  # pairs of a new token's index and a token that it may not be
-    closing: tuple[tuple[int, int, int], ...] = ()  # (token, first, last): of these indices, all behind it are the same
+    banned_at_index: tuple[tuple[int, int], ...] = ()  # pairs of a new token's index and a token that it may not be
+    hole_end_tokens: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (token, first, last): of these indices, all behind it are the same
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
@@ -48,7 +50,7 @@ class Sampling:
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
-        for name in ("forced", "banned_at", "closing"):
+        for name in ("forced", "banned_at_index", "hole_end_tokens"):
             check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
 
     @property
@@ -56,18 +58,22 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def bare(self) -> bool:
+    def plain_argmax(self) -> bool:
         """Greedy on the model's own logits: `choices` says what `law` would."""
-        return self.greedy and self.by_values
+        return self.greedy and self.token_independent
 
     @property
-    def by_values(self) -> bool:
+    def token_independent(self) -> bool:
         """Does the law depend on the logits' values alone, and not on which tokens they are of?"""
-        return self.repetition_penalty == 1 and not (self.banned or self.forced or self.banned_at or self.closing)
+        return self.repetition_penalty == 1 and not (
+            self.banned or self.forced or self.banned_at_index or self.hole_end_tokens
+        )
 
-    def closed(self, index: int, token: int) -> int:
+    def num_forced_after(self, index: int, token: int) -> int:
         """How many tokens behind new token number `index` are the same, because it is this one."""
-        return next((last - index for end, first, last in self.closing if end == token and first <= index <= last), 0)
+        return next(
+            (last - index for end, first, last in self.hole_end_tokens if end == token and first <= index <= last), 0
+        )
 
     @cached_property
     def _banned(self) -> np.ndarray:
@@ -76,7 +82,7 @@ class Sampling:
     @cached_property
     def _banned_at(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        for index, token in self.banned_at:
+        for index, token in self.banned_at_index:
             found.setdefault(index, []).append(token)
         return found
 
@@ -86,7 +92,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class Law:
+class Distribution:
     """The law of one token, as unnormalised weights in token order.
 
     `tokens` are the ascending ids that have weights, be they 0, or None where all of the vocabulary has. Tokens are
@@ -100,7 +106,7 @@ class Law:
     @cached_property
     def head(self) -> np.ndarray:
         """Places of the likely tokens, by falling weight; of equal ones the lower id first."""
-        likely = np.flatnonzero(self.weights >= max(float(self.weights.max()) * LIKELY, 5e-324))
+        likely = np.flatnonzero(self.weights >= max(float(self.weights.max()) * LIKELY_THRESHOLD, 5e-324))
         return likely[np.argsort(-self.weights[likely], kind="stable")]
 
     @cached_property
@@ -147,12 +153,14 @@ def _running(weights: np.ndarray, low, high) -> np.ndarray:
     return np.where(sums == sums[..., -1:], high, np.minimum(sums + low, high))
 
 
-def one_hot(token: int) -> Law:
+def one_hot(token: int) -> Distribution:
     """The law that is certain of a token: what greedy decoding and forced tokens are."""
-    return Law(np.array([token], dtype=np.int64), np.ones(1))
+    return Distribution(np.array([token], dtype=np.int64), np.ones(1))
 
 
-def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None = None, index: int = 0) -> Law:
+def token_distribution(
+    logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None = None, index: int = 0
+) -> Distribution:
     """The law of new token number `index` after `context` (prompt, text and path; negative ids are holes).
 
     Rows on a GPU are copied one by one; bring a batch of them to the CPU first. Errors: NaN or infinite logits.
@@ -165,7 +173,7 @@ def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray 
         scores[sampling._banned_at[index]] = -np.inf
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
-        raise ValueError(_complaint(float(scores[best]), f"at new token {index}"))
+        raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}"))
     if sampling.greedy:
         return one_hot(best)
     if sampling.temperature != 1:
@@ -183,10 +191,10 @@ def law(logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray 
     weights = np.exp((scores - top).astype(np.float64))
     if tokens is not None and not weights.all():
         tokens, weights = tokens[weights > 0], weights[weights > 0]
-    return Law(tokens, weights)
+    return Distribution(tokens, weights)
 
 
-def choices(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
+def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
     """The first maximum of each row, as greedy decoding on float32 chooses; `law` says the same, more slowly."""
     logits = logits.detach()
     if logits.device.type != "cpu":
@@ -194,18 +202,18 @@ def choices(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
         top = logits.gather(-1, best).float().cpu().numpy()
         best = best.cpu().numpy()
     else:
-        if logits.dtype in INFINITY and (best := _integer_choices(logits, INFINITY[logits.dtype])) is not None:
+        if logits.dtype in INFINITY and (best := _integer_argmax(logits, INFINITY[logits.dtype])) is not None:
             return best
         scores = logits.float().numpy()
         best = scores.argmax(-1, keepdims=True)
         top = np.take_along_axis(scores, best, -1)
     broken = np.flatnonzero(~np.isfinite(top))
     if broken.size:
-        raise ValueError(_complaint(float(top[broken[0], 0]), f"in row {broken[0]}"))
+        raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}"))
     return best[:, 0]
 
 
-def _integer_choices(logits: Tensor, infinity: int) -> np.ndarray | None:
+def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
     """16-bit floats compared as integers, which vectorises: right where all maxima are positive and nothing is NaN."""
     bits = logits.view(torch.int16).numpy()
     best = bits.argmax(-1)
@@ -215,34 +223,34 @@ def _integer_choices(logits: Tensor, infinity: int) -> np.ndarray | None:
     return best if sound else None
 
 
-def pick(u: float, law: Law) -> int:
+def pick(u: float, distribution: Distribution) -> int:
     """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero.
 
     Eq. 2 leaves the order of the tokens open; it is that of `Law`.
     """
     if not 0 <= u < 1:
         raise ValueError(f"pick was given u = {u}, but a uniform lies in [0, 1)")
-    x = u * law.total
+    x = u * distribution.total
     x = x if x >= TINY else 0.0
-    if x < law.head_sums[-1]:
-        place = int(law.head[np.searchsorted(law.head_sums, x, side="right")])
+    if x < distribution.head_sums[-1]:
+        place = int(distribution.head[np.searchsorted(distribution.head_sums, x, side="right")])
     else:
-        block = int(np.searchsorted(law.borders[1:], x, side="right"))
-        place = block * BLOCK + int(np.searchsorted(law.block(block), x, side="right"))
-    return place if law.tokens is None else int(law.tokens[place])
+        block = int(np.searchsorted(distribution.borders[1:], x, side="right"))
+        place = block * BLOCK + int(np.searchsorted(distribution.block(block), x, side="right"))
+    return place if distribution.tokens is None else int(distribution.tokens[place])
 
 
-def draw(u: float, law: Law) -> int:
+def sample(u: float, distribution: Distribution) -> int:
     """A token of the law by a uniform that nothing else knows: quicker than `pick`, since any order will do."""
-    starts = np.arange(0, len(law.weights), BLOCK)
-    borders = np.cumsum(np.add.reduceat(law.weights, starts))
-    block, x = _drawn(borders, u * borders[-1])
+    starts = np.arange(0, len(distribution.weights), BLOCK)
+    borders = np.cumsum(np.add.reduceat(distribution.weights, starts))
+    block, x = _search_sums(borders, u * borders[-1])
     start = block * BLOCK
-    place, _ = _drawn(np.cumsum(law.weights[start : start + BLOCK]), x)
-    return start + place if law.tokens is None else int(law.tokens[start + place])
+    place, _ = _search_sums(np.cumsum(distribution.weights[start : start + BLOCK]), x)
+    return start + place if distribution.tokens is None else int(distribution.tokens[start + place])
 
 
-def _drawn(sums: np.ndarray, x: float) -> tuple[int, float]:
+def _search_sums(sums: np.ndarray, x: float) -> tuple[int, float]:
     """Where x falls among running sums, the last that grows should rounding lie beyond, and how far into it."""
     place = int(np.searchsorted(sums, x, side="right"))
     if place == len(sums):
@@ -250,24 +258,24 @@ def _drawn(sums: np.ndarray, x: float) -> tuple[int, float]:
     return place, x - float(sums[place - 1]) if place else x
 
 
-def interval(token: int, law: Law) -> tuple[float, float]:
+def uniform_interval(token: int, distribution: Distribution) -> tuple[float, float]:
     """The inverse of pick: the u in [low, high) are exactly those that pick the token (none where low = high)."""
-    place = token if law.tokens is None else int(np.searchsorted(law.tokens, token))
-    if place >= len(law.weights):
+    place = token if distribution.tokens is None else int(np.searchsorted(distribution.tokens, token))
+    if place >= len(distribution.weights):
         return 1.0, 1.0
-    known = law.tokens is None or law.tokens[place] == token
-    if known and len(found := np.flatnonzero(law.head == place)):
+    known = distribution.tokens is None or distribution.tokens[place] == token
+    if known and len(found := np.flatnonzero(distribution.head == place)):
         rank = int(found[0])
-        low, high = (float(law.head_sums[rank - 1]) if rank else 0.0), float(law.head_sums[rank])
+        low, high = (float(distribution.head_sums[rank - 1]) if rank else 0.0), float(distribution.head_sums[rank])
     else:
         block, offset = divmod(place, BLOCK)
-        running = law.block(block)
-        low, high = float(running[offset - 1] if offset else law.borders[block]), float(running[offset])
-    low = _reach(low, law.total)
-    return (low, _reach(high, law.total)) if known else (low, low)
+        running = distribution.block(block)
+        low, high = float(running[offset - 1] if offset else distribution.borders[block]), float(running[offset])
+    low = _least_uniform(low, distribution.total)
+    return (low, _least_uniform(high, distribution.total)) if known else (low, low)
 
 
-def _reach(x: float, total: float) -> float:
+def _least_uniform(x: float, total: float) -> float:
     """The least u with u · total ≥ x in float64 arithmetic, at most 1. Two or three steps from the quotient."""
     if x <= 0:
         return 0.0
@@ -282,19 +290,21 @@ def _reach(x: float, total: float) -> float:
     return u
 
 
-def probability(token: int, law: Law) -> float:
+def probability(token: int, distribution: Distribution) -> float:
     """Of one token."""
-    return float(_weights_at(np.array([token]), law)[0]) / law.mass
+    return float(_weights_at(np.array([token]), distribution)[0]) / distribution.mass
 
 
-def probabilities(law: Law, vocab: int) -> np.ndarray:
+def probabilities(distribution: Distribution, vocab: int) -> np.ndarray:
     """Of all tokens, float64."""
     dense = np.zeros(vocab)
-    dense[slice(len(law.weights)) if law.tokens is None else law.tokens] = law.weights / law.mass
+    dense[slice(len(distribution.weights)) if distribution.tokens is None else distribution.tokens] = (
+        distribution.weights / distribution.mass
+    )
     return dense
 
 
-def residual(target: Law, draft: Law) -> Law:
+def residual(target: Distribution, draft: Distribution) -> Distribution:
     """Law of the replacement after a rejection: (P − Q)₊ (Leviathan et al. 2023, Alg. 1), with weights of any sum.
 
     Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
@@ -305,17 +315,17 @@ def residual(target: Law, draft: Law) -> Law:
         tokens = np.arange(len(target.weights)) if target.tokens is None else target.tokens
         likely = _weights_at(tokens, draft)
     excess = np.maximum(target.weights - likely * (target.mass / draft.mass), 0)
-    return Law(target.tokens, excess) if excess.any() else target
+    return Distribution(target.tokens, excess) if excess.any() else target
 
 
-def _weights_at(tokens: np.ndarray, law: Law) -> np.ndarray:
+def _weights_at(tokens: np.ndarray, distribution: Distribution) -> np.ndarray:
     """Of ascending tokens, unnormalised; 0 where the law has none, be it that its vocabulary is padded less."""
-    last = len(law.weights) - 1
-    if law.tokens is None and tokens[-1] <= last:
-        return law.weights[tokens]
-    places = np.minimum(tokens if law.tokens is None else np.searchsorted(law.tokens, tokens), last)
-    found = places if law.tokens is None else law.tokens[places]
-    return np.where(found == tokens, law.weights[places], 0)
+    last = len(distribution.weights) - 1
+    if distribution.tokens is None and tokens[-1] <= last:
+        return distribution.weights[tokens]
+    places = np.minimum(tokens if distribution.tokens is None else np.searchsorted(distribution.tokens, tokens), last)
+    found = places if distribution.tokens is None else distribution.tokens[places]
+    return np.where(found == tokens, distribution.weights[places], 0)
 
 
 def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
@@ -325,7 +335,7 @@ def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
     return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
 
 
-def likeliest(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
+def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     """The first maximum, and its probability under the model's own law at temperature 1: NaN for broken logits."""
     scores = float_row(logits)
     best = int(scores.argmax())
@@ -334,7 +344,7 @@ def likeliest(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     return best, 1 / float(np.exp(scores - scores[best]).sum(dtype=np.float64))
 
 
-def _complaint(top: float, where: str) -> str:
+def _broken_logits_message(top: float, where: str) -> str:
     """What is wrong with a row whose best score is not finite."""
     if top == -math.inf:
         return f"no token is left to choose {where}: all are banned or have logits of −inf; ban fewer tokens"

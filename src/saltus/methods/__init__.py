@@ -10,8 +10,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
-from saltus.core.decode import Drafter
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 
@@ -21,7 +21,7 @@ class Method(Protocol):
     """What a method's config can do."""
 
     @property
-    def models(self) -> Mapping[str, str]:
+    def draft_models(self) -> Mapping[str, str]:
         """Models of its own: the name that its Forwards are sent `to` → where the model comes from."""
         ...
 
@@ -31,7 +31,7 @@ class Method(Protocol):
 
 
 @lru_cache(maxsize=1)
-def available() -> dict[str, type[Any]]:
+def available_methods() -> dict[str, type[Any]]:
     """Every method by name: the files of this package, then the entry points of the group `saltus.methods`."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
@@ -42,19 +42,19 @@ def available() -> dict[str, type[Any]]:
     return dict(sorted(found.items()))
 
 
-def make(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
+def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
     """The methods that a name like `jacobi+lookup` asks for; their drafts share one tree.
 
     `options` gives fields by method: {"lookup": {"longest": 5}}.
     """
     made = []
     for name in spec.split("+"):
-        if name not in available():
-            near = difflib.get_close_matches(name, available(), n=2, cutoff=0.4)
-            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(available())}"
+        if name not in available_methods():
+            near = difflib.get_close_matches(name, available_methods(), n=2, cutoff=0.4)
+            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(available_methods())}"
             raise ValueError(f"unknown method {name!r}; {offer}")
         try:
-            made.append(available()[name](**(options or {}).get(name, {})))
+            made.append(available_methods()[name](**(options or {}).get(name, {})))
         except TypeError as error:
             raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
     return made

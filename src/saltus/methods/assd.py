@@ -12,19 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.core.auxiliary_groups import in_two_calls, uniforms_of, with_groups
 from saltus.core.canvas import HOLE, Canvas
-from saltus.core.control import Controller
-from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Step
-from saltus.core.links import Links
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Law, Sampling, draw, float_row, law, log_probability, pick, probability
+from saltus.core.sampling import (
+    Distribution,
+    Sampling,
+    float_row,
+    log_probability,
+    pick,
+    probability,
+    sample,
+    token_distribution,
+)
 from saltus.core.tree import Branch
+from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.ptp_queries import position_uniforms, two_call_drafter, with_query_chains
 
 SOURCE = "assd"
-REST = 32  # calls without drafts, where they did not pay
+PAUSE_CALLS = 32  # calls without drafts, where they did not pay
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class Assd:
             raise ValueError(f"assd: draft is {self.draft!r}, but must be self or bigram")
 
     @property
-    def models(self) -> dict[str, str]:
+    def draft_models(self) -> dict[str, str]:
         return {}
 
     @property
@@ -61,18 +71,18 @@ class Assd:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         if self.draft == "bigram":
-            return Bigram(noise, sampling, rule, self.length)
+            return BigramDrafter(noise, sampling, rule, self.length)
         if self.two_calls:
-            return in_two_calls(noise, sampling, rule, "independent", self.length, source=SOURCE)
+            return two_call_drafter(noise, sampling, rule, "independent", self.length, source=SOURCE)
         return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length))
 
 
 @dataclass(frozen=True, eq=False)
-class _Said:
+class _HoleLogits:
     """A hole's law, asked for ahead."""
 
     logits: Tensor
-    knew: int  # how many of the new tokens were decided
+    num_known: int  # how many of the new tokens were decided
     weights: np.ndarray | None  # of the links
 
 
@@ -91,104 +101,119 @@ class SelfDrafter:
     rule: Rule
     length: int
     ahead: int
-    laws: dict[int, _Said] = field(default_factory=dict)  # of holes
-    links: Links | None = None
-    first: int | None = None  # of the drafts of this step, if there are any
-    idle: int = 0  # calls that are still to go without asking
+    hole_logits: dict[int, _HoleLogits] = field(default_factory=dict)  # of holes
+    pairwise_correction: PairwiseCorrection | None = None
+    first_draft: int | None = None  # of the drafts of this step, if there are any
+    paused_calls: int = 0  # calls that are still to go without asking
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         if last is not None:
-            self._keep(last)
-        holes = canvas.open[: min(self.length, room)]
+            self._store_logits(last)
+        holes = canvas.open_positions[: min(self.length, room)]
         drawn = self.rule is reject
-        found = _Drafts(SOURCE, drawn)
+        found = _BranchBuilder(SOURCE, drawn)
         uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
-        context = canvas.tokens[canvas.known] if self.sampling.repetition_penalty != 1 else None
-        latest = canvas.tokens[canvas.order[max(canvas.done - 2, 0) : canvas.done]].tolist()
-        for index, hole, u in zip(range(canvas.done, canvas.done + len(holes)), holes.tolist(), uniforms, strict=True):
-            if hole not in self.laws:
+        context = canvas.tokens[canvas.known_positions] if self.sampling.repetition_penalty != 1 else None
+        latest = canvas.tokens[canvas.order[max(canvas.num_decided - 2, 0) : canvas.num_decided]].tolist()
+        for index, hole, u in zip(
+            range(canvas.num_decided, canvas.num_decided + len(holes)), holes.tolist(), uniforms, strict=True
+        ):
+            if hole not in self.hole_logits:
                 break
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
-            logits = self._linked(self.laws[hole], canvas.order, index, [*latest, *found.tokens])
-            found.add(law(logits, self.sampling, seen, index), u, logits if self.sampling.greedy else None)
-            if self.sampling.closed(index, found.tokens[-1]):
+            logits = self._corrected_logits(self.hole_logits[hole], canvas.order, index, [*latest, *found.tokens])
+            found.add(
+                token_distribution(logits, self.sampling, seen, index), u, logits if self.sampling.greedy else None
+            )
+            if self.sampling.num_forced_after(index, found.tokens[-1]):
                 break
-        self.first = found.tokens[0] if found.tokens else None
+        self.first_draft = found.tokens[0] if found.tokens else None
         return found.branches()
 
-    def _linked(self, said: _Said, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
+    def _corrected_logits(self, said: _HoleLogits, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
         """Logits of new token number `index` behind the last of the new ones, where these were not known to its law."""
-        unknown = index - said.knew
-        if said.weights is None or self.links is None or not unknown or order[index - 1] != order[index] - 1:
+        unknown = index - said.num_known
+        if (
+            said.weights is None
+            or self.pairwise_correction is None
+            or not unknown
+            or order[index - 1] != order[index] - 1
+        ):
             return said.logits
         before = new[-2] if unknown > 1 and order[index - 2] == order[index] - 2 else None
-        row = self.links(float_row(said.logits), said.weights, new[-1], before)
+        row = self.pairwise_correction(float_row(said.logits), said.weights, new[-1], before)
         return torch.from_numpy(row) if math.isfinite(row.max()) else said.logits  # broken links break no text
 
-    def _keep(self, last: Step) -> None:
+    def _store_logits(self, last: Step) -> None:
         """What the step said of holes that are open still."""
-        canvas, reply, self.links = last.canvas, last.reply, last.reply.links
-        if queries := last.asked.group(-1):
+        canvas, outputs = last.canvas, last.outputs
+        assert outputs.drafter_data is None or isinstance(outputs.drafter_data, PairwiseCorrection)
+        self.pairwise_correction = outputs.drafter_data
+        if queries := last.inputs.query_chain(-1):
             weights: Sequence[np.ndarray | None] = [None] * len(queries)
-            if self.links is not None and reply.features is not None:
-                weights = list(self.links.weights(float_row(reply.features[[query + 1 for query in queries]])))
-            for hole, query, own in zip(canvas.open[: len(queries)].tolist(), queries, weights, strict=True):
-                self.laws[hole] = _Said(reply.logits[query + 1], canvas.done, own)
-        for hole in canvas.open[: len(last.tokens)].tolist():
-            self.laws.pop(hole, None)
+            if self.pairwise_correction is not None and outputs.hidden_states is not None:
+                weights = list(
+                    self.pairwise_correction.weights(float_row(outputs.hidden_states[[query + 1 for query in queries]]))
+                )
+            for hole, query, own in zip(canvas.open_positions[: len(queries)].tolist(), queries, weights, strict=True):
+                self.hole_logits[hole] = _HoleLogits(outputs.logits[query + 1], canvas.num_decided, own)
+        for hole in canvas.open_positions[: len(last.tokens)].tolist():
+            self.hole_logits.pop(hole, None)
 
-    def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
+    def add_draft_queries(
+        self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
+    ) -> ForwardInputs:
         """Ask for the laws of the holes ahead, where those that are known will not do for the next drafts."""
-        taken = any(asked.tokens[node] == self.first for node in asked.children(-1))
-        if controller.adaptive and self.first is not None and not taken:
-            self.idle = REST
-        self.idle = max(self.idle - 1, 0)
-        holes = asked.canvas.open[: self.ahead].tolist()
-        needed = holes[1 : max(asked.depths, default=-1) + 2 + self.length]
-        if not controller.budget or self.idle or all(hole in self.laws for hole in needed):
-            return asked
-        asked = with_groups(asked, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
-        return replace(asked, features=self.links is not None or not self.laws)
+        taken = any(inputs.tokens[node] == self.first_draft for node in inputs.children(-1))
+        if controller.adaptive and self.first_draft is not None and not taken:
+            self.paused_calls = PAUSE_CALLS
+        self.paused_calls = max(self.paused_calls - 1, 0)
+        holes = inputs.canvas.open_positions[: self.ahead].tolist()
+        needed = holes[1 : max(inputs.depths, default=-1) + 2 + self.length]
+        if not controller.budget or self.paused_calls or all(hole in self.hole_logits for hole in needed):
+            return inputs
+        inputs = with_query_chains(inputs, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
+        return replace(inputs, output_hidden_states=self.pairwise_correction is not None or not self.hole_logits)
 
 
 def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, drawn: bool) -> list[float]:
     """Those of the text, or for drafts that are drawn others, which no other call has."""
     if not drawn:
-        return uniforms_of(noise, sampling, holes)
-    return noise.at(SOURCE, canvas.done * len(canvas.order) + np.arange(len(holes))).tolist()
+        return position_uniforms(noise, sampling, holes)
+    return noise.uniforms(SOURCE, canvas.num_decided * len(canvas.order) + np.arange(len(holes))).tolist()
 
 
 @dataclass
-class _Drafts:
+class _BranchBuilder:
     """A branch in the making."""
 
     source: str
-    drawn: bool  # with uniforms that are not the text's, for the rule `reject`?
+    sampled: bool  # with uniforms that are not the text's, for the rule `reject`?
     tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    laws: list[Law] = field(default_factory=list)
+    acceptance_probabilities: list[float] = field(default_factory=list)
+    distributions: list[Distribution] = field(default_factory=list)
 
-    def add(self, law: Law, u: float, logits: Tensor | None = None) -> None:
+    def add(self, distribution: Distribution, u: float, logits: Tensor | None = None) -> None:
         """The next token; if its law is told to the rule, the chance that is stated does not depend on it.
 
         A greedy law is always certain: its `logits` say how much that is worth.
         """
-        token = draw(u, law) if self.drawn else pick(u, law)
+        token = sample(u, distribution) if self.sampled else pick(u, distribution)
         self.tokens.append(token)
-        self.laws.append(law)
-        if self.drawn:
-            self.chances.append(law.peak)
+        self.distributions.append(distribution)
+        if self.sampled:
+            self.acceptance_probabilities.append(distribution.peak)
         else:
-            sure = probability(token, law) if logits is None else math.exp(log_probability(logits, token))
-            self.chances.append(sure)
+            sure = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
+            self.acceptance_probabilities.append(sure)
 
     def branches(self) -> list[Branch]:
-        laws = self.laws if self.drawn else None
-        return [Branch(self.tokens, self.chances, self.source, laws)] if self.tokens else []
+        distributions = self.distributions if self.sampled else None
+        return [Branch(self.tokens, self.acceptance_probabilities, self.source, distributions)] if self.tokens else []
 
 
 @dataclass
-class Bigram:
+class BigramDrafter:
     """Draft from counts of neighbours in the decided text, each token given the one to its left (Alg. 2)."""
 
     noise: Noise
@@ -200,23 +225,23 @@ class Bigram:
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         self._count(canvas, last)
-        holes = canvas.open[: min(self.length, room)]
+        holes = canvas.open_positions[: min(self.length, room)]
         text = canvas.tokens.copy()
         drawn = self.rule is reject
-        found = _Drafts(f"{SOURCE}/bigram", drawn)
+        found = _BranchBuilder(f"{SOURCE}/bigram", drawn)
         uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
         for hole, u in zip(holes.tolist(), uniforms, strict=True):
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
-            found.add(Law(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
+            found.add(Distribution(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
             text[hole] = found.tokens[-1]
         return found.branches()
 
     def _count(self, canvas: Canvas, last: Step | None) -> None:
         """Pairs of decided neighbours that were not counted before."""
-        places = canvas.given if last is None else canvas.order[last.canvas.done : canvas.done]
+        places = canvas.given_positions if last is None else canvas.order[last.canvas.num_decided : canvas.num_decided]
         text = canvas.tokens
         for place in {*places.tolist(), *(places + 1).tolist()}:
             pair = 0 < place < len(text) and text[place] != HOLE and text[place - 1] != HOLE

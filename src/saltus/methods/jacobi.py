@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from saltus.core.auxiliary_groups import with_guesses
 from saltus.core.canvas import Canvas
-from saltus.core.control import Controller
-from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Step
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling, likeliest, probability
+from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
+from saltus.drafting.ptp_queries import with_token_queries
 
-GUESSES = 127  # that an adapter reads in a call, at most: beside 128 nodes they fit into one
-EACH = 12  # n-grams kept that start with the same token
+MAX_ADAPTER_GUESSES = 127  # that an adapter reads in a call, at most: beside 128 nodes they fit into one
+NGRAMS_PER_TOKEN = 12  # n-grams kept that start with the same token
 
 
 @dataclass(frozen=True)
@@ -47,74 +48,74 @@ class Jacobi:
             raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
 
     @property
-    def models(self) -> dict[str, str]:
+    def draft_models(self) -> dict[str, str]:
         return {"jacobi": f"adapter:{self.model}"} if self.model else {}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        window = Window(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
-        parts = noise, rule, Iterate(self.ngram), window, Pool(self.pool), self.candidates
-        return Guided(*parts, sampling.temperature) if self.model else Iterating(*parts)
+        window = BlockWindow(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
+        parts = noise, rule, Iterate(self.ngram), window, NgramPool(self.pool), self.candidates
+        return AdapterJacobiDrafter(*parts, sampling.temperature) if self.model else JacobiDrafter(*parts)
 
 
 @dataclass
-class Iterating:
+class JacobiDrafter:
     """Guesses of one text, each of which the target's answer to the one before it corrects."""
 
     noise: Noise
     rule: Rule
     iterate: Iterate
-    window: Window
-    pool: Pool
+    window: BlockWindow
+    pool: NgramPool
     candidates: int
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         iterate = self.iterate
         if last is not None:
-            iterate.start_at(last.canvas.done)
-            nodes = self.corrected(last)
-            asked = [last.asked.tokens[i] for i in nodes]
-            for guess in iterate.correct(asked, *self.answers(last, nodes)):
-                for start in range(len(guess.trail) - 1):
-                    self.pool.add(guess.trail[start:])
-            iterate.start_at(canvas.done)
-        if not len(canvas.decided):  # a hole is first: there is nothing to guess from
+            iterate.start_at(last.canvas.num_decided)
+            nodes = self.nodes_of_iterate(last)
+            inputs = [last.inputs.tokens[i] for i in nodes]
+            for guess in iterate.correct(inputs, *self.corrections(last, nodes)):
+                for start in range(len(guess.ngram) - 1):
+                    self.pool.add(guess.ngram[start:])
+            iterate.start_at(canvas.num_decided)
+        if not len(canvas.decided_prefix):  # a hole is first: there is nothing to guess from
             return []
-        end = self.window.end(canvas.done, iterate.settled)
-        missing = range(len(iterate.guesses), min(end - canvas.done, room))
-        text = canvas.decided
-        for u in self.noise.at("jacobi/guess", canvas.open[missing.start : missing.stop]):
+        end = self.window.end(canvas.num_decided, iterate.settled)
+        missing = range(len(iterate.guesses), min(end - canvas.num_decided, room))
+        text = canvas.decided_prefix
+        for u in self.noise.uniforms("jacobi/guess", canvas.open_positions[missing.start : missing.stop]):
             iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
-        chain = iterate.guesses[: min(end - canvas.done, room)]
+        chain = iterate.guesses[: min(end - canvas.num_decided, room)]
         recycled = self.pool.starting_with(int(text[-1]), self.candidates)
         return [
             self.branch(chain),
-            *(Branch(tail[:room], chances[:room], "jacobi/pool") for tail, chances in recycled),
+            *(Branch(tail[:room], probabilities[:room], "jacobi/pool") for tail, probabilities in recycled),
         ]
 
-    def corrected(self, last: Step) -> list[int]:
+    def nodes_of_iterate(self, last: Step) -> list[int]:
         """The nodes whose answers are the next iterate."""
-        return path(last, self.iterate.tokens)
+        return nodes_of_next_iterate(last, self.iterate.tokens)
 
-    def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
+    def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
         """The next guesses, after the decided text and after each node, and their chances, where they are stated."""
-        return [self.answer(last, node) for node in [-1, *nodes]], []
+        return [self.correction(last, node) for node in [-1, *nodes]], []
 
-    def answer(self, last: Step, node: int) -> int:
+    def correction(self, last: Step, node: int) -> int:
         """The next guess after a node. `reject` keeps the text's uniforms for itself, so there it is the mode."""
         if self.rule is not reject:
-            return last.laws.pick(node)
-        law = last.laws[node]
-        best = int(law.weights.argmax())
-        return best if law.tokens is None else int(law.tokens[best])
+            return last.distributions.pick(node)
+        distribution = last.distributions[node]
+        best = int(distribution.weights.argmax())
+        return best if distribution.tokens is None else int(distribution.tokens[best])
 
     def branch(self, chain: Sequence[Guess]) -> Branch:
         """The guesses; a node that is asked for brings its correction too."""
-        tokens, worths = [guess.trail[-1] for guess in chain], [_worth(depth) for depth in range(len(chain))]
-        return Branch(tokens, _chances(chain), "jacobi/chain", worths=worths)
+        tokens, worths = [guess.ngram[-1] for guess in chain], [_payoff(depth) for depth in range(len(chain))]
+        return Branch(tokens, _acceptance_probabilities(chain), "jacobi/chain", payoffs=worths)
 
 
 @dataclass
-class Guided(Iterating):
+class AdapterJacobiDrafter(JacobiDrafter):
     """Guesses that an adapter corrects, in rows that hang beside the tree; the untouched target verifies.
 
     These rows read all guesses, verified or not, so that nodes are asked for only to be accepted. Where the adapter
@@ -122,47 +123,51 @@ class Guided(Iterating):
     """
 
     temperature: float
-    guided: bool = False  # did the adapter correct the guesses?
+    adapter_corrected: bool = False  # did the adapter correct the guesses?
 
     def corrected(self, last: Step) -> list[int]:
-        self.guided = last.asked.guided
-        return last.asked.group(-1) if self.guided else super().corrected(last)
+        self.adapter_corrected = last.inputs.has_token_queries
+        return last.inputs.query_chain(-1) if self.adapter_corrected else super().nodes_of_iterate(last)
 
     def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
         """Ends before a row whose logits are no numbers: a broken adapter guesses nothing, and breaks no text."""
-        if not self.guided:
-            return super().answers(last, nodes)
-        tokens, chances = [self.answer(last, -1)], [1.0]
+        if not self.adapter_corrected:
+            return super().corrections(last, nodes)
+        tokens, probabilities = [self.correction(last, -1)], [1.0]
         for node in nodes:
-            best, chance = likeliest(last.reply.logits[node + 1])
+            best, chance = most_likely(last.outputs.logits[node + 1])
             if math.isnan(chance):
                 break
-            token = best if last.laws.sampling.bare else self.answer(last, node)
+            token = best if last.distributions.sampling.plain_argmax else self.correction(last, node)
             tokens.append(token)
-            chances.append(chance if token == best else probability(token, last.laws[node]))
-        return tokens, chances
+            probabilities.append(chance if token == best else probability(token, last.distributions[node]))
+        return tokens, probabilities
 
     def branch(self, chain: Sequence[Guess]) -> Branch:
-        if not self.guided:
+        if not self.adapter_corrected:
             return super().branch(chain)
-        return Branch([guess.trail[-1] for guess in chain], [guess.chance for guess in chain], "jacobi/guided")
+        return Branch(
+            [guess.ngram[-1] for guess in chain], [guess.acceptance_probability for guess in chain], "jacobi/guided"
+        )
 
-    def ride(self, asked: Forward, chances: Sequence[float], controller: Controller) -> Forward:
+    def add_draft_queries(
+        self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
+    ) -> ForwardInputs:
         """Hang the guesses behind the decided text once more, for the adapter's rows."""
-        guesses = self.iterate.tokens[: min(len(asked.canvas.open) - 1, GUESSES)]
-        if not guesses or (controller.adaptive and not controller.shifts.working):
-            return asked
-        return with_guesses(asked, guesses, self.temperature)
+        guesses = self.iterate.tokens[: min(len(inputs.canvas.open_positions) - 1, MAX_ADAPTER_GUESSES)]
+        if not guesses or (controller.adaptive and not controller.drafting_switch.drafting):
+            return inputs
+        return with_token_queries(inputs, guesses, self.temperature)
 
 
 @dataclass(frozen=True)
 class Guess:
     """The token guessed for one hole, and the n-gram that it ends: each token the answer to the one before it."""
 
-    trail: tuple[int, ...]
+    ngram: tuple[int, ...]
     corrected: bool = False  # by a call; at first it is drawn from the text
     settled: bool = False  # the last correction left it as it was
-    chance: float = 0.01  # to be right if those before it are, where that is stated
+    acceptance_probability: float = 0.01  # to be right if those before it are, where that is stated
 
 
 class Iterate:
@@ -175,7 +180,7 @@ class Iterate:
 
     @property
     def tokens(self) -> list[int]:
-        return [guess.trail[-1] for guess in self.guesses]
+        return [guess.ngram[-1] for guess in self.guesses]
 
     @property
     def settled(self) -> list[bool]:
@@ -186,47 +191,51 @@ class Iterate:
         del self.guesses[: done - self.done]
         self.done = done
 
-    def correct(self, asked: Sequence[int], answers: Sequence[int], chances: Sequence[float] = ()) -> list[Guess]:
+    def correct(
+        self, inputs: Sequence[int], answers: Sequence[int], probabilities: Sequence[float] = ()
+    ) -> list[Guess]:
         """Every guess at once: `asked` was evaluated, `answers[i]` follows what stands before hole i (Eq. 3).
 
         Holes behind the answers keep their guesses: the chain was cut short.
         """
-        trails = [guess.trail for guess in self.guesses[: len(asked)]]
-        for i, token in enumerate(asked):  # where the text took another branch, the trail is that branch's
+        trails = [guess.ngram for guess in self.guesses[: len(inputs)]]
+        for i, token in enumerate(inputs):  # where the text took another branch, the trail is that branch's
             if i >= len(trails) or trails[i][-1] != token:
                 trails[i:] = [(token,)]
         corrected = []
         for i, token in enumerate(answers):
             trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
-            settled = i < len(asked) and asked[i] == token
-            corrected.append(Guess(trail, True, settled, chances[i] if chances else Guess.chance))
+            settled = i < len(inputs) and inputs[i] == token
+            corrected.append(
+                Guess(trail, True, settled, probabilities[i] if probabilities else Guess.acceptance_probability)
+            )
         self.guesses[: len(answers)] = corrected
         return corrected
 
 
-def path(last: Step, guesses: Sequence[int]) -> list[int]:
+def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
     """The nodes whose answers are the next iterate: our chain, or the branch that the text took instead."""
-    asked: Forward = last.asked
-    nodes = asked.follow(guesses)
-    if nodes and last.node in (-1, *nodes):
+    inputs: ForwardInputs = last.inputs
+    nodes = inputs.match_tokens(guesses)
+    if nodes and last.last_node in (-1, *nodes):
         return nodes
-    nodes, node = [], last.node
+    nodes, node = [], last.last_node
     while node >= 0:
         nodes.insert(0, node)
-        node = asked.parents[node]
-    node = last.node
-    while children := asked.children(node):
+        node = inputs.parents[node]
+    node = last.last_node
+    while children := inputs.children(node):
         nodes.append(node := children[0])
     return nodes
 
 
 @dataclass
-class Window:
+class BlockWindow:
     """Which holes have guesses: the live blocks, first to last (Jacobi Forcing, Alg. 1, spawn and promote)."""
 
     size: int
-    most: int
-    enough: int  # tokens of the last block, decided or settled, that let the next one start
+    max_blocks: int
+    spawn_threshold: int  # tokens of the last block, decided or settled, that let the next one start
     running: bool
     start: int = 0  # where the first live block starts
     live: int = 1
@@ -238,51 +247,51 @@ class Window:
             self.live = max(self.live - 1, 1)
         if self.running:
             self.start = done
-        while self.live < self.most:
+        while self.live < self.max_blocks:
             last = self.start + (self.live - 1) * self.size
             firm = max(done, last)
             while firm < done + len(settled) and settled[firm - done]:
                 firm += 1
-            if firm - last < self.enough:
+            if firm - last < self.spawn_threshold:
                 break
             self.live += 1
         return self.start + self.live * self.size
 
 
-class Pool:
+class NgramPool:
     """N-grams of answers by their first token, the latest last: `most` in all, `EACH` of a first token."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.size = 0
-        self.tails: dict[int, list[tuple[int, ...]]] = {}  # the first token that was added to last comes last
+        self.continuations: dict[int, list[tuple[int, ...]]] = {}  # the first token that was added to last comes last
 
     def add(self, ngram: tuple[int, ...]) -> None:
         """Keep an n-gram of two tokens or more; it takes the place of the one that it has grown from."""
         first, tail = ngram[0], ngram[1:]
-        tails = self.tails.pop(first, [])
-        self.tails[first] = tails
+        tails = self.continuations.pop(first, [])
+        self.continuations[first] = tails
         if tail[:-1] in tails:
             tails.remove(tail[:-1])
             self.size -= 1
         tails.append(tail)
         self.size += 1
-        if len(tails) > EACH:
+        if len(tails) > NGRAMS_PER_TOKEN:
             del tails[0]
             self.size -= 1
-        while self.size > self.most:
-            oldest = next(iter(self.tails))
-            del self.tails[oldest][0]
+        while self.size > self.capacity:
+            oldest = next(iter(self.continuations))
+            del self.continuations[oldest][0]
             self.size -= 1
-            if not self.tails[oldest]:
-                del self.tails[oldest]
+            if not self.continuations[oldest]:
+                del self.continuations[oldest]
 
     def starting_with(self, token: int, count: int) -> list[tuple[tuple[int, ...], list[float]]]:
         """What followed the token in the latest `count` n-grams that start with it, and first estimates of chances.
 
         The first token's comes from a vote, later answers weighing more; all were fitted on an untrained chat model.
         """
-        latest = self.tails.get(token, [])[::-1]
+        latest = self.continuations.get(token, [])[::-1]
         weights: dict[int, float] = {}
         for age, tail in enumerate(latest):
             weights[tail[0]] = weights.get(tail[0], 0.0) + 0.75**age
@@ -294,9 +303,9 @@ class Pool:
         return found
 
 
-def _chances(chain: Sequence[Guess]) -> list[float]:
+def _acceptance_probabilities(chain: Sequence[Guess]) -> list[float]:
     """First estimates, measured on an untrained chat model: an answer to what still stands there is a good guess."""
-    chances = []
+    probabilities = []
     before = False  # did what stands before this guess settle?
     for guess in chain:
         if not guess.corrected:
@@ -305,11 +314,11 @@ def _chances(chain: Sequence[Guess]) -> list[float]:
             chance = 0.6 if guess.settled else 0.4
         else:
             chance = 0.09 if guess.settled else 0.06
-        chances.append(chance)
+        probabilities.append(chance)
         before = guess.settled
-    return chances
+    return probabilities
 
 
-def _worth(depth: int) -> float:
+def _payoff(depth: int) -> float:
     """Tokens that the answer to a guess brings later, through the next iterate and the pool: measured likewise."""
     return 0.2 * (depth + 1) ** -1.5

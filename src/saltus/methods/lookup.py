@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from saltus.core.canvas import Canvas
-from saltus.core.decode import Drafter
-from saltus.core.forward import Step
+from saltus.core.distributions import Step
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
-LEAST = 0.005  # nodes that are reached with a smaller chance are not offered
-FAR = 3  # tokens of a repeat that is found however long ago it was; shorter ones among the latest only
+MIN_PATH_PROBABILITY = 0.005  # nodes that are reached with a smaller chance are not offered
+LONG_REPEAT = 3  # tokens of a repeat that is found however long ago it was; shorter ones among the latest only
 
 Repeat = tuple[int, int]
 """A place where the end of the text stood before: (where it went on, how many tokens agree)."""
@@ -34,7 +34,7 @@ class Lookup:
     longest: int = 16  # tokens of a repeat that are told apart
     places: int = 32  # latest places looked at, of each n-gram
     nodes: int = 24  # offered at most
-    models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("longest", "places", "nodes"):
@@ -42,10 +42,10 @@ class Lookup:
                 raise ValueError(f"lookup: {name} is {getattr(self, name)}, but must be 1 or more")
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        index = Index(self.longest, self.places)
+        index = RepeatIndex(self.longest, self.places)
 
         def offer(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-            index.read(canvas.decided)
+            index.read(canvas.decided_prefix)
             return branches(index.tokens, index.repeats(), self.nodes, room)
 
         return offer
@@ -60,18 +60,18 @@ def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: i
     heap: list[tuple[float, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, [], [], list(repeats))]
     pushed = 0
     while heap and len(found) <= nodes:
-        negative, _, tokens, chances, alive = heapq.heappop(heap)
-        found.append(Branch(tokens, chances, "lookup"))
+        negative, _, tokens, probabilities, alive = heapq.heappop(heap)
+        found.append(Branch(tokens, probabilities, "lookup"))
         if len(tokens) == room:
             continue
         ahead = [text[at] if at < len(text) else tokens[at - len(text)] for at, _ in alive]
         for token, chance in votes(ahead, [size for _, size in alive]).items():
-            if -negative * chance >= LEAST:
+            if -negative * chance >= MIN_PATH_PROBABILITY:
                 pushed += 1
                 agreeing = [
                     (at + 1, size + 1) for (at, size), next_ in zip(alive, ahead, strict=True) if next_ == token
                 ]
-                heapq.heappush(heap, (negative * chance, pushed, [*tokens, token], [*chances, chance], agreeing))
+                heapq.heappush(heap, (negative * chance, pushed, [*tokens, token], [*probabilities, chance], agreeing))
     return found[1:]
 
 
@@ -81,7 +81,7 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
     Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones, with older places weighing
     less; its strength, discount and decay were fitted to the answers of a small chat model by log-likelihood.
     """
-    chances = dict.fromkeys(tokens, 0.0)
+    probabilities = dict.fromkeys(tokens, 0.0)
     for least in sorted(set(sizes)):
         counts: dict[int, float] = {}
         weight, total = 1.0, 0.0
@@ -93,34 +93,36 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
         strength = 2.25 * least**-1.63
         discounts = {token: min(0.31, count) for token, count in counts.items()}
         shorter = strength + sum(discounts.values())
-        for token in chances:
+        for token in probabilities:
             own = counts.get(token, 0.0) - discounts.get(token, 0.0)
-            chances[token] = (own + shorter * chances[token]) / (total + strength)
-    return chances
+            probabilities[token] = (own + shorter * probabilities[token]) / (total + strength)
+    return probabilities
 
 
-class Index:
+class RepeatIndex:
     """Where the n-grams of a growing text went on: the latest places of each token, and of each `FAR` tokens."""
 
     def __init__(self, longest: int, places: int) -> None:
         self.longest = longest
         self.tokens: list[int] = []
-        self._places: dict[tuple[int, ...], deque[int]] = {}
+        self._positions: dict[tuple[int, ...], deque[int]] = {}
         self.places = places
 
     def read(self, text: np.ndarray) -> None:
         """Index what is new; the text only grows."""
         for token in text[len(self.tokens) :].tolist():
             end = len(self.tokens)
-            for size in (1, FAR):
+            for size in (1, LONG_REPEAT):
                 if size <= end:
-                    self._places.setdefault(tuple(self.tokens[end - size :]), deque(maxlen=self.places)).append(end)
+                    self._positions.setdefault(tuple(self.tokens[end - size :]), deque(maxlen=self.places)).append(end)
             self.tokens.append(token)
 
     def repeats(self) -> list[Repeat]:
         """Where the end of the text stood before, the latest first."""
         text, end = self.tokens, len(self.tokens)
-        ends = {at for size in (1, FAR) for at in self._places.get(tuple(text[end - size :]), ()) if size <= end}
+        ends = {
+            at for size in (1, LONG_REPEAT) for at in self._positions.get(tuple(text[end - size :]), ()) if size <= end
+        }
         found = []
         for at in sorted(ends, reverse=True):
             size = 1

@@ -1,34 +1,34 @@
-"""Draft from a joint law of the next tokens: a probabilistic circuit, which heads read from the target's last state."""
+"""Draft from a joint distribution of the next tokens: a probabilistic circuit over the target's last hidden state."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from saltus.core.canvas import Canvas
-from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Reply
-from saltus.core.listening import Listening
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
-from saltus.core.token_by_token import token_by_token
-from saltus.core.tree import Branch
+from saltus.drafting.autoregressive import draft_autoregressively
+from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 
 
 @dataclass(frozen=True)
 class Mtpc:
-    """Multi-token prediction with probabilistic circuits (MtPC, Grivas et al. 2025): one call of the target a step.
+    """Multi-token prediction with probabilistic circuits (MtPC, Grivas et al. 2025): one target call a step.
 
-    The call that verifies leaves the state before the token that it decided itself. That token is kept, and the
-    circuit is conditioned on it: unlike the paper's shortcut, which drops it, this leaves the law as it is. Drafts
-    are read off token by token, each conditioned on those before it: with the text's own uniforms under `match`,
-    and from laws that the rule is told under `reject`.
+    The verification call computes the hidden state before the token that the verifier adds itself. That token is
+    kept, and the circuit is conditioned on it. (The paper's shortcut drops the token, which changes the distribution
+    when sampling.) Draft tokens are taken one by one, each conditioned on those before it: with the text's own
+    uniforms under `match`, and from distributions that the rule gets under `reject`.
     """
 
-    model: str = "auto"  # a folder of `saltus train mtpc`; auto is the heads that are shipped for the target
-    length: int = 16  # tokens drafted, at most; never more than the heads' window
-    least: float = 0.1  # stop where all drafts are right with a chance below this, by the heads' own account
+    model: str = "auto"  # a folder written by `saltus train mtpc`; auto: the heads shipped for the target
+    length: int = 16  # draft tokens, at most; never more than the heads' window
+    least: float = 0.1  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -37,19 +37,12 @@ class Mtpc:
             raise ValueError(f"mtpc: least is {self.least}, but must lie in [0, 1)")
 
     @property
-    def models(self) -> dict[str, str]:
+    def draft_models(self) -> dict[str, str]:
         return {"mtpc": f"heads:{self.model}"}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        return WindowReader(noise, sampling, rule, self.length, self.least)
+        def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
+            inputs = ForwardInputs(canvas, network_name="mtpc", hidden_states=hidden_states)
+            return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "mtpc")
 
-
-@dataclass
-class WindowReader(Listening):
-    """Drafts of one text by a network of heads: it is shown states, and then the drafts, one by one."""
-
-    least: float
-
-    def offer(self, canvas: Canvas, length: int) -> Generator[Forward, Reply, Sequence[Branch]]:
-        asked = Forward(canvas, to="mtpc", hidden=self.unheard())
-        return token_by_token(asked, length, self.least, self.noise, self.sampling, self.rule, "mtpc")
+        return HiddenStateDrafter(self.length, draft)

@@ -13,7 +13,7 @@ from saltus.core.sampling import Sampling
 class Plain:
     """Plain decoding. It has no options."""
 
-    models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> None:
         return None

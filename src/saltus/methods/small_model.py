@@ -1,31 +1,30 @@
-"""Propose what a smaller model would write: it drafts token by token, the target verifies them all in one call."""
+"""Draft with a smaller model of the same vocabulary, token by token (classic speculative decoding)."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from saltus.core.canvas import Canvas
-from saltus.core.decode import Drafter
-from saltus.core.forward import Forward, Reply, Step
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter, DraftResult
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
-from saltus.core.token_by_token import token_by_token
-from saltus.core.tree import Branch
+from saltus.drafting.autoregressive import draft_autoregressively
 
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Speculative decoding (Leviathan et al. 2023) with any model of the same vocabulary as drafter.
+    """Speculative decoding (Leviathan et al. 2023) with any model of the same vocabulary as the draft model.
 
-    Under `match` the drafter picks with the text's own uniforms, so that it writes what the target would as far as
-    their laws agree; under `reject` it draws from its own law, which the rule is told.
+    Under `match` the draft model picks with the text's own uniforms, so its tokens are the target's wherever their
+    distributions agree; under `reject` it samples from its own distribution, which the rule gets.
     """
 
-    model: str = "smollm2-135m"  # the drafter: a name or a folder
-    length: int = 5  # tokens drafted, at most
-    least: float = 0.2  # stop where a draft is right with a chance below this, by the drafter's own account
+    model: str = "smollm2-135m"  # the draft model: a name or a folder
+    length: int = 5  # draft tokens, at most
+    least: float = 0.2  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -34,12 +33,12 @@ class SmallModel:
             raise ValueError(f"small_model: least is {self.least}, but must lie in [0, 1)")
 
     @property
-    def models(self) -> dict[str, str]:
+    def draft_models(self) -> dict[str, str]:
         return {"drafter": self.model}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        def offer(canvas: Canvas, last: Step | None, room: int) -> Generator[Forward, Reply, Sequence[Branch]]:
-            asked, length = Forward(canvas, to="drafter"), min(self.length, room)
-            return token_by_token(asked, length, self.least, noise, sampling, rule, "small_model")
+        def draft(canvas: Canvas, last: Step | None, room: int) -> DraftResult:
+            inputs, length = ForwardInputs(canvas, network_name="drafter"), min(self.length, room)
+            return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "small_model")
 
-        return offer
+        return draft

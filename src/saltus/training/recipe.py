@@ -11,26 +11,26 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from pathlib import Path
 from typing import Any, Literal
 
-from saltus.networks.auxiliary import KINDS
-from saltus.networks.drafter import Shape
-from saltus.networks.gated import Gating
-from saltus.networks.heads import HeadShape
-from saltus.training.blocks import BlockMask, BlockNoise, NoiseSchedule
-from saltus.training.distillation import Loss, Objective
-from saltus.training.lessons import Lessons
-from saltus.training.loop import Schedule
-from saltus.training.windows import Form
+from saltus.networks.adapters.gated_lora import GatedLoraSettings
+from saltus.networks.adapters.uniform_embedding import KINDS
+from saltus.networks.draft_models.drafter import DrafterShape
+from saltus.networks.draft_models.heads import HeadShape
+from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSchedule
+from saltus.training.data.window_dataset import WindowSettings
+from saltus.training.data.window_packing import UniformConditioning
+from saltus.training.loop.training_loop import Schedule
+from saltus.training.tasks.distillation import Loss, Objective
 
-UNUSED = {"windows", "placement", "laws", "greedy"}  # lessons' settings that blocks have not
-SHIPPED = Path(__file__).parent / "recipes"
-TOLD = ("kind", "about", "time")  # what a recipe says of itself
+WINDOW_ONLY_KEYS = {"windows", "placement", "laws", "greedy"}  # lessons' settings that blocks have not
+RECIPES_FOLDER = Path(__file__).parent / "recipes"
+NOT_SETTABLE = ("kind", "about", "time")  # what a recipe says of itself
 METHODS = {  # that draft with what a kind of recipe trains
     "drafter": "ptp", "adapter": "ptp", "heads": "mtpc", "forcing": "jacobi",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterSettings:
     """A small network beside the target; its heads are like the target's."""
 
     layers: int = 2
@@ -49,21 +49,21 @@ class Drafter:
         if self.embedding not in KINDS:
             raise ValueError(f"a drafter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
 
-    def shape(self, target: Any) -> Shape:
+    def shape(self, target: Any) -> DrafterShape:
         """For this Hugging Face model. Errors: ValueError for taps that it has not."""
         config = target.config.get_text_config()
         if wrong := [tap for tap in self.taps if not 0 < tap < config.num_hidden_layers]:
             raise ValueError(f"taps has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer")
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
-        return Shape(
+        return DrafterShape(
             config.hidden_size, self.intermediate, self.taps, self.layers, heads, shared,
             self.window, self.embedding, self.told, self.informed,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterSettings:
     """A gated LoRA of the target, or of a student, a model of its own that drafts for it."""
 
     student: str = ""  # a model of the target's vocabulary; empty: the target itself
@@ -73,7 +73,7 @@ class Adapter:
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
     told: bool = True  # the temperature
-    form: Form = "one-hot"
+    form: UniformConditioning = "one-hot"
     loss: Loss = "ce"
     window: int = 16  # queries of a group; the first drafts nothing
     recompute: bool = False  # in the backward pass: less memory, more time
@@ -85,16 +85,16 @@ class Adapter:
             raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
 
     @property
-    def gating(self) -> Gating:
+    def gating(self) -> GatedLoraSettings:
         alpha = float(self.rank) if self.alpha is None else self.alpha
-        return Gating(self.rank, alpha, self.dropout, self.targets, self.embedding, self.told, self.window)
+        return GatedLoraSettings(self.rank, alpha, self.dropout, self.targets, self.embedding, self.told, self.window)
 
     def objective(self, placement: float) -> Objective:
         return Objective(self.form, self.loss, self.window, placement)
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadsSettings:
     """The joint law of the next tokens, from the target's last state."""
 
     circuit: Literal["ff", "cp", "hmm", "btree"] = "btree"
@@ -130,7 +130,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Forcing:
+class JacobiForcingSettings:
     """Jacobi Forcing: of a gated LoRA, beside which the untouched model verifies, or of the model itself."""
 
     trains: Literal["adapter", "model"] = "adapter"
@@ -147,7 +147,9 @@ class Forcing:
     autocast: bool = False  # compute in bfloat16
 
     def __post_init__(self) -> None:
-        assert self.noise and Gating(self.rank, self._alpha)  # made now, so that what they refuse is refused now
+        assert self.noise and GatedLoraSettings(
+            self.rank, self._alpha
+        )  # made now, so that what they refuse is refused now
         if self.text_weight < 0:
             raise ValueError(f"text_weight is {self.text_weight}, but must be 0 or more")
 
@@ -156,8 +158,8 @@ class Forcing:
         return float(self.rank) if self.alpha is None else self.alpha
 
     @property
-    def gating(self) -> Gating | None:
-        return Gating(self.rank, self._alpha, targets=self.targets) if self.trains == "adapter" else None
+    def gating(self) -> GatedLoraSettings | None:
+        return GatedLoraSettings(self.rank, self._alpha, targets=self.targets) if self.trains == "adapter" else None
 
     @property
     def noise(self) -> BlockNoise:
@@ -176,11 +178,11 @@ class Recipe:
     dtype: str = "auto"  # that the target reads in
     temperatures: tuple[float, ...] = (0.7, 1.0)  # that are drafted for, besides 0
     teacher_texts: int = 0  # of the teacher's, evenly spread; 0: all
-    lessons: Lessons = field(default_factory=Lessons)
-    drafter: Drafter = field(default_factory=Drafter)
-    adapter: Adapter = field(default_factory=Adapter)
-    heads: Heads = field(default_factory=Heads)
-    forcing: Forcing = field(default_factory=Forcing)
+    lessons: WindowSettings = field(default_factory=WindowSettings)
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    adapter: AdapterSettings = field(default_factory=AdapterSettings)
+    heads: HeadsSettings = field(default_factory=HeadsSettings)
+    forcing: JacobiForcingSettings = field(default_factory=JacobiForcingSettings)
 
     def __post_init__(self) -> None:
         if self.kind in ("adapter", "forcing") and self.schedule.optimiser == "muon":
@@ -189,10 +191,10 @@ class Recipe:
     @property
     def settings(self) -> dict[str, Any]:
         """All that can change what comes out, as a file of settings holds it."""
-        told = asdict(self)
+        conditioning = asdict(self)
         for name in ("about", "time", *(kind for kind in METHODS if kind != self.kind)):
-            del told[name]
-        return told
+            del conditioning[name]
+        return conditioning
 
     @property
     def method(self) -> str:
@@ -200,33 +202,37 @@ class Recipe:
         return METHODS[self.kind]
 
 
-def shipped() -> list[str]:
+def shipped_recipes() -> list[str]:
     """Names of the recipes that come with the package."""
-    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
+    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.toml"))
 
 
-def find(name: str) -> Path:
+def find_recipe(name: str) -> Path:
     """The file of a recipe: a shipped one by its name, or one's own. Errors: ValueError."""
     if Path(name).suffix in (".toml", ".py"):
         if not Path(name).is_file():
-            raise ValueError(f"there is no recipe {name}; check the path, or take one of {', '.join(shipped())}")
+            raise ValueError(
+                f"there is no recipe {name}; check the path, or take one of {', '.join(shipped_recipes())}"
+            )
         return Path(name)
-    if name not in shipped():
-        raise ValueError(f"unknown recipe {name!r}; {_offer(name, shipped())}; a file of yours ends in .toml or .py")
-    return SHIPPED / f"{name}.toml"
+    if name not in shipped_recipes():
+        raise ValueError(
+            f"unknown recipe {name!r}; {_suggestion(name, shipped_recipes())}; a file of yours ends in .toml or .py"
+        )
+    return RECIPES_FOLDER / f"{name}.toml"
 
 
-def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
+def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe with some settings changed: `rank=32`, `schedule.rate=1e-3`. Errors: ValueError."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not TOML ({error}); correct it") from None
     where = f"recipe {file.stem}"
-    for change in changes:
-        _change(table, change)
-    recipe = _filled(Recipe, table, where)
-    if recipe.kind == "forcing" and (unused := sorted(set(table.get("lessons", {})) & UNUSED)):
+    for change in overrides:
+        _apply_override(table, change)
+    recipe = _parse_dataclass(Recipe, table, where)
+    if recipe.kind == "forcing" and (unused := sorted(set(table.get("lessons", {})) & WINDOW_ONLY_KEYS)):
         raise ValueError(f"{where}: training for Jacobi decoding has no {unused[0]}; leave it out")
     if recipe.kind == "adapter" and "laws" in table.get("lessons", {}):
         raise ValueError(f"{where}: an adapter learns laws by its loss; leave laws out and set loss=kl")
@@ -236,23 +242,23 @@ def read(file: Path, changes: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _change(table: dict[str, Any], change: str) -> None:
+def _apply_override(table: dict[str, Any], override: str) -> None:
     """Put a change into a table, in the section that has such a key."""
-    key, equals, value = change.partition("=")
+    key, equals, value = override.partition("=")
     if not (equals and key):
-        raise ValueError(f"--set {change}: write KEY=VALUE, such as lessons.texts=4")
+        raise ValueError(f"--set {override}: write KEY=VALUE, such as lessons.texts=4")
     sections = {"", "lessons", "schedule", str(table.get("kind"))}
-    known = [path for path in _paths() if path.rpartition(".")[0] in sections and path not in TOLD]
+    known = [path for path in _setting_paths() if path.rpartition(".")[0] in sections and path not in NOT_SETTABLE]
     found = [path for path in known if key in (path, path.rpartition(".")[2])]
     if not found:
         near = difflib.get_close_matches(key, {*known, *(path.rpartition(".")[2] for path in known)}, n=1)
         offer = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"--set {change}: a recipe has no setting {key}; {offer}")
+        raise ValueError(f"--set {override}: a recipe has no setting {key}; {offer}")
     section, _, name = found[0].rpartition(".")
-    (table.setdefault(section, {}) if section else table)[name] = _value(value)
+    (table.setdefault(section, {}) if section else table)[name] = _parse_toml_value(value)
 
 
-def _value(text: str) -> Any:
+def _parse_toml_value(text: str) -> Any:
     """As TOML writes it; what is none of its values is a text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -260,7 +266,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _paths() -> list[str]:
+def _setting_paths() -> list[str]:
     """All settings, `section.key` within sections."""
     found, hints = [], typing.get_type_hints(Recipe)
     for each in fields(Recipe):
@@ -269,26 +275,26 @@ def _paths() -> list[str]:
     return found
 
 
-def _filled(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:
+def _parse_dataclass(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a table. Errors: ValueError for keys that it has not, lacks, or that are of another type."""
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]
     if unknown := [key for key in table if key not in names]:
-        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; {_offer(unknown[0], names)}")
+        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; {_suggestion(unknown[0], names)}")
     needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
     if lacking := [name for name in needed if name not in table]:
         raise ValueError(f"{where} lacks {lacking[0]}; add it")
     given = {}
     for key, value in table.items():
         if not is_dataclass(hints[key]):
-            given[key] = _checked(value, hints[key], f"{where.rstrip(',')}: {key}")
+            given[key] = _parse_value(value, hints[key], f"{where.rstrip(',')}: {key}")
         elif isinstance(value, Mapping):
-            given[key] = _filled(hints[key], value, f"{where}, [{key}],")
+            given[key] = _parse_dataclass(hints[key], value, f"{where}, [{key}],")
         else:
             raise ValueError(f"{where}: {key} is a section; give its keys, such as {key}.{fields(hints[key])[0].name}")
     return kind(**given)
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
+def _parse_value(value: Any, hint: Any, where: str) -> Any:
     """The value in the type of its field."""
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
     if kind is Literal:
@@ -296,20 +302,20 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
             return value
         raise ValueError(f"{where} is {value!r}, but must be one of {', '.join(inner)}")
     if kind is types.UnionType:  # X | None
-        return _checked(value, inner[0], where)
+        return _parse_value(value, inner[0], where)
     if kind is tuple and isinstance(value, list):
-        return tuple(_checked(one, inner[0], where) for one in value)
+        return tuple(_parse_value(one, inner[0], where) for one in value)
     if hint is float and type(value) is int:
         return float(value)
     if kind is None and type(value) is hint:
         return value
-    wanted = f"a list, each {_NAMES[inner[0]]}" if kind is tuple else _NAMES[hint]
+    wanted = f"a list, each {_TYPE_NAMES[inner[0]]}" if kind is tuple else _TYPE_NAMES[hint]
     raise ValueError(f"{where} is {value!r}, but must be {wanted}")
 
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def _offer(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

@@ -1,0 +1,52 @@
+"""Write answers as they come, and again with plain decoding where they are compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from saltus.cli.coloured_text import ColouredTextWriter, terminal
+
+WARM_UP_TOKENS = 8  # tokens of a text written only to warm up
+
+
+def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, settings: Mapping[str, Any]) -> Any:
+    """Show an answer while it grows, and return its Generation. What was shown stays, whatever happens."""
+    written = engine.stream(prompt, **settings)
+    try:
+        for chunk in written:
+            painter.write(chunk.text, chunk.call_index, len(chunk.tokens))
+    finally:
+        painter.finish_line()
+    return written.generation
+
+
+def warm_up(engine: Any, prompt: Any, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Let each method write a few tokens, so that no first call counts in what is compared."""
+    few = min(WARM_UP_TOKENS, settings["max_new_tokens"])
+    for method in methods:
+        engine.generate(prompt, **{**settings, "method": method, "max_new_tokens": few})
+
+
+def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) -> Any:
+    """Write the same with plain decoding, silently; a terminal sees the tokens counted."""
+    written, count, live = engine.stream(prompt, **{**settings, "method": "plain"}), 0, sys.stderr.isatty()
+    try:
+        for chunk in written:
+            count += len(chunk.tokens)
+            if live:
+                print(f"\r\x1b[2mthe same with plain decoding: {count} tokens\x1b[0m", end="", file=sys.stderr)
+                sys.stderr.flush()
+    finally:
+        if live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return written.generation
+
+
+def print_note(line: str) -> None:
+    """A line on stderr, dim where it is a terminal."""
+    sys.stdout.flush()
+    terminal(stderr=True).print(Text(line, "dim"))

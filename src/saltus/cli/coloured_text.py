@@ -1,0 +1,117 @@
+"""Write a growing text to a terminal, coloured by the call that decided it and broken between words; or to a pipe."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
+from rich.style import Style
+from rich.text import Text
+
+CALL_COLOURS = ("cyan", "yellow", "magenta", "green", "bright_blue")  # neighbours are easy to tell apart, also for most
+PIECE_PATTERN = re.compile(r"\n|[^\S\n]+|\S+")
+VISIBLE_CONTROL_CHARACTERS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+VISIBLE_CONTROL_CHARACTERS |= dict.fromkeys(range(128, 160), "�")  # a text must not steer the terminal
+
+
+def call_style(call_index: int, tokens: int) -> Style:
+    """The colour of a call; bold where it decided several tokens at once."""
+    return Style(color=CALL_COLOURS[call_index % len(CALL_COLOURS)], bold=tokens > 1)
+
+
+def legend() -> Text:
+    """What the colours mean, said in these colours."""
+    said = Text()
+    words = (("every ", 1), ("colour ", 1), ("is ", 1), ("one call of the network, ", 4), ("bold ", 1))
+    words += (("if it decided several tokens at once", 6),)
+    for call, (word, tokens) in enumerate(words):
+        said.append(word, call_style(call, tokens))
+    return said
+
+
+class PipeSafeConsole(Console):
+    """A console that tells of a reader who has left, as any stream does; Rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "whoever read this has left")
+
+
+def terminal(stderr: bool = False, colour: bool | None = None, soft_wrap: bool = True) -> Console:
+    """A console for stdout or stderr; `colour` overrules what the stream and the environment suggest."""
+    forced: dict[str, Any] = {}
+    if colour is not None:
+        forced["no_color"] = not colour
+    if colour:
+        stream = sys.stderr if stderr else sys.stdout
+        forced |= {"force_terminal": True, "color_system": "auto" if stream.isatty() else "standard"}
+    return PipeSafeConsole(stderr=stderr, highlight=False, soft_wrap=soft_wrap, **forced)
+
+
+@dataclass
+class ColouredTextWriter:
+    """Write text piece by piece. `wrap` is the width to break lines at, None to leave lines as they are."""
+
+    console: Console
+    coloured: bool
+    wrap: int | None = None
+    column: int = 0
+    current_word: list[tuple[str, Style | None]] = field(default_factory=list)  # since the last place to break
+
+    def write(self, text: str, call_index: int, tokens: int) -> None:
+        """Add what the call decided; it is shown at once."""
+        style = call_style(call_index, tokens) if self.coloured else None
+        if self.console.is_terminal:
+            text = text.translate(VISIBLE_CONTROL_CHARACTERS).expandtabs(4)
+        if self.wrap is None:
+            self._print(text, style)
+            self.column = int(not text.endswith("\n")) if text else self.column
+        else:
+            for piece in PIECE_PATTERN.findall(text):
+                self._write_wrapped(piece, style, self.wrap)
+        self.console.file.flush()
+
+    def finish_line(self) -> None:
+        """Finish the line, if one is begun."""
+        if self.column:
+            self._print("\n", None)
+            self.console.file.flush()
+            self.column, self.current_word = 0, []
+
+    def _write_wrapped(self, piece: str, style: Style | None, width: int) -> None:
+        cells = cell_len(piece)
+        if piece == "\n":
+            self.column, self.current_word = 0, []
+        elif piece.isspace():
+            self.current_word = []
+            self.column += cells
+            if self.column > width:  # the line is full: it ends with the next word, or by itself
+                return
+        else:
+            begun = sum(cell_len(part) for part, _ in self.current_word)
+            if self.column + cells > width and self.column > begun:
+                self._move_word_to_next_line(begun)
+            self.current_word.append((piece, style))
+            self.column = (self.column + cells) % (width + 1) or 1  # a word longer than a line
+        self._print(piece, style)
+
+    def _move_word_to_next_line(self, word_width: int) -> None:
+        """Take the begun word to the next line."""
+        if word_width:
+            self.console.control(Control.move(-word_width, 0), Control((ControlType.ERASE_IN_LINE, 0)))
+        self._print("\n", None)
+        for part, style in self.current_word:
+            self._print(part, style)
+        self.column = word_width
+
+    def _print(self, text: str, style: Style | None) -> None:
+        if style and self.console.is_terminal:
+            self.console.print(Text(text, style), end="")
+        else:
+            self.console.file.write(text)

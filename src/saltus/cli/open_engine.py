@@ -1,0 +1,125 @@
+"""Bring a model and a method together, and refuse bad settings before anything long begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from saltus.networks.loading.progress import no_progress, progress_bars
+from saltus.networks.loading.sources import resolve
+from saltus.networks.loading.target_drafters import is_drafter_spec
+
+
+def open_engine(
+    model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
+) -> Any:
+    """`saltus.load`, also with the options of a command line: `lookup.longest=5`; a terminal sees what takes long."""
+    from saltus.methods import make_methods
+
+    chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
+    own = [
+        where
+        for one in make_methods(method, chosen)
+        for where in one.draft_models.values()
+        if not is_drafter_spec(where)
+    ]
+    live = sys.stderr.isatty()
+    with progress_bars() if live else nullcontext(no_progress) as show:
+        for name in (model, *own):
+            resolve(name, progress=show)
+    with _temporary_note(f"loading {model}") if live else nullcontext():
+        _silence_transformers()
+        from saltus.engine.engine import load
+
+        return load(model, method, options=chosen, progress=no_progress, **settings)
+
+
+@contextmanager
+def _temporary_note(line: str) -> Iterator[None]:
+    """A line on a terminal that is gone when the work is done."""
+    print(f"\x1b[2m{line} …\x1b[0m", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def validate_settings(method: str, options: Sequence[str] | None, rule: str = "match", **sampling: Any) -> None:
+    """Raise ValueError where method, options, rule or sampling cannot be, before a model is fetched or loaded."""
+    from saltus.core.noise import Noise
+    from saltus.core.rules import RULES
+    from saltus.core.sampling import Sampling
+    from saltus.methods import make_methods
+
+    make_methods(method, parse_method_options(options or (), method))
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; there are {', '.join(RULES)}")
+    Noise(sampling.pop("seed", 0))
+    Sampling(**sampling)
+
+
+def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, dict[str, Any]]:
+    """Fields by method from `method.field=value`, each value in the type of its field."""
+    from saltus.methods import available_methods, make_methods
+
+    if assignments:
+        make_methods(method)
+    options: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        target, equals, value = assignment.partition("=")
+        name, dot, key = target.partition(".")
+        if not (equals and dot and name and key):
+            raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.longest=5")
+        if name not in method.split("+"):
+            raise ValueError(f"--option {assignment}: the method is {method}, not {name}; name it with --method")
+        hints = typing.get_type_hints(available_methods()[name])
+        keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            offer = f"did you mean {name}.{near[0]}?" if near else f"it has {', '.join(keys) or 'no options'}"
+            raise ValueError(f"--option {assignment}: {name} has no option {key}; {offer}")
+        options.setdefault(name, {})[key] = _convert(value, hints[key], assignment)
+    return options
+
+
+def _convert(value: str, hint: Any, assignment: str) -> Any:
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise ValueError(f"--option {assignment}: {value!r} is none of {', '.join(choices)}")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in kinds and value.lower() == "none":
+        return None
+    for kind in (bool, int, float, str):
+        if kind not in kinds:
+            continue
+        if kind is not bool:
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        if (word := value.lower()) in _BOOLEANS:
+            return _BOOLEANS[word]
+    wanted = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
+    raise ValueError(f"--option {assignment}: {value!r} is not {wanted}")
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "none"}
+
+
+def _silence_transformers() -> None:
+    """Transformers talks on stderr while it loads; here only its errors are wanted."""
+    if not os.environ.get("SALTUS_DEBUG"):
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

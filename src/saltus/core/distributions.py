@@ -1,0 +1,96 @@
+"""Turn the logits of a verification call into the target's distributions, and record the decoding step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.core.canvas import Canvas
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.noise import Noise
+from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, pick, token_distribution
+
+
+@dataclass
+class TargetDistributions:
+    """The distributions behind the decided tokens (−1) and behind each node, computed on first use."""
+
+    inputs: ForwardInputs
+    outputs: ForwardOutputs
+    sampling: Sampling
+    noise: Noise
+    _distributions: dict[int, Distribution] = field(default_factory=dict)
+    _picks: dict[int, int] = field(default_factory=dict)
+
+    def __getitem__(self, node: int) -> Distribution:
+        if node not in self._distributions:
+            self._distributions[node] = self._compute(node)
+        return self._distributions[node]
+
+    def _compute(self, node: int) -> Distribution:
+        canvas, inputs, sampling = self.inputs.canvas, self.inputs, self.sampling
+        index = canvas.num_decided + self.depth(node)
+        if sampling.hole_end_tokens and node >= 0 and sampling.num_forced_after(index - 1, inputs.tokens[node]):
+            return one_hot(inputs.tokens[node])
+        context = None
+        if sampling.repetition_penalty != 1.0:
+            path = np.array(inputs.path_tokens(node), dtype=np.int64)
+            context = np.concatenate([canvas.tokens[canvas.known_positions], path])
+        return self._from_logits(self.outputs.logits[node + 1], context, index)
+
+    def _from_logits(self, row: Tensor, context: np.ndarray | None, index: int) -> Distribution:
+        if self.outputs.token_ids is None:
+            return token_distribution(row, self.sampling, context, index)
+        ids = self.outputs.token_ids.cpu().numpy()
+        if self.sampling.token_independent:
+            found = token_distribution(row, self.sampling)
+            return Distribution(ids if found.tokens is None else ids[found.tokens], found.weights)
+        whole = np.full(1 + int(max(ids[-1], -1 if context is None else context.max())), -np.inf, np.float32)
+        whole[ids] = float_row(row)
+        return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
+
+    def ends_hole(self, tokens: Sequence[int]) -> bool:
+        """True if the last of `tokens`, decided by this call, ends its hole, so that the tokens after it are forced."""
+        return bool(self.sampling.hole_end_tokens and self.num_forced_after(tokens))
+
+    def num_forced_after(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """How many tokens the last of `tokens` forces behind itself, because it ends its hole."""
+        return self.sampling.num_forced_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
+
+    def depth(self, node: int) -> int:
+        """How many tokens lie between the decided ones and the position that this node's distribution is for."""
+        return self.inputs.depths[node] + (not self.inputs.has_own_position(node)) if node >= 0 else 0
+
+    def pick(self, node: int) -> int:
+        """The text's own token behind `node`: Pick(u, P) with the uniform of that position (PTP, Eq. 2)."""
+        if node not in self._picks:
+            if self.sampling.plain_argmax and node < self.inputs.num_draft_tokens:
+                found = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
+                ids = self.outputs.token_ids
+                tokens = found if ids is None else ids.cpu().numpy()[found]
+                self._picks |= dict(enumerate(tokens.tolist(), start=-1))
+            else:
+                u = self.noise.uniform("text", self.inputs.canvas.open_positions[self.depth(node)])
+                self._picks[node] = pick(u, self[node])
+        return self._picks[node]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The record of one verification call: streaming, statistics and drafters read it."""
+
+    canvas: Canvas  # before the step
+    inputs: ForwardInputs
+    outputs: ForwardOutputs
+    distributions: TargetDistributions
+    tokens: np.ndarray  # decided by the step: accepted draft tokens, the verifier's own token, forced tokens
+    last_node: int  # the last accepted node, −1 if none was
+    num_forced_tokens: int = 0  # tokens at the end that follow from one that ended its hole
+
+
+DecodeGenerator = Generator[ForwardInputs, ForwardOutputs, None]
+"""Decodes one text: yields the inputs of each forward pass and is sent its outputs."""

@@ -1,0 +1,56 @@
+"""Define what a drafter and a network must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from saltus.core.canvas import Canvas
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.tree import Branch
+
+DraftResult = Sequence[Branch] | Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
+"""Branches, or a generator that yields forward passes of a draft model and returns the branches."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes branches of draft tokens for one text.
+
+    `last` is the previous step, None at first; `room` is the largest useful depth of a branch.
+    """
+
+    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> DraftResult: ...
+
+
+@runtime_checkable
+class FusedDrafter(Protocol):
+    """A drafter that drafts inside the verification call: it adds query nodes to the tree that is verified."""
+
+    def add_draft_queries(
+        self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
+    ) -> ForwardInputs: ...
+
+
+@runtime_checkable
+class UsesHiddenStates(Protocol):
+    """A drafter that may need the target's hidden states: verification calls then return them."""
+
+    output_hidden_states: bool
+
+
+@runtime_checkable
+class Network(Protocol):
+    """Evaluates forward passes, several texts in one call. A KV cache belongs to one text and one network."""
+
+    def new_kv_cache(self) -> Any: ...
+
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]: ...
+
+
+StopCondition = Callable[[Canvas, np.ndarray], int | None]
+"""Given the canvas and the tokens just decided: how many of them to keep if the text ends there, else None."""

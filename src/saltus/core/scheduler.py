@@ -1,0 +1,58 @@
+"""Decode many texts at once: gather what their loops ask of a network into one batched call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from saltus.core.distributions import DecodeGenerator
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.protocols import Network
+
+
+@dataclass
+class SequenceState:
+    """One running text: its generator, the forward pass that it waits for, and its KV cache on each network."""
+
+    generator: DecodeGenerator
+    kv_caches: dict[str, Any] = field(default_factory=dict)
+    pending: ForwardInputs | None = None
+
+    def advance(self, outputs: ForwardOutputs | None) -> bool:
+        """Send the outputs and take the next inputs; False when the text is finished."""
+        try:
+            self.pending = next(self.generator) if outputs is None else self.generator.send(outputs)
+        except StopIteration:
+            self.pending = None
+        return self.pending is not None
+
+
+def run_batch(sequences: list[SequenceState], networks: Mapping[str, Network]) -> Iterator[None]:
+    """Run all sequences to their end, one batched call a network and round; yields after each round.
+
+    Sequences may be added to the list between rounds (continuous batching); finished ones are removed from it.
+    """
+    while True:
+        sequences[:] = [one for one in sequences if one.pending is not None or one.advance(None)]
+        if not sequences:
+            return
+        for name, network in networks.items():
+            waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
+            if not waiting:
+                continue
+            for one in waiting:
+                if name not in one.kv_caches:
+                    one.kv_caches[name] = network.new_kv_cache()
+            batch = [one.pending for one in waiting if one.pending is not None]
+            batch_outputs = network.forward(batch, [one.kv_caches[name] for one in waiting])
+            for one, outputs in zip(waiting, batch_outputs, strict=True):
+                one.advance(outputs)
+        sequences[:] = [one for one in sequences if one.pending is not None]
+        yield
+
+
+def run(generator: DecodeGenerator, networks: Mapping[str, Network]) -> None:
+    """Decode one text to its end."""
+    for _ in run_batch([SequenceState(generator)], networks):
+        pass

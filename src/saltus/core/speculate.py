@@ -1,0 +1,90 @@
+"""Decode one text: draft, verify in one call, accept, until no hole is left. The one loop of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from saltus.core.canvas import Canvas
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter, FusedDrafter, StopCondition, UsesHiddenStates
+from saltus.core.rules import Rule, match
+from saltus.core.sampling import Sampling
+from saltus.core.tree import Branch, grow_tree
+
+MAX_DRAFT_CONTEXT = 32  # a draft call that reads more decided tokens than this is a prefill, not drafting
+
+
+def speculate(
+    canvas: Canvas,
+    noise: Noise,
+    sampling: Sampling,
+    drafters: Sequence[Drafter],
+    on_step: Callable[[Step], None],
+    rule: Rule = match,
+    controller: Controller | None = None,
+    stop: StopCondition | None = None,
+) -> DecodeGenerator:
+    """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft)."""
+    controller = controller or Controller(adaptive=False)
+    hidden_states = any(isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states for drafter in drafters)
+    fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
+    last: Step | None = None
+    while len(canvas.open_positions):
+        # The distribution behind the last accepted node decides one hole more than the tree is deep.
+        room = min(len(canvas.open_positions) - 1, controller.budget)
+        branches: list[Branch] = []
+        draft_seconds = 0.0
+        should_draft = controller.should_draft()
+        for drafter in drafters if room else ():
+            drafts = drafter(canvas, last, room)
+            if isinstance(drafts, Generator):
+                drafts, seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0)
+                draft_seconds += seconds
+            branches += drafts
+        offered = grow_tree(
+            branches, controller.budget, room, controller.calibrated_probability, controller.calibrated_payoff
+        )
+        tree = offered.prune(controller.num_nodes(offered))
+        draft_distributions = tree.distributions if any(tree.distributions) else None
+        inputs = ForwardInputs(
+            canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions
+        )
+        for drafter in fused:
+            stated = zip(tree.sources, tree.acceptance_probabilities, strict=True)
+            inputs = drafter.add_draft_queries(
+                inputs, [controller.calibrated_probability(*one) for one in stated], controller
+            )
+        outputs = yield inputs
+        distributions = TargetDistributions(inputs, outputs, sampling, noise)
+        tokens, node = rule(inputs, distributions)
+        forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
+        tokens = np.append(tokens, tokens[-1:].repeat(forced))
+        end = stop(canvas, tokens) if stop else None
+        forced = forced if end is None else max(forced - (len(tokens) - end), 0)
+        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, forced)
+        controller.record(offered, last, draft_seconds)
+        canvas = canvas.fill(last.tokens)
+        on_step(last)
+        if end is not None:
+            return
+
+
+def _time_draft_calls(
+    drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]],
+) -> Generator[ForwardInputs, ForwardOutputs, tuple[Any, float]]:
+    """Pass on the forward passes of a drafter and add up their seconds; its prefill is not counted."""
+    seconds = 0.0
+    try:
+        inputs = next(drafts)
+        while True:
+            outputs = yield inputs
+            seconds += outputs.seconds if outputs.context_tokens_read <= MAX_DRAFT_CONTEXT else 0.0
+            inputs = drafts.send(outputs)
+    except StopIteration as end:
+        return end.value, seconds

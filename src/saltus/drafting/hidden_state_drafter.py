@@ -1,0 +1,55 @@
+"""Draft with a network that reads the target's hidden states: keep those that it has not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from saltus.core.canvas import Canvas
+from saltus.core.distributions import Step
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.tree import Branch
+
+DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
+"""Yields the forward passes of a draft network and returns its branches."""
+
+
+@dataclass
+class HiddenStateDrafter:
+    """Keeps the target's hidden states of one text until the draft network reads them, each of them once.
+
+    `draft` gets the canvas, the hidden states before the latest decided tokens [positions, hidden], and the number of
+    tokens to draft.
+    """
+
+    length: int  # draft tokens, at most
+    draft: Callable[[Canvas, Tensor, int], DraftCalls]
+    output_hidden_states: bool = field(default=True, init=False)
+    pending: list[Tensor] = field(default_factory=list, init=False)  # hidden states that were not read yet
+    num_tokens_seen: int = field(default=0, init=False)  # decided tokens whose hidden states were collected
+
+    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch] | DraftCalls:
+        if last is None:
+            return ()
+        self._collect(last, len(canvas.decided_prefix))
+        return self._draft(canvas, min(self.length, room))
+
+    def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
+        hidden_states = torch.cat(self.pending)
+        self.pending.clear()
+        return (yield from self.draft(canvas, hidden_states, length))
+
+    def _collect(self, last: Step, num_decided: int) -> None:
+        """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""
+        states, nodes = last.outputs.hidden_states, len(last.inputs.tokens)
+        assert states is not None
+        context = len(states) - nodes
+        found = states[torch.tensor([*range(context), *(context + node for node in last.inputs.path(last.last_node))])]
+        new = num_decided - self.num_tokens_seen
+        if len(found) < new:  # states in between are missing, so the network starts again from here
+            self.pending.clear()
+        self.pending.append(found[-new:])
+        self.num_tokens_seen = num_decided

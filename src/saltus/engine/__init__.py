@@ -1,0 +1,1 @@
+"""Text in, text out: requests, templates, streaming, prefix cache."""

@@ -1,0 +1,93 @@
+"""Turn tokens into text as they are decided: never half a character, never what may become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
+CONTEXT_TOKENS = 8  # tokens of the prompt that say how a continuation joins it
+MAX_PENDING_TOKENS = 64  # tokens that are waited for until broken bytes are taken for what they are
+
+
+class Detokenizer:
+    """Decode token by token; what was said never changes.
+
+    Only a short window is decoded each time: the tokens of the last complete piece, for the spaces between words,
+    and those since.
+    """
+
+    def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.context_tokens = list(context[-CONTEXT_TOKENS:])
+        self.pending_tokens: list[int] = []
+        self.context_text = self.emitted_text = self._decode(self.context_tokens)
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; empty while a character is not whole, and for special tokens."""
+        self.pending_tokens.append(token)
+        text = self._decode(self.context_tokens + self.pending_tokens)
+        whole = text if len(self.pending_tokens) > MAX_PENDING_TOKENS else text.rstrip(REPLACEMENT)
+        if len(whole) < len(text) and not (whole.startswith(self.emitted_text) and len(whole) > len(self.emitted_text)):
+            return ""
+        if whole.startswith(self.emitted_text):
+            new = whole[len(self.emitted_text) :]
+        else:  # broken bytes changed how the tokens before them read
+            new = self._decode(self.pending_tokens)[len(self.emitted_text) - len(self.context_text) :]
+        self.emitted_text = whole
+        if new and whole == text:
+            self.context_tokens, self.pending_tokens = self.pending_tokens, []
+            self.context_text = self.emitted_text = self._decode(self.context_tokens)
+        return new
+
+    def _decode(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@dataclass
+class TextOutput:
+    """The text of one continuation so far, and whether it has ended."""
+
+    detokenizer: Detokenizer
+    end_tokens: frozenset[int]  # tokens that end it
+    stop_strings: tuple[str, ...] = ()  # strings that end it, and are cut off
+    text: str = ""
+    ended: bool = False
+    num_released: int = field(default=0, init=False)  # characters given out by `release`
+
+    def add(self, token: int) -> bool:
+        """Take the next token; True if the text ends with it."""
+        assert not self.ended
+        new = self.detokenizer.add(token)
+        self.text += new
+        self.ended = token in self.end_tokens
+        if new and self.stop_strings:
+            begin = max(len(self.text) - len(new) - max(map(len, self.stop_strings)) + 1, 0)
+            found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
+            if found:
+                self.text, self.ended = self.text[: min(found)], True
+        return self.ended
+
+    def release(self, final: bool = False) -> str:
+        """What may be shown now and was not yet: all but a tail that may begin a stop string."""
+        held = 0 if final or self.ended else _held_back_length(self.text, self.stop_strings)
+        new = self.text[self.num_released : len(self.text) - held]
+        self.num_released += len(new)
+        return new
+
+
+def _held_back_length(text: str, stop_strings: tuple[str, ...]) -> int:
+    """Length of the longest end of the text that is the beginning of a stop string."""
+    longest = min(max(map(len, stop_strings), default=1) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stop_strings)), 0)
+
+
+def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Checked: a stop string is not empty."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if "" in stops:
+        raise ValueError("a stop string is empty and would end every text at once; remove it")
+    return stops

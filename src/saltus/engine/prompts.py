@@ -1,0 +1,143 @@
+"""Read prompts: from the command line, from stdin, from text files, and from JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: messages to begin with, then turns of the user; each answer enters before the next turn."""
+
+    turns: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the object it was read from
+
+    @property
+    def preview(self) -> str:
+        """What a list of prompts shows of it."""
+        return self.turns[0] if self.turns else str(self.messages[-1].get("content", ""))
+
+
+@dataclass(frozen=True)
+class ConversationTurn:
+    """One question to the engine: `said` is what a record shows, `given` what the engine gets."""
+
+    shown_prompt: str | list[Message]
+    prompt: str | list[Message]
+
+
+class Conversation:
+    """Ask the turns of a prompt one after the other; every answer must be told before the next ask."""
+
+    def __init__(self, prompt: Prompt, system: str | None = None) -> None:
+        self.prompt = prompt
+        self.history: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.history += prompt.messages
+
+    def turns(self) -> Iterator[ConversationTurn]:
+        if not self.prompt.turns:
+            yield ConversationTurn(list(self.prompt.messages), list(self.history))
+        for turn in self.prompt.turns:
+            bare = not self.history
+            self.history.append({"role": "user", "content": turn})
+            yield ConversationTurn(turn, turn if bare else list(self.history))
+
+    def add_answer(self, text: str) -> None:
+        self.history.append({"role": "assistant", "content": text})
+
+
+def read_prompts(arguments: Sequence[str], file: Path | None, limit: int | None = None) -> list[Prompt]:
+    """The prompts that a command line asks for; `-` among the words is stdin. Raises ValueError of one line."""
+    if arguments and file:
+        raise ValueError("prompts are given both as words and with --prompts; give one or the other")
+    if not arguments and not file:
+        raise ValueError("there is no prompt; give one in quotes, a file of them with --prompts, or - for stdin")
+    if file:
+        return read_prompts_file(file)[:limit]
+    prompts = [Prompt((_read_stdin() if word == "-" else word,)) for word in arguments]
+    if any(not prompt.turns[0].strip() for prompt in prompts):
+        raise ValueError("the prompt is empty; say what the model shall answer or continue")
+    return prompts
+
+
+def read_prompts_file(file: Path) -> list[Prompt]:
+    """The prompts of a file: JSON lines with `prompt`, `messages` or `turns`, or (.txt) a prompt a line.
+
+    An error names the file and the line.
+    """
+    if str(file) == "-":
+        name, text = "stdin", _read_stdin()
+    else:
+        name, text = str(file), _read_text(file)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if file.suffix == ".txt":
+        prompts = [Prompt((line.strip(),)) for _, line in lines]
+    else:
+        prompts = [_parse_prompt(line, f"{name}, line {number}") for number, line in lines]
+    if not prompts:
+        raise ValueError(f'{name} holds no prompts; write one JSON object a line, such as {{"prompt": "Why?"}}')
+    return prompts
+
+
+def _parse_prompt(line: str, location: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{location}: this is not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
+        ) from None
+    if not isinstance(record, dict):
+        raise ValueError(f'{location}: this is no JSON object; write one a line, such as {{"prompt": "Why?"}}')
+    kinds = [key for key in ("prompt", "messages", "turns") if key in record]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) if kinds else f"only {', '.join(record) or 'nothing'}"
+        raise ValueError(f"{location}: it must have one of prompt, messages and turns, but has {found}")
+    value = record[kinds[0]]
+    if kinds == ["prompt"]:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{location}: prompt must be a text that is not empty")
+        return Prompt((value,), record=record)
+    if kinds == ["turns"]:
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(turn, str) and turn.strip() for turn in value)
+        ):
+            raise ValueError(f"{location}: turns must be a list of texts that are not empty")
+        return Prompt(tuple(value), record=record)
+    if not isinstance(value, list) or not value or not all(map(_is_message, value)):
+        raise ValueError(
+            f'{location}: messages must be a list of objects such as {{"role": "user", "content": "Why?"}}'
+        )
+    return Prompt(messages=tuple(value), record=record)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+
+
+def _read_text(file: Path) -> str:
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; give a file of JSON lines")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {file}; check the name, --prompts takes JSON lines") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{file}, line {line}: this is not UTF-8 text; convert the file to UTF-8") from None
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("stdin is not UTF-8 text; convert it first, for instance with iconv -t utf-8") from None

@@ -1,0 +1,1 @@
+"""Benchmarks: suites of prompts, systems under test, recorded calls, graded answers."""

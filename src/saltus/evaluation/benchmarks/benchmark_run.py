@@ -1,0 +1,190 @@
+"""Measure: every side writes every prompt, in turns, and each answer becomes a line of records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saltus.engine.engine import Engine
+from saltus.engine.prompts import Conversation
+from saltus.evaluation.benchmarks.graders import Grader
+from saltus.evaluation.benchmarks.suites import Task
+from saltus.evaluation.benchmarks.systems_under_test import (
+    BenchmarkRequest,
+    MeasuredAnswer,
+    SystemUnderTest,
+    early_end_problems,
+)
+
+Record = dict[str, Any]
+
+WARM_UP_PROMPT = "Say hello to the world, then say it again, and a third time: hello, world."
+
+
+@dataclass
+class Benchmark:
+    """What is measured: the sides (the first is plain), the tasks, and how answers are written and graded."""
+
+    engine: Engine
+    systems: Sequence[SystemUnderTest]
+    tasks: Sequence[Task]
+    request_settings: Mapping[str, Any]  # fields of Question: max_new_tokens, seed, sampling, ignore_eos
+    raw: bool = False
+    grader: Grader | None = None
+
+    def warm_up(self) -> None:
+        """Let each side write a little, so that no first call counts."""
+        question = self._new_request(WARM_UP_PROMPT, False, ())
+        few = min(16, question.max_new_tokens)
+        for side in self.systems:
+            side.to_answer(question, side.generate(dataclasses.replace(question, max_new_tokens=few)))
+
+    def measure_task(self, task_index: int) -> list[Record]:
+        """All sides on one task, turn by turn; the side that begins is another one for each task.
+
+        What plain decoding answered enters the next turn of all of them, so that all read the same.
+        """
+        task, found = self.tasks[task_index], []
+        raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
+        first = task_index % len(self.systems)
+        order = [*self.systems[first:], *self.systems[:first]]
+        conversation = Conversation(task.prompt)
+        for turn, (said, given) in enumerate(_conversation_turns(task, conversation, raw)):
+            question = self._new_request(given, raw, task.stop if raw else ())
+            made = {}
+            for side in order:
+                started = time.perf_counter()
+                answer = side.generate(question)
+                made[side.name] = answer, time.perf_counter() - started
+            for side in self.systems:
+                answer, seconds = made[side.name]
+                written = side.to_answer(question, answer)
+                found.append({"asked": said} | self._record(task, turn, side, question, written, seconds))
+                if side is self.systems[0]:
+                    conversation.add_answer("".join(written.pieces))
+        return found
+
+    def _new_request(self, prompt: Any, raw: bool, stop: tuple[str, ...]) -> BenchmarkRequest:
+        raw = raw or not self.engine.tokenizer.chat_template
+        return BenchmarkRequest(prompt, tuple(self.engine.encode(prompt, raw)), raw, stop, **self.request_settings)
+
+    def _record(
+        self,
+        task: Task,
+        turn: int,
+        system: SystemUnderTest,
+        request: BenchmarkRequest,
+        answer: MeasuredAnswer,
+        seconds: float,
+    ) -> Record:
+        context = self.engine.target.context_length
+        room = None if context is None else context - len(request.prompt_tokens)
+        early = early_end_problems(request, answer, self.engine.target.end_tokens, room)
+        last = turn == len(task.prompt.turns or (0,)) - 1
+        score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
+        return {
+            "task": task.id, "category": task.category, "turn": turn, "side": system.name, "kind": system.kind,
+            "prompt_tokens": len(request.prompt_tokens), "tokens": answer.tokens,
+            "new_tokens": len(answer.tokens) if answer.new_tokens is None else answer.new_tokens,
+            "pieces": answer.pieces, "finish_reason": answer.finish_reason, "seconds": seconds,
+            "prefill_seconds": answer.prefill_seconds, "draft_calls": answer.draft_calls,
+            "calls": None if answer.calls is None else [dataclasses.asdict(call) for call in answer.calls],
+            "problems": answer.problems + (early if system.kind == "method" else []),
+            "score": score, "accuracy_of": self.grader and self.grader.metric_name,
+            "other_dice": system.kind == "peer" and not request.sampling.greedy,
+        }  # fmt: skip
+
+
+def _conversation_turns(task: Task, conversation: Conversation, raw: bool) -> Iterator[tuple[str, Any]]:
+    """What is asked in each turn, and what the engine is given for it."""
+    if raw:
+        yield str(task.raw), task.raw
+        return
+    for inputs in conversation.turns():
+        yield inputs.shown_prompt if isinstance(inputs.shown_prompt, str) else task.prompt.preview, inputs.prompt
+
+
+@dataclass
+class BenchmarkRecords:
+    """Records on disk, a line each; a task that was measured before is not measured again."""
+
+    records: list[Record]
+    run_info: Mapping[str, Any]  # command, date, commit, machine, model, of when it began
+    file: Path | None = None
+
+    @property
+    def num_measured_tasks(self) -> int:
+        """Tasks that are measured."""
+        return len({record["task"] for record in self.records})
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Keep all records of one more task."""
+        self.records += records
+        if self.file is not None:
+            with open(self.file, "a", encoding="utf-8") as out:
+                out.write("".join(json.dumps(record) + "\n" for record in records))
+                out.flush()
+                os.fsync(out.fileno())
+
+
+def open_records(
+    folder: Path | None,
+    plan: Mapping[str, Any],
+    tasks: Sequence[Task],
+    run_info: Mapping[str, Any],
+    fresh: bool = False,
+) -> BenchmarkRecords:
+    """Begin, or go on where a run of the same plan was interrupted, at the same commit.
+
+    `plan` says what the run is, its "sides" among it; a folder that holds another is a ValueError, unless `fresh`.
+    """
+    if folder is None:
+        return BenchmarkRecords([], run_info)
+    file, kept = folder / "records.jsonl", folder / "plan.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--out {folder} is a file; give a folder") from None
+    before = json.loads(kept.read_text()) if kept.exists() and not fresh else None
+    begun = before.pop("circumstances") if before else run_info
+    if before is not None and before != plan:
+        key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
+        was, now = (_abbreviate(each.get(key)) for each in (before, plan))
+        raise ValueError(
+            f"{folder} holds another run ({key}: {was}, now {now}); give another --out, or --fresh to measure anew"
+        )
+    if before is None:
+        file.unlink(missing_ok=True)
+        kept.write_text(json.dumps({**plan, "circumstances": run_info}, indent=1))
+    needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["sides"]) for task in tasks}
+    notebook = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
+    if notebook.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
+        raise ValueError(
+            f"{folder} was begun at commit {begun['commit']}, and this is {run_info['commit']};"
+            " give another --out, or --fresh to measure anew"
+        )
+    return notebook
+
+
+def _read_complete_tasks(file: Path, records_per_task: Mapping[str, int]) -> list[Record]:
+    """The records of a file up to a task that was cut off, which is taken away from the file."""
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    last = records[-1]["task"] if records else None
+    begun = sum(record["task"] == last for record in records)
+    if last is not None and begun < records_per_task[last]:
+        del records[-begun:]
+    if len(records) < len(lines):
+        file.write_bytes(b"".join(lines[: len(records)]))
+    return records
+
+
+def _abbreviate(value: Any) -> str:
+    said = json.dumps(value)
+    return said if len(said) < 40 else said[:37] + "…"

@@ -1,0 +1,88 @@
+"""Grade what was written: exact answers, programs that pass their tests, and summaries near a reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from saltus.evaluation.benchmarks import program_assembly
+from saltus.evaluation.sandbox.run_program import run_program
+
+Score = dict[str, bool | float]
+
+# A sign is none behind what it would be taken from: 10-5 ends in 5. Commas part thousands, or numbers.
+NUMBER_PATTERN = re.compile(r"((?<![\w.,)])[-−])?\$?((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
+
+
+@dataclass(frozen=True)
+class Grader:
+    """How answers of one kind are scored: what the headline number is called, and the score of (row, text)."""
+
+    metric_name: str
+    score: Callable[[Mapping[str, Any], str], Score]
+
+
+def main_score(score: Mapping[str, bool | float]) -> float:
+    """The number of a score that goes into "accuracy", 0 to 1."""
+    for name in ("passed", "correct", "rougeL"):
+        if name in score:
+            return float(score[name])
+    raise ValueError(
+        f"a score of {', '.join(score) or 'nothing'} has no headline; graders give passed, correct or rougeL"
+    )
+
+
+def exact_answer(row: Mapping[str, Any], text: str) -> Score:
+    """GSM8K (Cobbe et al. 2021): is the last number of the text, or what follows "####", that of `row["answer"]`?"""
+    reference = last_number(row["answer"])
+    if reference is None:
+        raise ValueError(f"the reference {row['answer'][:40]!r} has no number; GSM8K's answers end in '#### number'")
+    return {"correct": last_number(text) == reference}
+
+
+def last_number(text: str) -> Decimal | None:
+    """The number that first follows a "####" at once, else the last of all; None without one."""
+    numbers = [(match.start(), _to_decimal(match)) for match in NUMBER_PATTERN.finditer(text)]
+    for marker in re.finditer(r"####\s*", text):  # a heading of Markdown looks the same, but has words behind it
+        for start, value in numbers:
+            if start == marker.end():
+                return value
+    return numbers[-1][1] if numbers else None
+
+
+def _to_decimal(match: re.Match[str]) -> Decimal:
+    value = Decimal(match[2].replace(",", ""))
+    return -value if match[1] else value
+
+
+def rouge(row: Mapping[str, Any], text: str) -> Score:
+    """F-measures of ROUGE-1, -2 and -L (Lin 2004), stemmed, against `row["reference"]`; needs the extra `bench`."""
+    scores = _rouge_scorer().score(row["reference"], text)
+    return {name: float(scores[name].fmeasure) for name in ROUGE_TYPES}
+
+
+@lru_cache(maxsize=1)
+def _rouge_scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ValueError('ROUGE needs the package rouge-score; install it with: pip install "saltus[bench]"') from None
+    return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+
+
+def _pass_at_1(build_program: Callable[[Mapping[str, Any], str], str]) -> Grader:
+    return Grader("pass@1", lambda row, text: {"passed": run_program(build_program(row, text)).passed})
+
+
+GRADERS: dict[str, Grader] = {
+    "gsm8k": Grader("exact answer", exact_answer),
+    "humaneval": _pass_at_1(program_assembly.humaneval),
+    "mbpp": _pass_at_1(program_assembly.mbpp),
+    "infilling": _pass_at_1(program_assembly.infilling),
+    "rouge": Grader("ROUGE-L", rouge),
+}

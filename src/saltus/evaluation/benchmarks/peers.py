@@ -1,0 +1,212 @@
+"""Let others write the same prompts in the same run: Transformers' ways to decode, and servers that speak OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from saltus.engine.engine import Engine
+from saltus.evaluation.benchmarks.systems_under_test import (
+    BenchmarkRequest,
+    MeasuredAnswer,
+    TimedCall,
+    split_text_by_call,
+)
+from saltus.networks.loading.checkpoints import silence_transformers
+from saltus.networks.loading.sources import resolve
+
+TRANSFORMERS_PEERS = ("transformers", "transformers-lookup", "transformers-assistant")
+
+
+class _TokenCounter(BaseStreamer):
+    """How many tokens each step of `generate` gave out."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+@dataclass
+class TransformersPeer:
+    """`model.generate` with the settings that make its way of decoding, on weights of the same dtype as ours."""
+
+    name: str
+    engine: Engine
+    load_model: Callable[[str], Any]  # a model of Transformers' by name
+    generate_kwargs: Callable[[], dict[str, Any]] = dict
+    kind: str = "peer"
+
+    def generate(self, request: BenchmarkRequest) -> Any:
+        sampling, model = request.sampling, self.load_model(self.engine.target.name)
+        prompt = torch.tensor([request.prompt_tokens], device=model.device)
+        settings: dict[str, Any] = {"do_sample": not sampling.greedy, "max_new_tokens": request.max_new_tokens}
+        if not sampling.greedy:
+            settings |= {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+            set_seed(request.seed)
+        if request.ignore_eos:
+            settings["min_new_tokens"] = request.max_new_tokens
+        if request.stop:
+            settings |= {"stop_strings": list(request.stop), "tokenizer": self.engine.tokenizer}
+        counts, begun, widths = _TokenCounter(), [], []
+
+        def seen(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            begun.append(time.perf_counter())
+            widths.append(ids.shape[1])
+
+        hook = model.register_forward_pre_hook(seen, with_kwargs=True)
+        try:
+            ids = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), streamer=counts, repetition_penalty=1.0,
+                eos_token_id=sorted(self.engine.target.end_tokens),
+                pad_token_id=min(self.engine.target.end_tokens, default=0),
+                **settings, **self.generate_kwargs(),
+            )  # fmt: skip
+        finally:
+            hook.remove()
+        tokens = ids[0, prompt.shape[1] :].tolist()  # waits for the device
+        return tokens, counts.counts[1:], [*begun, time.perf_counter()], widths
+
+    def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
+        tokens, given, clock, widths = output
+        seconds = [end - begin for begin, end in pairwise(clock)]
+        told = len(given) == len(widths) and sum(given) == len(tokens)
+        reads = [min(width, len(request.prompt_tokens)) if number == 0 else 1 for number, width in enumerate(widths)]
+        calls = [TimedCall(*call) for call in zip(given, _subtract(widths, reads), seconds, reads, strict=False)]
+        wrong = (
+            [] if not told or all(call.decided <= call.nodes + 1 for call in calls) else ["more tokens than checked"]
+        )
+        stopped = tokens and (tokens[-1] in self.engine.target.end_tokens or len(tokens) < request.max_new_tokens)
+        return MeasuredAnswer(
+            tokens, split_text_by_call(self.engine.tokenizer, tokens, given if told else [len(tokens)]),
+            "stop" if stopped else "length", calls if told else None, seconds[0] if seconds else 0.0, problems=wrong,
+        )  # fmt: skip
+
+
+def _subtract(widths: list[int], reads: list[int]) -> list[int]:
+    return [width - read for width, read in zip(widths, reads, strict=True)]
+
+
+def transformers_peers(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer]:
+    """Peers that share one model, loaded when first used, from the engine's folder and in its dtype."""
+    check_peers(names, assistant)
+    ours = engine.network.model
+
+    @lru_cache
+    def load(name: str, role: str = "model") -> Any:  # an assistant is another object, so that calls are told apart
+        with silence_transformers():
+            model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=ours.dtype)
+        model.generation_config.update(temperature=None, top_p=None, top_k=None)  # ours are given with each prompt
+        return model.to(ours.device).eval()
+
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "transformers": dict,
+        "transformers-lookup": lambda: {"prompt_lookup_num_tokens": 10},
+        "transformers-assistant": lambda: {"assistant_model": load(str(assistant), "assistant")},
+    }
+    return [TransformersPeer(name, engine, load, ways[name]) for name in names]
+
+
+def check_peers(names: list[str], assistant: str | None) -> None:
+    """Raises ValueError for a peer that there is not, or that lacks its assistant."""
+    for name in names:
+        if name not in TRANSFORMERS_PEERS:
+            raise ValueError(
+                f"unknown peer {name!r}; there are {', '.join(TRANSFORMERS_PEERS)}, and servers by --endpoint"
+            )
+    if "transformers-assistant" in names and not assistant:
+        raise ValueError("peer transformers-assistant needs a small model of the same vocabulary: --assistant MODEL")
+
+
+@dataclass
+class OpenAIServerPeer:
+    """A server that speaks OpenAI's protocol, such as vLLM's or llama.cpp's: its calls stay unknown."""
+
+    url: str
+    engine: Engine
+    name: str = field(init=False)
+    model: str = field(init=False)
+    kind: str = "peer"
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/").removesuffix("/v1") + "/v1"
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--endpoint {self.url}: give an address such as http://localhost:8000")
+        with _open_url(f"{self.url}/models", None) as response:
+            listed = json.load(response)
+        try:
+            self.model = listed["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"{self.url}/models lists no model; is a server of OpenAI's protocol there?") from None
+        self.name = f"endpoint:{self.model.rstrip('/').rpartition('/')[2]}"
+
+    def generate(self, request: BenchmarkRequest) -> Any:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self.model, "prompt": self.engine.tokenizer.decode(request.prompt_tokens), "stream": True,
+            "max_tokens": request.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "seed": request.seed, "stream_options": {"include_usage": True}, "add_special_tokens": False,
+            "cache_prompt": False,
+        }  # fmt: skip
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if request.ignore_eos:
+            body["ignore_eos"] = True
+        started, first, pieces, count, reason = time.perf_counter(), None, [], None, None
+        with _open_url(f"{self.url}/completions", body) as response:
+            for event in _server_sent_events(response):
+                for choice in event.get("choices") or ():
+                    first = first or time.perf_counter()
+                    pieces.append(choice.get("text") or "")
+                    reason = choice.get("finish_reason") or reason
+                count = (event.get("usage") or {}).get("completion_tokens", count)
+        return pieces, count, reason, (first or time.perf_counter()) - started
+
+    def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
+        pieces, count, reason, first = output
+        tokens = list(self.engine.tokenizer("".join(pieces), add_special_tokens=False).input_ids)
+        wrong = [] if count is not None else ["the server does not tell how many tokens it wrote"]
+        return MeasuredAnswer(tokens, pieces, reason, None, first, new_tokens=count, problems=wrong)
+
+
+def _open_url(url: str, body: dict[str, Any] | None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(
+            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=600
+        )
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(300).decode(errors="replace").split())
+        raise ValueError(f"{url} refuses ({error.code}): {said}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{url} does not answer ({error}); is the server running?") from None
+
+
+def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a stream of server-sent events."""
+    for line in response:
+        said = line.decode().strip()
+        if said.startswith("data:") and said != "data: [DONE]":
+            yield json.loads(said.removeprefix("data:"))

@@ -1,0 +1,113 @@
+"""Make one program of a written text and the tests of its task, to be run by the sandbox.
+
+A chat model fences its code and puts words around it; a model without template goes on where the prompt ends, and on
+beyond the function. Both are read here; nothing is repaired but the indentation of a body that was fenced without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+CODE_FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+PYTHON_FENCE_LANGUAGES = ("python", "python3", "py", "")
+TOP_LEVEL_STATEMENT = re.compile(
+    r"^[^\s)\]}]", re.MULTILINE
+)  # a line at column 0 that does not close a bracket from above
+CODE_START = re.compile(r"^(?:(?:import|from|async def|def|class)\b|@|\w+ *=[^=])", re.MULTILINE)  # code out of a fence
+
+
+def humaneval(row: Mapping[str, Any], text: str) -> str:
+    """HumanEval (Chen et al. 2021): the text is the rest of `row["prompt"]`, or a fenced body or function.
+
+    A function that the text defines anew has what the prompt holds above its own definition in front.
+    """
+    if _starts_indented(text):
+        return _with_tests(row, row["prompt"] + function_body(text))
+    definition = re.compile(rf"^(?:async )?def {re.escape(row['entry_point'])}\b", re.MULTILINE)
+    code = extract_code(text, definition)
+    if definition.search(code):
+        own = definition.search(row["prompt"])
+        above = row["prompt"][: own.start()] if own else ""
+        return _with_tests(row, f"{above}\n{code}")
+    indented = code if _starts_indented(code) else textwrap.indent(code, "    ")
+    return _with_tests(row, row["prompt"] + function_body(indented))
+
+
+def mbpp(row: Mapping[str, Any], text: str) -> str:
+    """MBPP (Austin et al. 2021): the text is a program, fenced or not, for `test_setup_code` and `test_list`."""
+    return "\n".join([extract_code(text), row.get("test_setup_code") or "", *row["test_list"], ""])
+
+
+def infilling(row: Mapping[str, Any], text: str) -> str:
+    """HumanEval infilling (Bavarian et al. 2022): prompt, text and suffix; the text is cut to the lines of the hole.
+
+    A hole of whole lines is filled by whole lines; one that ends within a line by a text that does.
+    """
+    hole = row["canonical_solution"]
+    code = extract_code(text) if text.lstrip().startswith("```") else text
+    lines = code.splitlines(keepends=True)
+    if hole.endswith("\n"):
+        filled = "".join(lines[: hole.count("\n")])
+        filled = filled if filled.endswith("\n") else filled + "\n"
+    else:
+        filled = "".join(lines[: hole.count("\n") + 1]).removesuffix("\n")
+    return _with_tests(row, row["prompt"] + filled + row["suffix"])
+
+
+def function_body(text: str) -> str:
+    """The text up to the first statement at column 0: def, class, if, print, a comment, words, a fence."""
+    end = TOP_LEVEL_STATEMENT.search(text)
+    return text[: end.start()] if end else text
+
+
+def extract_code(text: str, definition: re.Pattern[str] | None = None) -> str:
+    """The first fenced block in Python, of those with `wanted` where there is one; without a fence, what reads as code.
+
+    The last block may be open, and code may begin where the prompt left a fence open: both lack one of its marks.
+    """
+    fences = [fence for fence in CODE_FENCE.finditer(text) if fence[2].lower() in PYTHON_FENCE_LANGUAGES]
+    head = text[: fences[0].start()] if fences else text
+    if CODE_START.match(head.lstrip()) and (definition is None or definition.search(head) or not fences):
+        return _longest_parsable_code(head)
+    blocks = [_remove_indent(fence[1], fence[3]) if fence[4] else _longest_parsable_code(fence[3]) for fence in fences]
+    fitting = [block for block in blocks if definition is not None and definition.search(block)]
+    return [*fitting, *blocks, _longest_parsable_code(text)][0]
+
+
+def _starts_indented(text: str) -> bool:
+    """Does it begin with an indented line of code?"""
+    line = text.lstrip("\r\n")
+    return line.startswith((" ", "\t")) and not line.lstrip().startswith("```")
+
+
+def _remove_indent(indent: str, block: str) -> str:
+    """A block less the indentation of its fence, as in a list."""
+    return re.sub(f"^{indent}", "", block, flags=re.MULTILINE) if indent else block
+
+
+def _longest_parsable_code(text: str) -> str:
+    """From the first line that begins code on, the longest part that Python can read: words around it, or a last
+    function that the end of the text cut, are left out."""
+    begin = CODE_START.search(text)
+    code = text[begin.start() :] if begin else text
+    ends = [len(code), *(found.start() for found in reversed(list(TOP_LEVEL_STATEMENT.finditer(code))))]
+    return next((code[:end] for end in ends if end and _parses(code[:end])), code)
+
+
+def _parses(code: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # escapes that later versions of Python refuse
+            ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _with_tests(row: Mapping[str, Any], code: str) -> str:
+    return f"{code}\n{row['test']}\ncheck({row['entry_point']})\n"

@@ -1,0 +1,1 @@
+"""Where the time of a call and of a step goes."""

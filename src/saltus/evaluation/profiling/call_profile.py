@@ -1,0 +1,164 @@
+"""Tell what the time of a network call goes to: embedding, attention, products with weights, unembedding, the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from saltus.evaluation.profiling.call_timing import Clock, quartiles, synthetic_inputs
+from saltus.evaluation.profiling.timing import PartTimer, WrapFunction, temporarily_replaced
+from saltus.networks.models import native_decoder
+from saltus.networks.models.exact import attention
+
+EMBEDDING, ATTENTION, LINEAR, UNEMBEDDING, NORMS, REST = PARTS = (
+    "embedding", "attention", "linear layers", "unembedding", "norms and rotary", "rest",
+)  # fmt: skip
+LABEL_PREFIX = "saltus: "
+
+
+def profile_call(
+    network: Any,
+    num_nodes: int,
+    text_length: int,
+    vocab_size: int,
+    rounds: int = 7,
+    clock: Clock = time.perf_counter,
+    synchronize: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Milliseconds of a call by part, of the round whose whole is the median; `rest` is what no part accounts for.
+
+    Where kernels do several things at once (norms, SiLU and sums of the lean decoder) they count as linear layers.
+    `overhead` is how much watching slows the call. On CUDA the parts are the time of kernels, called without graphs,
+    and the whole is a call as it is made: `rest` may then be negative.
+    """
+    kv_cache, one = network.new_kv_cache(), synthetic_inputs(num_nodes, text_length, vocab_size)
+
+    def call() -> float:
+        synchronize()
+        started = clock()
+        network.forward([one], [kv_cache])
+        synchronize()
+        return clock() - started
+
+    cuda = network.model.device.type == "cuda"
+    watched = _measure_by_profiler if cuda else _measure_by_timer
+    call()  # reads the text
+    call()
+    watched(network, call, clock)
+    found, alone = [], []
+    for _ in range(rounds):
+        alone.append(call())
+        found.append(watched(network, call, clock))
+    unprofiled = quartiles(alone)[1]
+    whole, parts = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+    overhead = None if cuda else whole / unprofiled - 1
+    whole = unprofiled if cuda else whole
+    ms = {part: 1000 * parts.get(part, 0.0) for part in PARTS[:-1]}
+    ms[REST] = 1000 * (whole - sum(parts.values()))
+    return {
+        "nodes": num_nodes, "length": text_length, "ms": 1000 * whole, "unprofiled_ms": 1000 * unprofiled,
+        "overhead": overhead, "parts": ms,
+    }  # fmt: skip
+
+
+def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+    watch = PartTimer(clock)
+    with instrumented(network, watch.time_function):
+        whole = call()
+    return whole, watch.seconds
+
+
+def _measure_by_profiler(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+    """Seconds that kernels ran which a part has launched."""
+    fixed, activities = network.fixed_shape_runner, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with ExitStack() as stack:
+        if fixed is not None:
+            stack.enter_context(temporarily_replaced(fixed, "graphs", False))
+        stack.enter_context(instrumented(network, _with_record_function))
+        with profile(activities=activities) as profiled:
+            whole = call()
+    events = [event for event in profiled.key_averages() if event.key.startswith(LABEL_PREFIX)]
+    seconds: dict[str, float] = {}
+    for event in events:  # a label has an event of the processor and one of the device
+        part = event.key.removeprefix(LABEL_PREFIX)
+        seconds[part] = max(seconds.get(part, 0.0), event.device_time_total / 1e6)
+    return whole, seconds
+
+
+def _with_record_function(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **settings: Any) -> Any:
+        with record_function(LABEL_PREFIX + part):
+            return function(*args, **settings)
+
+    return run
+
+
+@contextmanager
+def instrumented(network: Any, wrap: WrapFunction) -> Iterator[None]:
+    """Let every part of a network's calls run through `wrap` while the context is open."""
+    with ExitStack() as stack:
+        for context in (
+            _patch_native_decoder(network.native_decoder, wrap)
+            if network.native_decoder is not None
+            else _patch_modules(network.model, wrap)
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _patch_native_decoder(decoder: Any, wrap: WrapFunction) -> Iterator[AbstractContextManager[None]]:
+    for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS), ("norm", NORMS)):
+        yield temporarily_replaced(decoder, name, _wrap_kernel(wrap, part, getattr(decoder, name)))
+    yield temporarily_replaced(
+        native_decoder, "F", SimpleNamespace(**{**vars(F), "embedding": wrap(EMBEDDING, F.embedding)})
+    )
+    yield temporarily_replaced(native_decoder, "linear", wrap(UNEMBEDDING, native_decoder.linear))
+    yield temporarily_replaced(decoder.base.rotary_emb, "forward", wrap(NORMS, decoder.base.rotary_emb.forward))
+
+
+def _wrap_kernel(wrap: WrapFunction, part: str, kernel: Any) -> Callable[..., Any]:
+    """A function of C has no name to copy, so another one stands before it."""
+    return wrap(part, lambda struct: kernel(struct))
+
+
+def _patch_modules(model: Any, wrap: WrapFunction) -> Iterator[AbstractContextManager[None]]:
+    out = model.get_output_embeddings()
+    for module in model.modules():
+        if (part := _part_of_module(module, out)) is not None:
+            yield temporarily_replaced(module, "forward", wrap(part, module.forward))
+    yield _patch_attention(wrap)
+
+
+def _part_of_module(module: Any, output_embeddings: Any) -> str | None:
+    """What a module without modules of its own does; what is told by no name or weight is rest."""
+    if module is output_embeddings:
+        return UNEMBEDDING
+    if any(True for _ in module.children()):
+        return None
+    name, weight = type(module).__name__.lower(), getattr(module, "weight", None)
+    if isinstance(module, torch.nn.Embedding):
+        return EMBEDDING
+    if "norm" in name or "rotary" in name:
+        return NORMS
+    return LINEAR if weight is not None and weight.ndim == 2 else None
+
+
+@contextmanager
+def _patch_attention(wrap: WrapFunction) -> Iterator[None]:
+    own = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
+    AttentionInterface.register(attention.ATTENTION_NAME, wrap(ATTENTION, own))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(attention.ATTENTION_NAME, own)

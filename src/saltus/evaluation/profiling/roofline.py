@@ -1,0 +1,154 @@
+"""Say how quick a call could be at best: what it must read and compute, over what the machine reads and computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from saltus.evaluation.profiling.call_timing import CallShape, Clock
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.batch_invariant_ops import linear
+
+KNEE_COST_RATIO = 1.25  # the measured knee: where a call costs so many times what one of one node costs
+
+
+@dataclass(frozen=True)
+class ResourceDemand:
+    """What a call needs of the machine. Experts, where there are any, are all counted as read."""
+
+    weight_bytes: int  # read once a call, tied embeddings once; of a table for look-up only, rows
+    row_bytes: int  # read for each row: its embedding, where that is not the unembedding
+    token_bytes: int  # keys and values of one token of a text
+    row_flops: int  # of the products with weights, for each row
+    pair_flops: int  # of attention, for each row and token that it sees
+
+    def bytes_read(self, call_shape: CallShape) -> int:
+        texts = call_shape.batch * call_shape.length * self.token_bytes
+        return self.weight_bytes + texts + call_shape.batch * call_shape.nodes * self.row_bytes
+
+    def flops(self, call_shape: CallShape) -> int:
+        return call_shape.batch * call_shape.nodes * (self.row_flops + call_shape.length * self.pair_flops)
+
+
+def count_demand(model: Any) -> ResourceDemand:
+    """Counted from the parameters and the configuration of a causal model of Transformers."""
+    config, out = model.config.get_text_config(), model.get_output_embeddings().weight
+    tables = {table.weight for table in model.modules() if isinstance(table, nn.Embedding)}
+    looked_up = {table for table in tables if table is not out}
+    products = [weight for weight in model.parameters() if weight.ndim >= 2 and weight not in tables]
+    multiplied = sum(weight.numel() for weight in products) + (out.numel() if out in tables else 0)
+    heads, layers, size = config.num_attention_heads, config.num_hidden_layers, out.element_size()
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ResourceDemand(
+        weight_bytes=sum(weight.nbytes for weight in model.parameters() if weight not in looked_up),
+        row_bytes=sum(table.shape[1] * table.element_size() for table in looked_up),
+        token_bytes=2 * layers * kv_heads * dim * size,
+        row_flops=2 * multiplied,
+        pair_flops=4 * layers * heads * dim,
+    )
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """What a machine can do: the best that was measured of each."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    measured: Mapping[str, float]  # what each way of measuring gave, in the same units
+    threads: int
+
+
+def measure_machine_speed(
+    dtype: torch.dtype,
+    device: torch.device,
+    megabytes: int | None = None,
+    size: int | None = None,
+    repeats: int = 5,
+    clock: Clock = time.perf_counter,
+) -> MachineSpeed:
+    """Stream over buffers far larger than the caches, and multiply large matrices, with all of torch's threads.
+
+    The peak is that of torch's product or of our own kernel, whichever is higher: the two differ.
+    """
+    here = device.type == "cpu"
+    count = (megabytes or (512 if here else 4096)) * 2**20 // 4
+    size = size or (2048 if here else 8192)
+    source, target = torch.ones(count, device=device), torch.zeros(count, device=device)
+    a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+    ways: dict[str, tuple[Callable[[], Any], float]] = {
+        "sum_bytes_per_second": (source.sum, source.nbytes),
+        "copy_bytes_per_second": (lambda: target.copy_(source), 2 * source.nbytes),
+        "product_flops_per_second": (lambda: a @ b, 2 * size**3),
+    }
+    if native.kernel("linear", dtype, device) is not None:
+        rows = a[:128]
+        ways["kernel_flops_per_second"] = (lambda: _multiply_by_kernel(rows, b), 2 * len(rows) * size**2)
+    measured = {
+        name: amount / min(_time_once(work, device, clock) for _ in range(repeats + 1))
+        for name, (work, amount) in ways.items()
+    }
+    best = [
+        max(rate for name, rate in measured.items() if name.endswith(kind))
+        for kind in ("_bytes_per_second", "_flops_per_second")
+    ]
+    return MachineSpeed(best[0], best[1], measured, torch.get_num_threads())
+
+
+def _multiply_by_kernel(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    with native.kernel_threads_only():
+        linear(rows, [weight], [None])
+
+
+def _time_once(work: Callable[[], Any], device: torch.device, clock: Clock) -> float:
+    if device.type != "cuda":
+        started = clock()
+        work()
+        return clock() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end) / 1000
+
+
+def lower_bound(demand: ResourceDemand, speed: MachineSpeed, call_shape: CallShape) -> dict[str, Any]:
+    """The least milliseconds of a call, and what bounds it (Williams et al. 2009)."""
+    kv_cache = 1000 * demand.bytes_read(call_shape) / speed.bytes_per_second
+    compute = 1000 * demand.flops(call_shape) / speed.flops_per_second
+    return {
+        "bytes": demand.bytes_read(call_shape),
+        "flops": demand.flops(call_shape),
+        "memory_ms": kv_cache,
+        "compute_ms": compute,
+        "floor_ms": max(kv_cache, compute),
+        "bound_by": "memory" if kv_cache >= compute else "compute",
+    }
+
+
+def predicted_knee(demand: ResourceDemand, speed: MachineSpeed, length: int) -> float:
+    """The nodes of a call from which on computing takes longer than reading."""
+    each = demand.flops(CallShape(1, length)) / speed.flops_per_second - demand.row_bytes / speed.bytes_per_second
+    return demand.bytes_read(CallShape(0, length)) / speed.bytes_per_second / each if each > 0 else float("inf")
+
+
+def measured_knee(nodes: Sequence[int], times: Sequence[float]) -> float | None:
+    """The nodes at which a call costs DEARER times one of one node, between two measured ones by a straight line.
+
+    None where no call is that dear, or none of one node was measured.
+    """
+    points = sorted(zip(nodes, times, strict=True))
+    if not points or points[0][0] != 1:
+        return None
+    dear = KNEE_COST_RATIO * points[0][1]
+    for (n, t), (more, slower) in pairwise(points):
+        if slower >= dear:
+            return n + (more - n) * (dear - t) / (slower - t)
+    return None

@@ -1,0 +1,97 @@
+"""Tell what a step costs around the network call: drafting, sampling, deciding, and the loop itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from saltus.core import distributions, speculate
+from saltus.core.control import controller
+from saltus.engine import request
+from saltus.evaluation.profiling.call_timing import Clock, quartiles
+from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
+
+NETWORK, DRAFTING, SAMPLING, RULE, REST = PARTS = (
+    "network call", "drafting and tree", "sampling", "rule", "Python and the rest",
+)  # fmt: skip
+PROMPT = "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog."
+
+
+def profile_step(
+    engine: Any,
+    method: str = "lookup",
+    temperature: float = 0.0,
+    max_new_tokens: int = 48,
+    rounds: int = 3,
+    clock: Clock = time.perf_counter,
+    synchronize: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Milliseconds of a step by part, mean over the steps after the prefill, of the round whose step is the median.
+
+    The prompt is always the same; `overhead` is how much watching slows a step. Drafting of methods that ask a
+    network of their own counts as rest.
+    """
+    settings = {"method": method, "max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
+
+    def write(watch: PartTimer | None = None) -> tuple[float, int]:
+        engine.prefix_cache.entries.clear()  # so that each round reads the prompt itself
+        stream = engine.stream(PROMPT, **settings)
+        next(stream)
+        if watch:
+            watch.reset()
+        started = clock()
+        steps = len(list(stream))
+        return clock() - started, steps
+
+    write()
+    alone, found = [], []
+    for _ in range(rounds):
+        seconds, steps = write()
+        alone.append(seconds / max(steps, 1))
+        watch = PartTimer(clock)
+        with instrumented(engine, method, watch, synchronize):
+            seconds, steps = write(watch)
+        found.append((seconds / max(steps, 1), steps, watch.seconds))
+    whole, steps, parts = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+    unprofiled = quartiles(alone)[1]
+    ms = {part: 1000 * parts.get(part, 0.0) / max(steps, 1) for part in PARTS[:-1]}
+    ms[REST] = 1000 * whole - sum(ms.values())
+    return {
+        "method": method, "temperature": temperature, "steps": steps, "ms": 1000 * whole,
+        "unprofiled_ms": 1000 * unprofiled, "overhead": whole / unprofiled - 1 if unprofiled else None, "parts": ms,
+    }  # fmt: skip
+
+
+@contextmanager
+def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callable[[], Any]) -> Iterator[None]:
+    """Let the loop's parts run on the stopwatch while the context is open."""
+    ensemble, network = engine.decoding_setup(method), engine.network
+    call, drafters = network.forward, ensemble.new_drafters
+
+    def settled(*args: Any, **settings: Any) -> Any:
+        batch_outputs = call(*args, **settings)
+        synchronize()  # so that a device's time is not taken for that of what reads its answer
+        return batch_outputs
+
+    rules = {name: timer.time_function(RULE, rule) for name, rule in request.RULES.items()}
+    controller_class = controller.Controller
+    places = [
+        (network, "forward", timer.time_function(NETWORK, settled)),
+        (ensemble, "new_drafters", lambda text: [timer.time_function(DRAFTING, drafter) for drafter in drafters(text)]),
+        (speculate, "grow_tree", timer.time_function(DRAFTING, speculate.grow_tree)),
+        (request, "RULES", rules),
+        *(
+            (controller_class, name, timer.time_function(DRAFTING, getattr(controller_class, name)))
+            for name in ("num_nodes", "record")
+        ),
+        *(
+            (distributions, name, timer.time_function(SAMPLING, getattr(distributions, name)))
+            for name in ("token_distribution", "greedy_tokens", "pick")
+        ),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in places:
+            stack.enter_context(temporarily_replaced(owner, name, value))
+        yield

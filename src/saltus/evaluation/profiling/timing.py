@@ -1,0 +1,66 @@
+"""Time the parts of a program from outside: put timed functions in the place of its own for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from saltus.evaluation.profiling.call_timing import Clock
+
+_MISSING = object()
+
+WrapFunction = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a part, function) → the function, watched."""
+
+
+class PartTimer:
+    """Seconds by part. What is begun within another part counts for itself alone, so that parts add up."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = {}
+        self._active_parts: list[str] = []  # begun and not ended, the innermost last
+        self._last_change = 0.0
+
+    def time_function(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time added to `part`."""
+        parts, clock = self._active_parts, self.clock
+
+        @wraps(function)
+        def run(*args: Any, **settings: Any) -> Any:
+            self._add_elapsed(clock())
+            parts.append(part)
+            try:
+                return function(*args, **settings)
+            finally:
+                self._add_elapsed(clock())
+                parts.pop()
+
+        return run
+
+    def reset(self) -> None:
+        """Forget all; between parts only."""
+        assert not self._active_parts, "a part is under way"
+        self.seconds = {}
+
+    def _add_elapsed(self, now: float) -> None:
+        if self._active_parts:
+            part = self._active_parts[-1]
+            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last_change
+        self._last_change = now
+
+
+@contextmanager
+def temporarily_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module, class or object another attribute, and at the end its own again."""
+    own = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -1,0 +1,168 @@
+"""Make of the records what a reader wants to know: rates, speed-ups and how certain they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from saltus.core.noise import Noise
+from saltus.evaluation.benchmarks.graders import main_score
+
+RESAMPLES = 2000  # of the bootstrap
+BASELINE = "plain"
+SUMMED_COLUMNS = (
+    "texts", "calls", "tokens", "seconds", "prefill_seconds", "later_calls", "later_tokens", "later_seconds", "nodes",
+    "score", "scored",
+)  # fmt: skip
+RATES = {  # numerator and denominator, each a sum over texts
+    "tokens_per_call": ("tokens", "calls"),
+    "tokens_per_second": ("tokens", "seconds"),
+    "decode_tokens_per_second": ("later_tokens", "later_seconds"),
+    "ms_per_call": ("later_seconds", "later_calls"),
+    "nodes_per_call": ("nodes", "calls"),
+    "accuracy": ("score", "scored"),
+}
+RATIOS_TO_BASELINE = {"speedup": "tokens_per_second", "decode_speedup": "decode_tokens_per_second"}  # to plain's
+RATES_WITH_INTERVALS = ("tokens_per_call", "tokens_per_second", "speedup", "decode_speedup", "ms_per_call", "accuracy")
+
+Sums = dict[str, np.ndarray]
+"""By column, a sum for each task; [tasks]."""
+
+
+def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What results.json says of each side, computed from the records alone; plain comes first."""
+    sides = list(dict.fromkeys(record["side"] for record in records))
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    of_plain = {_text_id(record): record for record in records if record["side"] == BASELINE}
+    sums = {side: _sum_by_task([r for r in records if r["side"] == side], tasks) for side in sides}
+    category = {record["task"]: record["category"] for record in records}
+    groups = {name: np.array([category[task] == name for task in tasks]) for name in dict.fromkeys(category.values())}
+    found = {}
+    for side in sides:
+        own = [record for record in records if record["side"] == side]
+        told = own[0]["calls"] is not None
+        scored = next((record for record in own if record["score"]), None)
+        found[side] = {
+            "kind": own[0]["kind"],
+            **_rates_with_intervals(sums[side], sums[BASELINE], told),
+            "acceptance_by_position": _acceptance_by_position(own) if told else None,
+            "identical": _count_identical(own, of_plain),
+            "accuracy_of": scored and scored["accuracy_of"],
+            "problems": _list_problems(own),
+            "by_category": {
+                name: _rates_with_intervals(_select_tasks(sums[side], mask), _select_tasks(sums[BASELINE], mask), told)
+                | {"identical": _count_identical([r for r in own if r["category"] == name], of_plain)}
+                for name, mask in groups.items()
+            },
+        }
+    return found
+
+
+def _text_id(record: Mapping[str, Any]) -> tuple[str, int]:
+    return record["task"], record["turn"]
+
+
+def _sum_by_task(records: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> Sums:
+    place = {task: index for index, task in enumerate(tasks)}
+    sums = {name: np.zeros(len(tasks)) for name in SUMMED_COLUMNS}
+    for record in records:
+        calls = record["calls"] or ()
+        first = calls[0]["decided"] if calls else min(record["new_tokens"], 1)
+        score = record["score"] and main_score(record["score"])
+        values = {
+            "texts": 1,
+            "calls": len(calls),
+            "tokens": record["new_tokens"],
+            "seconds": record["seconds"],
+            "prefill_seconds": record["prefill_seconds"],
+            "later_calls": max(len(calls) - 1, 0),
+            "later_tokens": record["new_tokens"] - first,
+            "later_seconds": record["seconds"] - record["prefill_seconds"],
+            "nodes": sum(call["nodes"] for call in calls),
+            "score": score or 0.0,
+            "scored": score is not None,
+        }
+        for name, value in values.items():
+            sums[name][place[record["task"]]] += value
+    return sums
+
+
+def _select_tasks(sums: Sums, mask: np.ndarray) -> Sums:
+    return {name: column[mask] for name, column in sums.items()}
+
+
+def _rates_with_intervals(own: Sums, plain: Sums, calls_known: bool) -> dict[str, Any]:
+    """Rates of a side over some tasks, each with its interval: the central 95 % of a bootstrap over tasks."""
+    weights = _resample_counts(len(own["texts"]))
+    point, spread = _rates(own, plain, np.ones((1, len(own["texts"])))), _rates(own, plain, weights)
+    unknown = set() if calls_known else {"tokens_per_call", "ms_per_call", "nodes_per_call"}
+    known = {name: None if name in unknown else _finite_or_none(values[0]) for name, values in point.items()}
+    return {
+        "texts": int(own["texts"].sum()),
+        "calls": int(own["calls"].sum()) if calls_known else None,
+        "tokens": int(own["tokens"].sum()),
+        "seconds": float(own["seconds"].sum()),
+        "prefill_seconds": float(own["prefill_seconds"].sum()),
+        **known,
+        "ci95": {name: None if known[name] is None else _central_95(spread[name]) for name in RATES_WITH_INTERVALS},
+    }
+
+
+def _rates(own: Sums, plain: Sums, weights: Float[np.ndarray, "resamples tasks"]) -> dict[str, np.ndarray]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {name: (weights @ own[over]) / (weights @ own[under]) for name, (over, under) in RATES.items()}
+        found["ms_per_call"] *= 1000
+        for name, rate in RATIOS_TO_BASELINE.items():
+            over, under = RATES[rate]
+            found[name] = found[rate] / ((weights @ plain[over]) / (weights @ plain[under]))
+    return found
+
+
+@lru_cache(maxsize=16)
+def _resample_counts(num_tasks: int) -> Float[np.ndarray, "resamples tasks"]:
+    """How often each task is drawn: the same draws for every side, so that ratios are of the same tasks."""
+    u = Noise(0).uniforms("bootstrap", np.arange(RESAMPLES * num_tasks)).reshape(RESAMPLES, num_tasks)
+    drawn = (u * num_tasks).astype(np.int64)
+    counts = np.zeros((RESAMPLES, num_tasks))
+    np.add.at(counts, (np.arange(RESAMPLES)[:, None], drawn), 1)
+    return counts
+
+
+def _central_95(values: np.ndarray) -> list[float] | None:
+    sound = values[np.isfinite(values)]
+    return [float(x) for x in np.quantile(sound, (0.025, 0.975))] if len(sound) else None
+
+
+def _finite_or_none(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _acceptance_by_position(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of the calls that checked drafts, the share whose k-th drafted token, and all before it, became text."""
+    depths = np.array([c["decided"] - 1 for record in records for c in record["calls"] if c["nodes"]])
+    return [float((depths >= k).mean()) for k in range(1, int(depths.max(initial=0)) + 1)]
+
+
+def _count_identical(records: Sequence[Mapping[str, Any]], plain: Mapping[Any, Mapping[str, Any]]) -> int | None:
+    """Texts that are plain's; None where others throw other dice, so that texts cannot be the same."""
+    if any(record.get("other_dice") for record in records):
+        return None
+    return sum(_is_same_text(record, plain[_text_id(record)]) for record in records)
+
+
+def _is_same_text(one: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    if one["calls"] is None:  # a server gives characters, not tokens
+        return "".join(one["pieces"]) == "".join(plain["pieces"])
+    return one["tokens"] == plain["tokens"]
+
+
+def _list_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for record in records:
+        where = f"task {record['task']}" + (f", turn {record['turn']}" if record["turn"] else "")
+        found += [f"{where}: {problem}" for problem in record["problems"]]
+    return found

@@ -1,0 +1,286 @@
+"""Draw what a benchmark run measured: speed-ups, what calls cost and bring, acceptance, and a text by its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from saltus.evaluation.reports.coloured_text import draw_coloured_text
+from saltus.evaluation.reports.label_placement import place_labels
+from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, INK, LINE, MUTED, Colour, assign_colours
+
+WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "saltus", "text.parse_math": False, "font.size": 10,
+    "font.family": "sans-serif", "font.sans-serif": ["Helvetica Neue", "Arial", "DejaVu Sans"], "text.color": INK,
+    "axes.edgecolor": LINE, "axes.labelcolor": MUTED, "axes.labelsize": 9.5, "axes.linewidth": 0.8,
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "xtick.major.size": 0, "ytick.major.size": 0, "figure.facecolor": BACKGROUND, "axes.facecolor": BACKGROUND,
+}  # fmt: skip
+
+
+def write_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Write every figure that the run has data for, each as SVG and as PNG of twice the pixels. The files' paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in draw_figures(results, records).items():
+        for kind in ("svg", "png"):
+            paths.append(folder / f"{name}.{kind}")
+            paths[-1].write_bytes(render(figure, kind))
+    return paths
+
+
+def draw_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures by name, of matplotlib; without those that the run has nothing for."""
+    import matplotlib
+
+    drawings = {"speed-up": _plot_speedup, "calls": _plot_calls, "acceptance": _plot_acceptance}
+    with matplotlib.rc_context(STYLE):
+        drawn = {name: drawing(results) for name, drawing in drawings.items()}
+        drawn["text"] = draw_coloured_text(results, records, WIDTH)
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def render(figure: Any, kind: str) -> bytes:
+    """A figure as "svg" or "png", the same bytes whenever it is drawn."""
+    import logging
+    import warnings
+
+    import matplotlib
+
+    file = BytesIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
+    fonts = logging.getLogger("matplotlib.font_manager")
+    level = fonts.level
+    fonts.setLevel(logging.ERROR)  # a text in letters that the font lacks is shown without them, in the PNG
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(file, format=kind, dpi=200, metadata=metadata)
+    fonts.setLevel(level)
+    return file.getvalue()
+
+
+def _new_figure(
+    width: int,
+    height: float | int,
+    title: str,
+    subtitle: str,
+    left_margin: float | int,
+    right_margin: int,
+    bottom_margin: int = 49,
+) -> tuple[Any, Any]:
+    """A figure of so many pixels and its axes, 76 pixels below the top; left, right and under are their margins."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 100, height / 100))
+    axes = figure.add_axes(
+        (
+            left_margin / width,
+            bottom_margin / height,
+            (width - left_margin - right_margin) / width,
+            (height - 76 - bottom_margin) / height,
+        )
+    )
+    figure.text(14 / width, 1 - 12 / height, title, size=12.5, weight="bold", va="top")
+    figure.text(14 / width, 1 - 35 / height, subtitle, size=9, color=MUTED, va="top")
+    return figure, axes
+
+
+def _plot_speedup(results: Mapping[str, Any]) -> Any:
+    """Dots with intervals: all texts of each side on a line of its own, which names it; below, by category."""
+    shown = {side: one for side, one in results["methods"].items() if side != "plain" and one["speedup"] is not None}
+    if not shown:
+        return None
+    paint = assign_colours(results["methods"])
+    categories = list(dict.fromkeys(name for one in results["methods"].values() for name in one["by_category"]))
+    categories = categories if len(categories) > 1 else []
+    pitch, gap = max(7.5, 11 - len(shown) / 2), 12
+    height = 22 * len(shown) + 14 + len(categories) * (pitch * len(shown) + gap)
+    names = max(len(_abbreviate(name)) for name in [*shown, *categories])
+    figure, axes = _new_figure(
+        WIDTH, height + 125, "Speed-up over plain decoding",
+        "tokens per second relative to plain decoding in the same run, prefill included; lines: 95 % intervals",
+        max(120, 8.4 * names + 26), 152,
+    )  # fmt: skip
+    axes.set_ylim(height, -5)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.axvline(1, color=paint.get("plain", paint[next(iter(shown))]).light, lw=1.4, zorder=1)
+    for number, (side, one) in enumerate(shown.items()):
+        y = 11 + 22 * number
+        _draw_speedup(axes, one, y, paint[side], one["kind"], 7)
+        axes.annotate(_abbreviate(side), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+                      textcoords="offset points", ha="right", va="center", weight="bold",
+                      color=paint[side].light)  # fmt: skip
+        said = f"{one['speedup']:.2f} ×{_format_interval(one['ci95'].get('speedup'))}"
+        axes.annotate(said, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
+                      va="center", size=8.5)  # fmt: skip
+    top = 22 * len(shown) + 14
+    for number, category in enumerate(categories):
+        start = top + number * (pitch * len(shown) + gap)
+        if number % 2 == 0:
+            axes.axhspan(start, start + pitch * len(shown) + gap, color=BAND, lw=0, zorder=0)
+        middle = start + (pitch * len(shown) + gap) / 2
+        axes.annotate(_abbreviate(category), (0, middle), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+                      textcoords="offset points", ha="right", va="center", size=9.5)  # fmt: skip
+        for line, (side, one) in enumerate(shown.items()):
+            if part := one["by_category"].get(category):
+                _draw_speedup(axes, part, start + gap / 2 + pitch * (line + 0.5), paint[side], one["kind"], 4.6)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.9), max(high, 1.1))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
+    axes.grid(axis="x", color=LINE, lw=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    axes.annotate("plain", (1, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+                  ha="center", size=8.5, color=MUTED)  # fmt: skip
+    axes.annotate("all texts", (0, 1), xycoords="axes fraction", xytext=(-10, 2), textcoords="offset points",
+                  ha="right", size=8.5, color=MUTED)  # fmt: skip
+    _draw_problem_notes(figure, results, height + 125)
+    return figure
+
+
+def _draw_speedup(
+    axes: Any, one: Mapping[str, Any], y: float | int, colour: Colour, kind: str, size: float | int
+) -> None:
+    """A speed-up and its interval; a peer's mark is hollow."""
+    if one["speedup"] is None:
+        return
+    if bounds := one["ci95"].get("speedup"):
+        axes.plot(bounds, [y, y], color=colour.light, lw=size / 3.2, solid_capstyle="round", zorder=2, alpha=0.55)
+    face = BACKGROUND if kind == "peer" else colour.light
+    axes.plot([one["speedup"]], [y], colour.marker, color=colour.light, mfc=face, ms=size, mew=1.3, zorder=3)
+
+
+def _abbreviate(name: str) -> str:
+    return name if len(name) <= 28 else name[:27] + "…"
+
+
+def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") -> str:
+    return f"  [{bounds[0]:{form}}, {bounds[1]:{form}}]" if bounds else ""
+
+
+def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
+    """Below: who had problems or other texts than plain's. Of peers the latter is no fault, and no alarm."""
+    ours, peers, problems = [], [], []
+    for side, one in results["methods"].items():
+        if one["identical"] is not None and one["identical"] < one["texts"]:
+            own = ours if one["kind"] == "method" else peers
+            own.append(f"{side} {one['texts'] - one['identical']} of {one['texts']}")
+        if one["problems"]:
+            problems.append(f"{side} {len(one['problems'])}")
+    lines = [("other texts than plain’s: ", peers, MUTED), ("other texts than plain’s: ", ours, ALARM),
+             ("problems: ", problems, ALARM)]  # fmt: skip
+    for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
+        more = f", and {len(said) - 3} more" if len(said) > 3 else ""
+        text = what + ", ".join(said[:3]) + more
+        figure.text(14 / WIDTH, (6 + 13 * number) / height, text, size=8, color=colour)
+
+
+def _plot_calls(results: Mapping[str, Any]) -> Any:
+    """What a call brings over what it costs, with lines of equal speed."""
+    shown = {side: one for side, one in results["methods"].items() if one["tokens_per_call"] and one["ms_per_call"]}
+    if not shown:
+        return None
+    paint = assign_colours(results["methods"])
+    silent = [side for side in results["methods"] if side not in shown]
+    subtitle = "prefill apart; lines through the points: 95 % intervals; lines across: equal speed"
+    figure, axes = _new_figure(
+        NARROW_WIDTH, 450, "What a call brings, and what it costs", subtitle, 56, 132, 62 if silent else 49
+    )  # fmt: skip
+    if silent:
+        names = ", ".join(map(_abbreviate, silent[:3])) + (" …" if len(silent) > 3 else "")
+        figure.text(14 / NARROW_WIDTH, 7 / 450, f"not told by {names}", size=8.5, color=MUTED)
+    bars = []
+    for side, one in shown.items():
+        x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[side]
+        for name, line in (
+            ("ms_per_call", lambda b, y=y: (b, [y, y])),
+            ("tokens_per_call", lambda b, x=x: ([x, x], b)),
+        ):
+            if bounds := one["ci95"].get(name):
+                bars += axes.plot(*line(bounds), color=colour.light, lw=2, alpha=0.5, solid_capstyle="round", zorder=3)
+        face = BACKGROUND if one["kind"] == "peer" else colour.light
+        axes.plot([x], [y], colour.marker, color=colour.light, mfc=face, ms=8, mew=1.5, zorder=4)
+    low, high = axes.get_xlim()
+    axes.set_xlim(max(0, low - 0.12 * (high - low)), high + 0.2 * (high - low))
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0, low - 0.12 * (high - low)), high + 0.14 * max(high - low, 0.2))
+    bars += _draw_equal_speed_lines(axes, shown.get("plain"))
+    points = {side: [(one["ms_per_call"], one["tokens_per_call"])] for side, one in shown.items()}
+    place_labels(axes, points, {side: paint[side].light for side in shown}, bars)
+    axes.set_xlabel("milliseconds per call", loc="right")
+    axes.set_ylabel("tokens per call")
+    return figure
+
+
+def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[Any]:
+    """Rays of equal tokens per second, labelled where they leave the axes; plain's is stronger, faster is shaded."""
+    from matplotlib.ticker import MaxNLocator
+
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    slowest, fastest = 1000 * low / right, 1000 * high / max(left, 1e-9)
+    own = 1000 * plain["tokens_per_call"] / plain["ms_per_call"] if plain else None
+    reach = 1000 * high / right  # the ray that leaves through the corner
+    rounded = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
+    speeds = [speed for speed in rounded if slowest < speed < fastest]
+    taken: list[tuple[float, float]] = []
+    strong: list[Any] = []
+    for speed in ([own] if own else []) + speeds:
+        x = min(right, 1000 * high / speed)
+        y = speed * x / 1000
+        place = ((x - left) / (right - left), (y - low) / (high - low))
+        if (
+            any(abs(place[0] - other[0]) < 0.13 and abs(place[1] - other[1]) < 0.06 for other in taken)
+            or place[0] < 0.04
+        ):
+            continue
+        taken.append(place)
+        mine = speed == own
+        ray = axes.plot([0, x], [0, y], color=MUTED if mine else LINE, lw=1.8 if mine else 0.9, zorder=2 if mine else 1,
+                        scalex=False, scaley=False)  # fmt: skip
+        strong += ray if mine else []
+        said = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 3 else f"{speed:g}"
+        side = x >= right
+        axes.annotate(said, (x, y), xytext=(5, 0) if side else (0, 3), textcoords="offset points", size=8.5,
+                      ha="left" if side else "center", va="center" if side else "bottom",
+                      color=INK if mine else MUTED, weight="bold" if mine else "normal")  # fmt: skip
+    if own:
+        xs = [0, right]
+        axes.fill_between(xs, [own * x / 1000 for x in xs], [max(high, own * right / 1000)] * 2, color=BAND, lw=0,
+                          zorder=0)  # fmt: skip
+        axes.annotate("faster than plain", (0.015, 0.975), xycoords="axes fraction", va="top", size=9, color=MUTED,
+                      style="italic")  # fmt: skip
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    return strong
+
+
+def _plot_acceptance(results: Mapping[str, Any]) -> Any:
+    """Lines over the position in the draft, named at their ends."""
+    shown = {side: one["acceptance_by_position"] for side, one in results["methods"].items()}
+    shown = {side: shares for side, shares in shown.items() if shares}
+    if not shown:
+        return None
+    paint = assign_colours(results["methods"])
+    subtitle = "share of the calls with drafts in which the k-th drafted token was accepted"
+    figure, axes = _new_figure(NARROW_WIDTH, 350, "How far drafts hold", subtitle, 56, 16)
+    drawn = []
+    for side, shares in shown.items():
+        colour = paint[side]
+        places = list(range(1, len(shares) + 1))
+        drawn += axes.plot(
+            places, shares, color=colour.light, lw=2, marker=colour.marker, ms=5, mec=BACKGROUND, mew=0.8
+        )
+    axes.set_xlim(0.7, max(3, *map(len, shown.values())) + 0.3)
+    axes.set_ylim(0, 1.1 * max(max(shares) for shares in shown.values()) or 1)
+    points = {side: list(enumerate(shares, start=1)) for side, shares in shown.items()}
+    place_labels(axes, points, {side: paint[side].light for side in shown}, drawn)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.grid(axis="y", color=LINE, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("position in the draft, k", loc="right")
+    return figure

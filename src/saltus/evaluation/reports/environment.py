@@ -1,0 +1,79 @@
+"""Say on what a benchmark ran: the machine, the versions, and the commit of the package."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import saltus
+from saltus.engine.profiles import processor_name
+
+
+def machine_info() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GB (10⁹ bytes), GPU or None, system, and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": processor_name(),
+        "cores": cores,
+        "memory_gb": _memory_gb(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "saltus": saltus.__version__,
+    }
+
+
+def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a page of results must name: command, date, commit, machine, model and settings."""
+    model = engine.network.model
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "machine": machine_info(),
+        "model": {
+            "name": engine.target.name,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "context": engine.target.context_length,
+            "path": "lean" if engine.network.native_decoder else "transformers",
+        },
+        "settings": settings,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the repository that holds the package, `+` behind it where tracked files were changed; or None."""
+    folder = Path(saltus.__file__).parent
+    try:
+        if not _git(folder, "ls-files", "__init__.py"):  # a repository around an environment is not ours
+            return None
+        return _git(folder, "rev-parse", "--short", "HEAD") + (
+            "+" if _git(folder, "diff", "HEAD", "--name-only") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *command: str) -> str:
+    done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+    except (AttributeError, OSError, ValueError):
+        return None

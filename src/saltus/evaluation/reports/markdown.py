@@ -1,0 +1,95 @@
+"""Write the tables of a benchmark run in Markdown, to be quoted with all that a reader must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+def render_markdown(results: Mapping[str, Any]) -> str:
+    """What ran, all sides, speed-ups by category, problems, and on what machine."""
+    return (
+        "\n".join(
+            line
+            for part in (_run_description, _systems_table, _categories_table, _problems, _environment)
+            for line in part(results)
+        )
+        + "\n"
+    )
+
+
+def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
+    model, suite, settings = results["model"], results["suite"], results["settings"]
+    way = f"T = {settings['temperature']}, seed {settings['seed']}" if settings["temperature"] else "greedy"
+    turns = f" ({suite['turns']} turns)" if suite["turns"] != suite["tasks"] else ""
+    yield f"{model['name']} in {model['dtype']} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
+    yield f"{settings['max_new_tokens']} new tokens, prefill included. In brackets: 95 % intervals."
+    yield ""
+
+
+def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
+    sides = results["methods"]
+    graded = next((side["accuracy_of"] for side in sides.values() if side["accuracy_of"]), None)
+    head = ["", "tokens a second", "speed-up", "prefill apart", "tokens a call", "ms a call", "same text"]
+    yield from _table_head([*head, *([graded] if graded else [])])
+    for name, side in sides.items():
+        bounds = side["ci95"]["speedup"]
+        certain = "" if name == "plain" or not bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+        same = "other dice" if side["identical"] is None else f"{side['identical']} of {side['texts']}"
+        cells = [
+            f"`{name}`", _format_number(side["tokens_per_second"], 1), f"{_format_number(side['speedup'])} ×{certain}",
+            f"{_format_number(side['decode_speedup'])} ×", _format_number(side["tokens_per_call"]),
+            _format_number(side["ms_per_call"], 1), same,
+        ]  # fmt: skip
+        if graded:
+            cells.append(_format_number(None if side["accuracy"] is None else 100 * side["accuracy"], 1) + " %")
+        yield _table_row(cells)
+    yield ""
+
+
+def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
+    sides = results["methods"]
+    others = [name for name in sides if name != "plain"]
+    categories = sides["plain"]["by_category"]
+    if len(categories) < 2 or not others:
+        return
+    yield "Speed-up by category, and tokens a call:"
+    yield ""
+    yield from _table_head(["texts", *(f"`{name}`" for name in others)])
+    for name, plain in categories.items():
+        own = (sides[side]["by_category"][name] for side in others)
+        cells = (f"{_format_number(one['speedup'])} × ({_format_number(one['tokens_per_call'])})" for one in own)
+        yield _table_row([f"{name} ({plain['texts']})", *cells])
+    yield ""
+
+
+def _problems(results: Mapping[str, Any]) -> Iterator[str]:
+    for name, side in results["methods"].items():
+        for problem in side["problems"]:
+            yield f"- **`{name}`: {problem}**"
+    if any(side["problems"] for side in results["methods"].values()):
+        yield ""
+
+
+def _environment(results: Mapping[str, Any]) -> Iterator[str]:
+    machine = results["machine"]
+    where = machine["gpu"] or f"{machine['cores']} cores of {machine['processor']}"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("saltus", "torch", "transformers", "python"))
+    yield f"{where}; {versions}; commit {results['commit'] or 'unknown'}; {results['date'][:10]}."
+    yield ""
+    yield "```console"
+    yield f"$ {results['command']}"
+    yield "```"
+
+
+def _table_head(names: list[str]) -> Iterator[str]:
+    yield _table_row(names)
+    yield "|" + "---|" * len(names)
+
+
+def _table_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _format_number(value: float | int | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

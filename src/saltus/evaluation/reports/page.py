@@ -1,0 +1,181 @@
+"""Make one HTML file of a benchmark run: a sentence, figures, answers that race plain decoding, and every number."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from saltus.evaluation.reports.coloured_text import typical_record
+from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
+from saltus.evaluation.reports.summary import Summary, summarize_results
+
+MAX_TASKS, MAX_BYTES = 30, 1_300_000  # shown at most; the page stays below two megabytes
+MAX_QUESTION_LENGTH = 400  # characters of a question
+CSS_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", BAND: "band", BACKGROUND: "paper", ALARM: "alarm"}
+
+
+def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+    """The page as one string that needs nothing else: styles, figures and scripts are inside.
+
+    `results` and `records` are what `saltus bench` writes. A run that was interrupted has a page too. Without
+    matplotlib it has no figures.
+    """
+    here = Path(__file__).parent
+    environment = Environment(loader=FileSystemLoader(here), autoescape=True, trim_blocks=True)
+    environment.globals |= {"number": _number, "interval": _interval}
+    sides = results["methods"]
+    head = summarize_results(results) if records and sides else Summary("No text was finished before the run ended.")
+    shown = _replay_data(results, records, head.system)
+    script = (here / "page.js").read_text(encoding="utf-8")
+    return environment.get_template("page.html.jinja").render(
+        results=results,
+        sides=sides,
+        head=head,
+        style=Markup((here / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        digest="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        paint=assign_colours(sides),
+        palette=(PLAIN, *COLOURS),
+        plots=_svg_plots(results, records),
+        categories=list(dict.fromkeys(name for one in sides.values() for name in one["by_category"])),
+        data=_escape_json(shown),
+        shown=len(shown["tasks"]),
+        graded=any(one["accuracy"] is not None for one in sides.values()),
+        facts=list(_run_facts(results)),
+    )
+
+
+def _number(value: float | int | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _interval(one: Mapping[str, Any], name: str, digits: int = 2) -> str:
+    bounds = one["ci95"].get(name)
+    return f"{bounds[0]:,.{digits}f} – {bounds[1]:,.{digits}f}" if bounds else ""
+
+
+def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the run was, as far as it is known."""
+    model, machine = results.get("model") or {}, results.get("machine") or {}
+    millions = f"{model['parameters'] / 1e6:,.0f} million parameters" if model.get("parameters") else None
+    kv_cache = f"{machine['memory_gb']:g} GB" if machine.get("memory_gb") else None
+    cores = f"{machine['cores']} cores" if machine.get("cores") else None
+    names = ("python", "torch", "transformers", "saltus")
+    versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    suite = results.get("suite") or {}
+    turns = f"{suite['tasks']} tasks, {suite['turns']} turns" if "turns" in suite else None
+    settings = [f"{name} {value}" for name, value in (results.get("settings") or {}).items() if value is not None]
+    for name, parts in (
+        ("command", [results.get("command")]), ("date", [results.get("date")]), ("commit", [results.get("commit")]),
+        ("model", [model.get("name"), model.get("dtype"), millions]), ("suite", [suite.get("name"), turns]),
+        ("settings", settings), ("versions", versions),
+        ("machine", [machine.get("processor"), machine.get("gpu"), cores, kv_cache, machine.get("system")]),
+    ):  # fmt: skip
+        known = [str(part) for part in parts if part]
+        if known:
+            yield name, ", ".join(known)
+
+
+def _svg_plots(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The figures as SVG to stand in a page; the text is left to the answers below them."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return {}
+    from saltus.evaluation.reports.benchmark_plots import draw_figures, render
+
+    drawn = {name: figure for name, figure in draw_figures(results, records).items() if name != "text"}
+    return {name: _inline_svg(render(figure, "svg").decode(), name) for name, figure in drawn.items()}
+
+
+def _inline_svg(svg: str, name: str) -> str:
+    """An SVG of its own file as one among several in a page: own ids, the page's colours and letters."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\1{name}-", svg)
+    svg = re.sub(r"(font: [^;\"]*?)'[^;\"]*", r"\1var(--sans)", svg)
+    roles = CSS_VARIABLES | {colour.light: f"side-{colour.name}" for colour in (PLAIN, *COLOURS)}
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{roles[found[0]]})" if found[0] in roles else found[0], svg)
+    return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
+
+
+def _replay_data(
+    results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
+) -> dict[str, Any]:
+    """What the race needs: the texts of some tasks of every category, with the calls that wrote them."""
+    sides = list(results["methods"])
+    paint = assign_colours(sides)
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in records:
+        if record["side"] in sides:
+            inputs = _text_id(record)
+            about = {
+                "task": record["task"], "turn": record["turn"], "category": record["category"],
+                "asked": record.get("asked", "")[:MAX_QUESTION_LENGTH], "by": {},
+            }  # fmt: skip
+            found.setdefault(inputs, about)["by"][sides.index(record["side"])] = _replay_record(record)
+    tasks, size = [], 0
+    for name in _tasks_across_categories(found):
+        turns = [text for inputs, text in found.items() if inputs[0] == name]
+        size += len(json.dumps(turns))
+        if tasks and size > MAX_BYTES:
+            break
+        tasks.append((name, turns))
+    order = {name: number for number, name in enumerate(dict.fromkeys(inputs[0] for inputs in found))}
+    texts = [text for _, turns in sorted(tasks, key=lambda task: order[task[0]]) for text in turns]
+    kept = [record for record in records if any(record["task"] == name for name, _ in tasks)]
+    start = typical_record(results, kept, system)
+    first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == _text_id(start)), 0)
+    named = [{"name": side, "colour": paint[side].name} for side in sides]
+    return {"sides": named, "tasks": texts, "best": system or (sides[-1] if sides else None), "first": first}
+
+
+def _text_id(record: Mapping[str, Any]) -> tuple[str, int]:
+    return record["task"], record["turn"]
+
+
+def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
+    """The tasks to show: the first of each category, then the second, and so on."""
+    by_category: dict[str, list[str]] = {}
+    for (task, _), text in found.items():
+        own = by_category.setdefault(text["category"], [])
+        if task not in own:
+            own.append(task)
+    ranked = [(rank, task) for own in by_category.values() for rank, task in enumerate(own)]
+    return [task for _, task in sorted(ranked, key=lambda pair: pair[0])][:MAX_TASKS]
+
+
+def _replay_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A text, its pieces with tokens and nodes, and when each was there: milliseconds since the start.
+
+    The time between calls is not recorded by call; it is spread evenly over them, so that the last piece comes when
+    the text was done.
+    """
+    calls = record["calls"]
+    whole = {
+        "tokens": len(record["tokens"]), "seconds": round(record["seconds"], 4), "problems": list(record["problems"]),
+        "finish": record["finish_reason"],
+    }  # fmt: skip
+    if not calls:
+        return whole | {"pieces": ["".join(record["pieces"])], "calls": None}
+    pieces = [*record["pieces"], *[""] * len(calls)][: len(calls)]
+    pieces[-1] += "".join(record["pieces"][len(calls) :])
+    rest = max(0.0, record["seconds"] - sum(call["seconds"] for call in calls)) / len(calls)
+    told = [[call["decided"], call["nodes"], round(1000 * call["seconds"], 2)] for call in calls]
+    return whole | {"pieces": pieces, "calls": told, "rest": round(1000 * rest, 3)}
+
+
+def _escape_json(data: Mapping[str, Any]) -> str:
+    """JSON that no text can end or begin a tag in."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,48 @@
+"""Write answers as Spec-Bench writes them, so that its own tools read our runs."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def spec_bench_answers(
+    records: Sequence[Mapping[str, Any]], system: str, model: str | None = None
+) -> list[dict[str, Any]]:
+    """One object a task, a JSON line each, with what Spec-Bench's `evaluation/speed.py` and `equal.py` read.
+
+    `wall_time` is in seconds, prefill included; `accept_lengths` are the tokens that each call decided, and empty for
+    a side that does not tell its calls. Turns are stripped, as there. Spec-Bench counts plain decoding's tokens as
+    `len(tokenizer(text).input_ids) - 1`, for a tokenizer that adds a token in front. Errors: ValueError of one line.
+    """
+    tasks: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        if record["side"] == system:
+            tasks.setdefault(record["task"], {})[record["turn"]] = record  # measured again: the last one counts
+    if not tasks:
+        known = ", ".join(dict.fromkeys(record["side"] for record in records)) or "no records at all"
+        raise ValueError(f"no record is of side {system}; the run has {known}")
+    name = f"{model}-{system}" if model else system
+    return [_answer(task, [turns[turn] for turn in sorted(turns)], name) for task, turns in tasks.items()]
+
+
+def _answer(task: str, turns: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
+    return {
+        "question_id": int(task) if task.isdecimal() else task,
+        "category": turns[0]["category"],
+        "answer_id": uuid.uuid5(uuid.NAMESPACE_OID, f"{model}/{task}").hex,
+        "model_id": model,
+        "choices": [
+            {
+                "index": 0,
+                "turns": ["".join(turn["pieces"]).strip() for turn in turns],
+                "decoding_steps": [None if turn["calls"] is None else len(turn["calls"]) for turn in turns],
+                "new_tokens": [len(turn["tokens"]) for turn in turns],
+                "wall_time": [turn["seconds"] for turn in turns],
+                "accept_lengths": [call["decided"] for turn in turns for call in turn["calls"] or ()],
+            }
+        ],
+        "tstamp": time.time(),
+    }

@@ -1,0 +1,55 @@
+"""Say in a sentence what a benchmark run found, the unwelcome parts included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A sentence, the side it is about, and what must be said beside it."""
+
+    sentence: str
+    system: str | None = None
+    note: str = ""
+
+
+def summarize_results(results: Mapping[str, Any]) -> Summary:
+    """The fastest of our methods against plain decoding (the fastest peer where there is none); never a peer's sum."""
+    sides = results["methods"]
+    compared = {side: one for side, one in sides.items() if side != "plain" and one["speedup"] is not None}
+    ours = {side: one for side, one in compared.items() if one["kind"] == "method"}
+    able = ours or compared
+    if not able:
+        return Summary("Nothing was compared with plain decoding.")
+    best = max(able, key=lambda side: able[side]["speedup"])
+    one = able[best]
+    same = one["identical"] is not None and one["identical"] == one["texts"]
+    low, high = one["ci95"].get("speedup") or (one["speedup"], one["speedup"])
+    bounds = f" [{low:.2f}, {high:.2f}]" if one["ci95"].get("speedup") else ""
+    texts = f"{one['texts']} text{'s' * (one['texts'] != 1)}"
+    sentence = (
+        f"{best} wrote {'the same ' if same else ''}{texts} {one['speedup']:.2f} × as fast as plain decoding{bounds}"
+    )
+    sentence += _caveats(one, low, high) + "."
+    beside = f"The fastest of {len(able)} {'methods' if ours else 'peers'}." if len(able) > 1 else ""
+    return Summary(sentence, best, beside)
+
+
+def _caveats(one: Mapping[str, Any], lower_bound: float | int, upper_bound: float | int) -> str:
+    doubts = []
+    if upper_bound < 1:
+        doubts.append("which is slower")
+    elif lower_bound <= 1:
+        doubts.append("no clear difference")
+    if one["identical"] is None:
+        doubts.append("with other dice, so the texts are not compared")
+    elif one["identical"] < one["texts"]:
+        count = one["texts"] - one["identical"]
+        doubts.append("but not one of them is plain's" if not one["identical"] else f"but {count} of them differ")
+    if one["problems"]:
+        count = len(one["problems"])
+        doubts.append(f"and {count} problem{'s were' if count > 1 else ' was'} found")
+    return "".join(f", {doubt}" for doubt in doubts)

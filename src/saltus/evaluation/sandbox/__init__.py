@@ -1,0 +1,1 @@
+"""Run generated programs confined."""

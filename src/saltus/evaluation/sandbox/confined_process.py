@@ -1,0 +1,204 @@
+"""Run one program inside limits it cannot lift, and tell on a pipe how it ended: `sandbox.run` starts this file.
+
+It gets a token and the program on its stdin, is no module of the package, and imports the standard library alone.
+Three guards hold the program, each without trust in the others: limits of the system (memory, seconds, files), the
+kernel's filter of system calls (Linux on x86-64 and aarch64), and a hook on Python's audit events. The hook gives
+reasons in words, and is what there is on other systems; a program made to get past it there could.
+"""
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+WRITES_FILE, STARTS_PROCESS, OPENS_SOCKET = (
+    "tried to write a file",
+    "tried to start a process",
+    "tried to open a socket",
+)
+ACCESSES_LAUNCHER = "tried to reach into its launcher"
+READABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo")
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _by_name(names: dict[str, str]) -> dict[str, str]:
+    return {name: reason for reason, listed in names.items() for name in listed.split()}
+
+
+REASONS_BY_MODULE = _by_name(
+    {  # for all events of a module but those named below
+        OPENS_SOCKET: "socket urllib http ftplib smtplib imaplib poplib telnetlib nntplib",
+        STARTS_PROCESS: "subprocess pty webbrowser",
+        WRITES_FILE: "shutil tempfile",
+        "tried to call C through ctypes": "ctypes",
+        "tried to change its limits": "resource",
+        "tried to write to the system's log": "syslog",
+    }
+)
+REASONS_BY_EVENT = _by_name(
+    {
+        "tried to fork": "os.fork os.forkpty",
+        STARTS_PROCESS: "os.exec os.posix_spawn os.spawn os.system os.startfile",
+        "tried to signal other processes": "os.killpg",
+        "tried to remove a file": "os.remove",
+        "tried to remove a folder": "os.rmdir",
+        "tried to make a folder": "os.mkdir",
+        "tried to rename a file": "os.rename",
+        WRITES_FILE: "os.link os.symlink os.truncate os.utime os.chmod os.chown os.chflags os.setxattr os.removexattr",
+        "tried to lock a file": "os.lockf fcntl.flock fcntl.lockf",
+        ACCESSES_LAUNCHER: (
+            "sqlite3.enable_load_extension sqlite3.load_extension gc.get_objects gc.get_referrers "
+            "gc.get_referents sys.settrace sys.remote_exec"
+        ),
+    }
+)
+
+
+def main() -> None:
+    """Confine this process, run the program, say how it ended and leave without any more of its code."""
+    report, parent, seconds, megabytes = (int(word) for word in sys.argv[1:5])
+    guards, place = sys.argv[5:7]
+    token, _, program = sys.stdin.buffer.read().partition(b"\n")
+    tokens = [token]
+    del token
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv[:] = ["program"]
+    sys.path.append(place)  # where numpy is
+    with suppress(ImportError):
+        import ctypes  # noqa: F401  numpy imports it, and to do so calls C: done before anything watches
+    import builtins
+
+    for name in ("exit", "quit"):  # as site would
+        setattr(builtins, name, sys.exit)
+    module = type(sys)("program")  # not __main__: as HumanEval does, what only a script would run is left out
+    sys.modules["program"] = sys.modules["__main__"] = module
+
+    write, leave = os.write, os._exit
+
+    def end(why: str) -> None:
+        write(report, b"-" + why.encode("utf-8", "replace"))
+        leave(1)
+
+    lower_limits(AS=megabytes << 20, CPU=seconds + 2, FSIZE=0, NOFILE=64, CORE=0, MEMLOCK=0, MSGQUEUE=0, RTPRIO=0)
+    if not ("filter" in guards and install_seccomp_filter(parent)):
+        lower_limits(NPROC=0)  # which counts threads too on Linux: without the filter rather none of either
+    if "hook" in guards:
+        install_audit_hook(end)
+    del end
+    write(report, b"!")  # ready: from here on the program's seconds count
+    # The token waits on the evaluation stack, where the program finds it neither by name nor through a frame.
+    write(report, tokens.pop() + execute(program, vars(module), megabytes))
+    leave(0)
+
+
+def execute(program: bytes, namespace: dict, megabytes: int) -> bytes:
+    """Run the program and wait for its threads; "+" where it came to its end, "-" and the reason else."""
+    try:
+        exec(compile(program.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True), namespace)
+        if threading := sys.modules.get("threading"):
+            for thread in threading.enumerate():
+                if thread is not threading.main_thread() and not thread.daemon:
+                    thread.join()
+    except SystemExit:
+        return b"-left early"
+    except MemoryError:
+        return f"-used more than {megabytes:,} MB".encode()
+    except BaseException as error:
+        return b"-" + describe_exception(error)
+    return b"+"
+
+
+def describe_exception(error: BaseException) -> bytes:
+    """An exception in a line of 200 characters at most; its own text is the program's code and may fail too."""
+    name = type(error).__name__
+    try:
+        said = str(error)
+    except BaseException:
+        said = ""
+    line = " ".join(f"{name}: {said[:400]}".split()) if said else name
+    return line[:200].encode("utf-8", "replace")
+
+
+def lower_limits(**limits: int) -> None:
+    """Lower limits of the system, the hard ones too; those that a system lacks or keeps lower stay as they are.
+
+    Wall time is for the parent to measure; the limit of CPU time ends a program whose parent is gone.
+    """
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is not None:
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            with suppress(OSError, ValueError):  # macOS knows a limit of memory, but not always how to set it
+                resource.setrlimit(kind, (value, value))
+
+
+def install_seccomp_filter(parent_pid: int) -> bool:
+    """Install the kernel's filter for good, and die with the parent; False where there is no such filter."""
+    if not sys.platform.startswith("linux"):
+        return False
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import ctypes
+
+    import seccomp_filter  # pyright: ignore[reportMissingImports]  (the file beside this one)
+
+    del sys.path[0], sys.modules["seccomp_filter"]
+    steps = seccomp_filter.build_filter(os.uname().machine, os.getpid())
+    if steps is None:
+        return False
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))  # struct sock_fprog
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    end_with_parent, no_new_privileges, seccomp, by_filter = 1, 38, 22, 2
+    prctl(end_with_parent, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+    program = Program(len(steps) // 8, steps)
+    prctl(no_new_privileges, 1, 0, 0, 0)
+    return prctl(seccomp, by_filter, ctypes.addressof(program), 0, 0) == 0
+
+
+def install_audit_hook(end_process: Callable[[str], None]) -> None:
+    """End the process at the first audit event of a thing it may not do; there is no exception to catch."""
+    itself, family, text, starts = os.getpid(), 1, (str, bytes), str.startswith
+    absolute, plain = os.path.abspath, os.fsdecode
+
+    def opened(arguments: tuple) -> str | None:
+        path, _, flags = arguments
+        if not isinstance(path, text):
+            return None
+        if flags & WRITE_FLAGS:
+            return WRITES_FILE
+        where = absolute(plain(path))
+        hidden = starts(where + "/", ("/dev/", "/proc/")) and where not in READABLE_DEVICES
+        return "tried to open a device" if hidden else None
+
+    decided = {
+        **REASONS_BY_EVENT,
+        "open": opened,
+        "os.kill": lambda arguments: None if arguments[0] == itself else "tried to signal another process",
+        "socket.__new__": lambda arguments: (
+            None if arguments[1] == family else OPENS_SOCKET
+        ),  # asyncio's pair for itself
+        "sqlite3.connect": lambda arguments: None if arguments[0] == ":memory:" else WRITES_FILE,
+        "sqlite3.connect/handle": lambda arguments: None,
+    }
+    rooms = dict(REASONS_BY_MODULE)
+
+    def hook(event: str, arguments: tuple) -> None:
+        why = decided.get(event) or rooms.get(event.partition(".")[0])
+        if why is not None and not isinstance(why, str):
+            why = why(arguments)
+        if why is not None:
+            end_process(why)
+
+    sys.addaudithook(hook)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Saltus inside other libraries."""

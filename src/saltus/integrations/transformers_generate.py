@@ -1,0 +1,231 @@
+"""Write for Transformers: `model.generate(..., custom_generate=saltus.custom_generate("lookup"))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from saltus import methods
+from saltus.core.control.acceptance import Acceptance
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.protocols import Network
+from saltus.core.sampling import Sampling
+from saltus.engine.request import DecodingSetup, Request, check_rule, run_requests
+from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
+from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
+from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact.fixed_shapes import rows_for_budget
+
+SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    RepetitionPenaltyLogitsProcessor: lambda one: {"repetition_penalty": one.penalty},
+    SuppressTokensLogitsProcessor: lambda one: {"banned": tuple(one.suppress_tokens.tolist())},
+    TemperatureLogitsWarper: lambda one: {"temperature": one.temperature},
+    TopKLogitsWarper: lambda one: {"top_k": one.top_k},
+    TopPLogitsWarper: lambda one: {"top_p": one.top_p},
+    MinPLogitsWarper: lambda one: {"min_p": one.min_p},
+    LogitNormalization: lambda one: {},  # a law is normalised anyway
+}
+"""What our pipeline can do, in its order."""
+SUPPORTED_SETTINGS = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
+
+IGNORED_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass
+class _ModelRecord:
+    """What is known of a model from one call of `generate` to the next."""
+
+    call_cost: CallCost = field(default_factory=CallCost)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    controllers: dict[int, Controller] = field(default_factory=dict)
+
+
+def custom_generate(
+    method: str = "lookup",
+    *,
+    seed: int = 0,
+    rule: str = "match",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    budget: int = 16,
+    adaptive: bool = True,
+    exact: bool = True,
+    streamer: Any = None,
+) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+    """What `model.generate` of Transformers takes as `custom_generate`. Keep it for further calls: it learns.
+
+    Sampling, stopping criteria and padding are those that `generate` was given; what our pipeline cannot do is a
+    ValueError. Dice are ours: `seed`, here or as an argument of `generate`; row i of `num_return_sequences` takes
+    seed + i. Give a streamer here, since `generate` does not hand its own on.
+    """
+    made = methods.make_methods(method, options)
+    check_rule(rule)
+    learned: WeakKeyDictionary[Any, _ModelRecord] = WeakKeyDictionary()
+    own_seed = seed
+
+    @lru_cache
+    def drafter(name: str, device: str) -> Checkpoint:
+        return load_checkpoint(name, device, exact=exact, budget=budget)
+
+    def generate(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        generation_config: Any = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        _check_supported(generation_config, kwargs)
+        mask = kwargs.get("attention_mask")
+        prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(input_ids)]
+        if not all(map(len, prompts)):
+            raise ValueError("a row of input_ids has no tokens; give it one, such as the begin token")
+        sampling = _sampling(logits_processor or (), generation_config.do_sample)
+        returns = max(generation_config.num_return_sequences or 1, 1)
+        texts = []
+        for i, prompt in enumerate(prompts):
+            ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
+            dice = (own_seed if seed is None else seed) + i % returns
+            texts.append(Request(prompt.tolist(), length, dice, sampling, ends))
+        with _borrowed_network(model, exact, budget, already_checked=model in learned) as network:
+            known = learned.setdefault(model, _ModelRecord())
+            networks: dict[str, Network] = {"target": network}
+            contexts: dict[str, int | None] = {}
+            for name, where in (pair for one in made for pair in one.draft_models.items()):
+                if not is_drafter_spec(where):
+                    own = drafter(where, str(model.device))
+                    networks[name], contexts[name] = own.network, own.context_length
+                elif (brought := load_drafter_for_target(where, network, "this model", name)) is not None:
+                    networks[name] = brought
+            ensemble = DecodingSetup(made, networks, rule, budget, adaptive, contexts, **vars(known))
+            _run_with_streamer(ensemble, texts, input_ids, streamer)
+        return _pad_outputs(input_ids, texts, generation_config)
+
+    return generate
+
+
+def _run_with_streamer(setup: DecodingSetup, requests: list[Request], input_ids: Tensor, streamer: Any) -> None:
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    conditioning = 0
+    for _ in run_requests(setup, requests):
+        if streamer is not None:
+            for token in requests[0].tokens[conditioning:]:
+                streamer.put(torch.tensor([token]))
+                conditioning += 1
+    if streamer is not None:
+        streamer.end()
+
+
+@contextmanager
+def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[CausalNetwork]:
+    """The network of a model that goes back as it was."""
+    attention, training = model.config._attn_implementation, model.training
+    try:
+        causal = already_checked and not fills_holes(model)
+        known = CausalNetwork(model, not exact, rows_for_budget(budget)) if causal else None
+        yield known or make_network(model, "this model", exact, budget)
+    finally:
+        model.set_attn_implementation(attention)
+        model.train(training)
+
+
+def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for what generate can do and this cannot."""
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"custom_generate writes by greedy decoding or sampling, not by {config.get_generation_mode().value};"
+            " leave num_beams and assistants out"
+        )
+    wanted = [name for name in UNSUPPORTED_OUTPUTS if getattr(config, name, None)]
+    extra = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
+    if wanted or extra:
+        raise ValueError(f"custom_generate does not support {', '.join(wanted + extra)}; leave it out")
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("custom_generate keeps a memory of its own; leave past_key_values out and pass the whole text")
+
+
+def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
+    """Our pipeline, where it does what the processors do."""
+    fields: dict[str, Any] = {}
+    order, place = list(SUPPORTED_PROCESSORS), -1
+    for one in processors:
+        name = type(one).__name__
+        if type(one) not in SUPPORTED_PROCESSORS:
+            raise ValueError(f"custom_generate cannot apply {name}; leave it out, it can do {SUPPORTED_SETTINGS}")
+        if order.index(type(one)) <= place:
+            raise ValueError(f"custom_generate applies {name} once and before what follows it; set it by its argument")
+        if getattr(one, "min_tokens_to_keep", 1) != 1 or getattr(one, "filter_value", -torch.inf) != -torch.inf:
+            raise ValueError(f"custom_generate has no min_tokens_to_keep or filter_value for {name}; leave them out")
+        if isinstance(getattr(one, "prompt_ignore_length", None), int):
+            raise ValueError(f"custom_generate has no prompt_ignore_length for {name}; leave it out")
+        place = order.index(type(one))
+        fields |= SUPPORTED_PROCESSORS[type(one)](one)
+    if not do_sample:  # what is likeliest stays so, whatever the warpers do
+        fields = {name: fields[name] for name in ("repetition_penalty", "banned") if name in fields}
+    fields.setdefault("temperature", 1.0 if do_sample else 0.0)
+    return Sampling(**fields)
+
+
+def _stopping_rule(stopping_criteria: Sequence[Any], row: Tensor, max_length: int) -> tuple[Callable[[int], bool], int]:
+    """Told each token of a row: does it end there? And how many tokens there may be."""
+    ends: set[int] = set()
+    others = []
+    for one in stopping_criteria:
+        if type(one) is EosTokenCriteria:
+            ends |= set(one.eos_token_id.tolist())
+        elif type(one) is MaxLengthCriteria:
+            max_length = min(max_length, one.max_length)
+        else:
+            others.append(one)
+    text = row.tolist()
+
+    def end(token: int) -> bool:
+        text.append(token)
+        if token in ends:
+            return True
+        ids = torch.tensor([text], device=row.device) if others else None
+        return any(bool(torch.as_tensor(one(ids, None)).all()) for one in others)
+
+    return end, max(max_length - len(row), 0)
+
+
+def _pad_outputs(input_ids: Tensor, requests: list[Request], config: Any) -> Tensor | GenerateDecoderOnlyOutput:
+    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    width = max(len(text.tokens) for text in requests)
+    new = torch.tensor(
+        [text.tokens + [pad] * (width - len(text.tokens)) for text in requests],
+        dtype=torch.long,
+        device=input_ids.device,
+    )
+    sequences = torch.cat([input_ids, new.reshape(len(requests), width)], dim=1)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences  # pyright: ignore

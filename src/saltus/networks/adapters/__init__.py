@@ -1,0 +1,1 @@
+"""Adapters of the target: low-rank weights that act on query rows alone."""

@@ -1,0 +1,223 @@
+"""Let a low-rank adapter act on chosen rows of a causal model, and leave every other row as it is (PTP, gated LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from saltus.core.noise import Noise
+from saltus.networks.adapters.uniform_embedding import KINDS, UniformEmbedding
+
+
+@dataclass(frozen=True)
+class GatedLoraSettings:
+    """What a gated adapter is made of."""
+
+    rank: int = 64
+    alpha: float = 64.0  # the low-rank part is multiplied by alpha / rank
+    dropout: float = 0.0  # of what the low-rank part reads, in training
+    targets: tuple[str, ...] = ()  # last names of the linear layers it acts on; empty: all but the unembedding
+    embedding: str = "bits"  # of uniforms
+    told: bool = True  # is the temperature embedded too?
+    window: int = 16  # queries of a group that it was trained for, at most
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"an adapter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if not self.alpha > 0:
+            raise ValueError(f"an adapter's alpha is {self.alpha}, but must be above 0; take its rank")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"an adapter's dropout is {self.dropout}, but must lie in [0, 1)")
+        if self.embedding not in KINDS:
+            raise ValueError(f"an adapter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The rows of a call that are auxiliary queries, and what each is told; `rows` count through a whole batch.
+
+    Those that are guesses read the embedding of their token too.
+    """
+
+    rows: Int[Tensor, "gated"]
+    uniforms: Float[Tensor, "gated"]  # NaN: none
+    temperatures: Float[Tensor, "gated"]
+    has_token: Bool[Tensor, "gated"] | None = None  # None: none is
+
+
+class LoraLayer(nn.Module):
+    """s · B A of one linear layer (Hu et al. 2021); B starts at zero."""
+
+    def __init__(self, inputs: int, outputs: int, settings: GatedLoraSettings) -> None:
+        super().__init__()
+        self.scale, self.dropout = settings.scale, settings.dropout
+        self.down = nn.Parameter(torch.zeros(settings.rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, settings.rank))
+
+    def forward(self, x: Float[Tensor, "*gated inputs"]) -> Float[Tensor, "*gated outputs"]:
+        """In the adapter's own format, float32 as a rule."""
+        x = F.dropout(x.to(self.down.dtype), self.dropout, self.training)
+        return F.linear(F.linear(x, self.down) * self.scale, self.up)
+
+
+class Adapter(nn.Module):
+    """The low-rank parts by the names of their layers, and the embedding of uniforms."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]], hidden_size: int, settings: GatedLoraSettings) -> None:
+        super().__init__()
+        self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
+        self.folder = ""  # the folder that it was brought from
+        self.parts = nn.ModuleList(LoraLayer(*size, settings) for size in sizes.values())
+        self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.told)
+        self._by_path = dict(zip(sizes, self.parts, strict=True))
+
+    def lora_layer(self, path: str) -> LoraLayer | None:
+        """What is added to the layer of this name, if anything is."""
+        found = self._by_path.get(path)
+        assert found is None or isinstance(found, LoraLayer)
+        return found
+
+    def copy_weights_from(self, other: Adapter) -> None:
+        """Take over the weights of an adapter for the same layers, whatever their order."""
+        self.auxiliary.load_state_dict(other.auxiliary.state_dict())
+        for path, part in self._by_path.items():
+            found = other.lora_layer(path)
+            assert found is not None
+            part.load_state_dict(found.state_dict())
+
+    def embed_queries(
+        self, gate: Gate, tokens: Float[Tensor, "gated hidden"] | None = None
+    ) -> Float[Tensor, "gated hidden"]:
+        """What queries read in place of a token's embedding, and guesses beside it."""
+        conditioning = self.auxiliary(gate.uniforms, gate.temperatures)
+        if gate.has_token is None or tokens is None:
+            return conditioning
+        return conditioning + torch.where(gate.has_token[:, None], tokens.to(conditioning.dtype), 0.0)
+
+    def check_fits(self, model: Any) -> None:
+        """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
+        found = linear_layers(model)
+        hidden = _token_embeddings(model, slice(0, 1)).shape[-1]
+        wrong = next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+        if wrong is None and hidden != self.hidden_size:
+            wrong = "its embedding"
+        if wrong is not None:
+            raise ValueError(
+                f"the adapter does not fit {type(model).__name__}: {wrong} is missing there or has another size;"
+                " load the model that it was trained for, or train it again"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        return _output_layer(self.auxiliary).out_features
+
+
+def new_adapter(
+    model: Any, settings: GatedLoraSettings | None = None, seed: int = 0, reads_tokens: bool = False
+) -> Adapter:
+    """An adapter that changes nothing yet: B is zero, and a query reads the mean of all embeddings.
+
+    With `reads_tokens` its rows are guesses, which read their own token's embedding alone.
+    Errors: ValueError for targets that name no linear layer of the model.
+    """
+    settings = settings or GatedLoraSettings()
+    sizes = linear_layers(model, settings.targets)
+    every = _token_embeddings(model, slice(None))
+    adapter = Adapter(sizes, every.shape[-1], settings)
+    with torch.no_grad():
+        if not reads_tokens:
+            _output_layer(adapter.auxiliary).bias.copy_(every.float().mean(0))
+        for number, part in enumerate(adapter.parts):
+            assert isinstance(part, LoraLayer)
+            bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it
+            drawn = Noise(seed).uniforms(f"adapter/{number}", np.arange(part.down.numel()))
+            part.down.copy_(torch.from_numpy((2 * drawn - 1) * bound).view(part.down.shape))
+    return adapter.to(model.device)
+
+
+def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
+
+    Layers of experts are left out: which rows they see, the text decides.
+    """
+    unembedding, found = model.get_output_embeddings(), {}
+    for path, module in model.named_modules():
+        if module is unembedding or ".experts." in path or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+        found[path] = (int(inputs), int(outputs))
+    names = {path.rpartition(".")[2] for path in found}
+    if unknown := sorted(set(targets) - names):
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer {unknown[0]!r}; there are {', '.join(sorted(names))}"
+        )
+    return {path: size for path, size in found.items() if not targets or path.rpartition(".")[2] in targets}
+
+
+@dataclass
+class gated_adapter:
+    """While open, the model's calls are gated: queries' rows read their embedding and get the low-rank parts.
+
+    Works with gradients too. Every other row keeps its bits: what the layers gave is copied.
+    """
+
+    model: Any
+    adapter: Adapter
+    gate: Gate
+    hooks: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        embedding = self.model.get_input_embeddings()
+        self.hooks = [
+            embedding.register_forward_hook(
+                lambda _, inputs, out: self._replace_gated_rows(out, self._query_embeddings)
+            )
+        ]
+        for path in self.adapter.sizes:
+            layer = self.model.get_submodule(path)
+            self.hooks.append(layer.register_forward_hook(lambda _, x, out, path=path: self._add_lora(path, x[0], out)))
+
+    def __exit__(self, *_) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _query_embeddings(self, tokens: Tensor) -> Tensor:
+        return self.adapter.embed_queries(self.gate, tokens)
+
+    def _add_lora(self, path: str, x: Tensor, out: Tensor) -> Tensor:
+        part = self.adapter.lora_layer(path)
+        assert part is not None
+        low = part(x.reshape(-1, x.shape[-1])[self.gate.rows])
+        return self._replace_gated_rows(out, lambda before: before.to(low.dtype) + low)
+
+    def _replace_gated_rows(self, out: Tensor, change) -> Tensor:
+        flat = out.reshape(-1, out.shape[-1])
+        changed = change(flat[self.gate.rows]).to(out.dtype)
+        return flat.index_copy(0, self.gate.rows, changed).view(out.shape)
+
+
+def _token_embeddings(model: Any, tokens: slice) -> Tensor:
+    """Embeddings of some tokens as the model's layers get them."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device)[tokens])
+
+
+def _output_layer(auxiliary: UniformEmbedding) -> nn.Linear:
+    """The map that gives out the embedding."""
+    last = auxiliary.map[-1] if isinstance(auxiliary.map, nn.Sequential) else auxiliary.map
+    assert isinstance(last, nn.Linear)
+    return last

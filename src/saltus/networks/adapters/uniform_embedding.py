@@ -1,0 +1,68 @@
+"""Embed a uniform, so that a network can read which token the dice will choose."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+NUM_FEATURES = 32  # features of a uniform
+KINDS = ("bits", "fl", "th", "ar", "bits+nn", "fl+nn", "th+nn", "ar+nn")
+
+
+class UniformEmbedding(nn.Module):
+    """u → features → a linear map, or a small network where the kind ends in +nn (PTP, Eq. 14 and Table 5).
+
+    `bits`: the 32 IEEE-754 bits of float32(u), highest first. `fl`: u itself. `th`: 1{u ≤ i/n}. `ar`: 1{u · 2^(i−1)
+    mod 1 ≤ ½}, the digits of arithmetic coding. With `told` the temperature is embedded too: whether it is zero, so
+    that u carries nothing, and its value. All maps start at zero, so that training begins at the network without u.
+    """
+
+    def __init__(self, hidden_size: int, kind: str = "bits", conditioning: bool = False) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"the embedding of uniforms is {kind!r}, but must be one of {', '.join(KINDS)}")
+        super().__init__()
+        self.kind, self.embeds_temperature = kind, conditioning
+        size = 1 if kind.startswith("fl") else NUM_FEATURES
+        self.map: nn.Module = nn.Linear(size, hidden_size)
+        last = self.map
+        if kind.endswith("+nn"):
+            last = nn.Linear(hidden_size, hidden_size)
+            self.map = nn.Sequential(self.map, nn.GELU(), last)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        if conditioning:
+            self.temperature = nn.Linear(2, hidden_size, bias=False)
+            nn.init.zeros_(self.temperature.weight)
+
+    def forward(self, u: Float[Tensor, "*shape"], temperature: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape _"]:
+        """Uniforms in [0, 1), float64 or float32, and the temperature that each is picked at; 0 is greedy.
+
+        NaN is no uniform at all: its features are zero.
+        """
+        weight = next(self.map.parameters())
+        embedded = self.map(uniform_features(u, self.kind.removesuffix("+nn")).to(weight.dtype))
+        if self.embeds_temperature:
+            conditioning = torch.stack([(temperature == 0).to(weight.dtype), temperature.to(weight.dtype)], -1)
+            embedded = embedded + self.temperature(conditioning)
+        return embedded
+
+
+def uniform_features(u: Float[Tensor, "*shape"], kind: str) -> Float[Tensor, "*shape size"]:
+    """What the map reads of uniforms, float32; zeros for NaN."""
+    return torch.where(u.isnan()[..., None], 0.0, _encode_uniforms(u.nan_to_num(), kind))
+
+
+def _encode_uniforms(u: Tensor, kind: str) -> Tensor:
+    if kind == "bits":
+        words = u.detach().cpu().float().contiguous().numpy().view(np.uint32)
+        bits = (words[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)) & 1
+        return torch.from_numpy(bits.astype(np.float32)).to(u.device)
+    u = u.double()[..., None]
+    if kind == "fl":
+        return u.float()
+    steps = torch.arange(1, NUM_FEATURES + 1, dtype=torch.float64, device=u.device)
+    if kind == "th":
+        return (u <= steps / NUM_FEATURES).float()
+    return ((u * 2 ** (steps - 1)) % 1 <= 0.5).float()

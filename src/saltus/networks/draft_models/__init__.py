@@ -1,0 +1,1 @@
+"""Draft models: small networks that read the target's hidden states."""

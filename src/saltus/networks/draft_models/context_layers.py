@@ -1,0 +1,107 @@
+"""Read a text's slots by a few layers: each holds what the target knew before a token, and is read but once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.models.exact import attention
+from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
+from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
+from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
+
+MAX_ROWS_PER_CALL = 256  # of one pass
+
+
+@dataclass
+class ContextKVCache:
+    """What layers have read of one text: slots for the decided tokens from `start` on."""
+
+    first_position: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    kv_cache: KVCache = field(default_factory=KVCache)
+
+    def reuse_prefix(self, tokens: np.ndarray, first_given_position: int) -> int:
+        """Up to where the decided tokens need not be read again, if slots from `begin` on are brought; one always is.
+
+        Where slots are missing between those, all is forgotten, and memory starts there.
+        """
+        known = self.tokens[: max(len(tokens) - self.first_position, 0)]
+        differs = np.flatnonzero(known != tokens[self.first_position : self.first_position + len(known)])
+        shared = self.first_position + (int(differs[0]) if len(differs) else len(known))
+        past = min(shared, len(tokens) - 1)
+        if past < first_given_position:
+            self.first_position, self.kv_cache, past = first_given_position, KVCache(), first_given_position
+        return past
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.kv_cache.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.kv_cache.values
+
+
+def select_hidden_states(
+    hidden_states: Float[Tensor, "*slots given"], layers: Sequence[int], selected: Sequence[int | None]
+) -> Float[Tensor, "*slots wanted"]:
+    """The states after so many layers each (None: the last), of features that hold those of `taps`, then the last."""
+    places = [len(layers) if tap is None else list(layers).index(tap) for tap in selected]
+    if len(places) > len(layers):
+        return hidden_states
+    return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
+
+
+class ContextLayers:
+    """The layers of a causal model over inputs of our own: by kernels where there are some, else by Transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+        model.set_attn_implementation(attention.ATTENTION_NAME)
+        self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
+
+    def __call__(
+        self,
+        inputs: Float[Tensor, "rows hidden"],
+        kv_cache: ContextKVCache,
+        past_length: int,
+        num_outputs: int,
+        output_logits: bool = True,
+    ) -> Float[Tensor, "wanted _"]:
+        """Read rows behind the `filled` that memory holds; of the last `wanted` the logits or, not to `say`, states.
+
+        All rows but the last `wanted` may go in pieces.
+        """
+        while len(inputs) > MAX_ROWS_PER_CALL:
+            count = min(MAX_ROWS_PER_CALL, len(inputs) - num_outputs)
+            self._forward(inputs[:count], kv_cache, past_length, 1, output_logits)
+            inputs, past_length = inputs[count:], past_length + count
+        return self._forward(inputs, kv_cache, past_length, num_outputs, output_logits)
+
+    def _forward(
+        self, inputs: Tensor, kv_cache: ContextKVCache, past_length: int, num_outputs: int, output_logits: bool
+    ) -> Tensor:
+        positions = np.arange(past_length, past_length + len(inputs))
+        part = SequenceRows(kv_cache.kv_cache, past_length, positions, np.tri(len(inputs), dtype=np.uint8))
+        call = AttentionCall([part], self.model.config.num_hidden_layers)
+        if self.native_decoder is not None:
+            keep = torch.arange(len(inputs) - num_outputs, len(inputs), device=self.device)
+            logits, states = self.native_decoder(
+                inputs, torch.from_numpy(positions), call, keep, output_logits=output_logits
+            )
+            return logits if output_logits else states
+        places = torch.from_numpy(positions[None]).to(self.device)
+        with attention.attention_context(call), BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
+            asked = {"inputs_embeds": inputs[None], "position_ids": places, "use_cache": False}
+            if output_logits:
+                return self.model(**asked, logits_to_keep=num_outputs).logits[0]
+            return self.model.model(**asked).last_hidden_state[0, -num_outputs:]

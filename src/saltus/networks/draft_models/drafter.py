@@ -1,0 +1,162 @@
+"""Draft a block of dependent tokens in one cheap pass: a few layers that read the target's features and the uniforms.
+
+The target does the understanding: a slot of the text holds its states before a token, fused with the embedding of
+that token. Behind the slots stand queries, one for each position to draft. They begin where the last slot does, and
+know nothing more but the uniforms that will pick the tokens up to theirs (PTP, Eq. 5). The target's own unembedding,
+cut to common tokens, reads the answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.networks.adapters.uniform_embedding import UniformEmbedding
+from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.batch_invariant_ops import linear
+
+MASKED_SCORE = -30000.0  # finite, so that no row of a mask is without a value
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """What a drafter is made of; the hidden size is the target's."""
+
+    hidden: int
+    intermediate: int
+    taps: tuple[int, ...] = ()  # states after so many of the target's layers are features, besides the last
+    layers: int = 2
+    heads: int = 9
+    kv_heads: int = 3
+    window: int = 6  # queries of a pass, at most
+    embedding: str = "bits"  # of uniforms, see Auxiliary
+    told: bool = True  # the temperature
+    informed: bool = True  # False: no uniform is ever given, which is independent prediction
+    rope_theta: float = 10000.0
+
+
+class DraftModel(nn.Module):
+    """The layers and embeddings of a drafter. The target's embeddings come from outside and are not trained."""
+
+    tokens: Tensor  # [draft] ids of the target's vocabulary that are drafted
+
+    def __init__(
+        self, shape: DrafterShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        config = LlamaConfig(
+            hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=1, rms_norm_eps=1e-5,
+            max_position_embeddings=1 << 20, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        )  # fmt: skip
+        self.llama = LlamaForCausalLM(config)
+        self.llama.lm_head = nn.Linear(shape.hidden, len(tokens), bias=False)
+        self.llama.lm_head.weight = nn.Parameter(unembedding[tokens].clone(), requires_grad=False)
+        self.fuse = nn.Linear((len(shape.taps) + 2) * shape.hidden, shape.hidden, bias=False)
+        self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.told)
+        self.query = nn.Parameter(torch.randn(shape.window, shape.hidden) * 0.02)
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The weights that turn states into states, for optimisers that treat such apart."""
+        layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
+        return [self.fuse.weight, *layers]
+
+    def context_inputs(
+        self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
+    ) -> Float[Tensor, "*slots hidden"]:
+        """The inputs of slots."""
+        return self.fuse(self.context_features(hidden_states, tokens))
+
+    def context_features(
+        self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
+    ) -> Float[Tensor, "*slots told"]:
+        """What slots are made of: the features before each token, and the token's embedding, all of one size."""
+        dtype = self.fuse.weight.dtype
+        states = hidden_states.to(dtype).unflatten(-1, (-1, self.shape.hidden))
+        embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
+        return rms_normalized(torch.cat([states, embedded], -2)).flatten(-2)
+
+    def query_inputs(
+        self,
+        last_context_input: Float[Tensor, "*queries hidden"],
+        uniforms: Float[Tensor, "*query_inputs"],
+        temperature: Float[Tensor, "*query_inputs"],
+        depths: Int[Tensor, "*query_inputs"],
+    ) -> Float[Tensor, "*queries hidden"]:
+        """The inputs of queries: the last slot's, and what is told; NaN is no uniform, as at temperature 0."""
+        uniforms = uniforms if self.shape.informed else torch.full_like(uniforms, torch.nan)
+        return last_context_input + (self.query[depths] + self.auxiliary(uniforms, temperature)).to(
+            last_context_input.dtype
+        )
+
+    def forward(self, inputs: Float[Tensor, "batch rows hidden"], positions: Int[Tensor, "batch rows"],
+                attention_mask: Bool[Tensor, "batch rows rows"]) -> Float[Tensor, "batch rows hidden"]:  # fmt: skip
+        """Last hidden states, for training; `lm_head` reads them."""
+        mask = torch.zeros_like(attention_mask, dtype=inputs.dtype).masked_fill(~attention_mask, MASKED_SCORE)[:, None]
+        return self.llama.model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).last_hidden_state
+
+
+def rms_normalized(x: Tensor) -> Tensor:
+    """Of mean square 1; by operations that round alike wherever a row stands."""
+    wide = x.float()
+    return (wide / ((wide * wide).mean(-1, keepdim=True) + 1e-6).sqrt()).to(x.dtype)
+
+
+@dataclass
+class DraftNetwork:
+    """A drafter behind Forward and Reply: a Forward brings the target's features of the tokens decided since."""
+
+    model: DraftModel
+    target: Any  # the network whose features it reads
+
+    def __post_init__(self) -> None:
+        self.device = self.model.tokens.device
+        self.context_layers = ContextLayers(self.model.llama)
+
+    def new_kv_cache(self) -> ContextKVCache:
+        return ContextKVCache()
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        """Logits over the drafted tokens behind the decided text, and of each query.
+
+        Of no more queries than it was trained with: what else is asked stays without an answer.
+        """
+        with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
+            return [self._forward_one(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
+
+    def _forward_one(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> ForwardOutputs:
+        started = time.perf_counter()
+        assert inputs.hidden_states is not None
+        decided = inputs.canvas.decided_prefix
+        end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the slots that it brings
+        past = kv_cache.reuse_prefix(decided, begin)
+        tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
+        u = torch.tensor(inputs.uniforms[: self.model.shape.window], dtype=torch.float64, device=self.device)
+        wanted = (*self.model.shape.taps, None)
+        conditioning = self.model.context_features(
+            select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, wanted), tokens
+        )
+        fuse = self.model.fuse
+        slots = linear(conditioning, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(conditioning)
+        query = torch.full_like(u, inputs.temperature), torch.arange(len(u), device=self.device)
+        rows = torch.cat([slots, self.model.query_inputs(slots[-1:].expand(len(u), -1), u, *query)])
+        answers = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
+        kv_cache.tokens = decided[kv_cache.first_position : end].copy()
+        seconds = time.perf_counter() - started
+        return ForwardOutputs(answers, None, seconds, end - past, end - past + len(u), self.model.tokens)

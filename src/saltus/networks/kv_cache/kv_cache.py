@@ -1,0 +1,67 @@
+"""Remember what a network has read of one text, and forget by itself what the text no longer says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from saltus.core.forward import ForwardInputs
+
+MIN_GROWTH = 256  # slots that a buffer grows by, at least
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one text: slot i holds token i; behind them, for one call, stand the nodes of a tree.
+
+    Buffers are [layers, kv_heads, capacity, dim], made when the first layer writes.
+    """
+
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # read and kept
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    pending_tree: ForwardInputs | None = None  # evaluated behind `tokens`, not yet known to be text
+
+    def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
+        """How many of the decided tokens need not be read again. Keeps the branch that became text, in place.
+
+        The last `again` decided tokens are always read: of a causal network the last one's logits are wanted.
+        """
+        if self.pending_tree is not None:
+            nodes = self.pending_tree.match_tokens(tokens[len(self.tokens) :])
+            self._keep_accepted(nodes)
+            kept = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
+            self.tokens = np.concatenate([self.tokens, kept])
+            self.pending_tree = None
+        shared = min(len(self.tokens), len(tokens) - num_recomputed)
+        differs = np.flatnonzero(self.tokens[:shared] != tokens[:shared])
+        self.tokens = self.tokens[: differs[0] if len(differs) else shared]
+        return len(self.tokens)
+
+    def _keep_accepted(self, nodes: list[int]) -> None:
+        """Move the accepted nodes to the slots right behind the text; a trunk stands there already."""
+        moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
+        if moves and self.keys is not None and self.values is not None:
+            base = len(self.tokens)
+            to, at = (torch.tensor([base + x for x in column]) for column in zip(*moves, strict=True))
+            for buffer in (self.keys, self.values):
+                buffer[:, :, to] = buffer[:, :, at]
+
+    def reserve(self, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Make room for `slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if num_slots <= capacity:
+            return
+        capacity = max(num_slots, capacity + max(MIN_GROWTH, capacity // 2))
+        self.keys = _resized(self.keys, num_layers, capacity, key)
+        self.values = _resized(self.values, num_layers, capacity, value)
+
+
+def _resized(old: torch.Tensor | None, layers: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
+    heads, _, dim = like.shape
+    new = torch.empty(layers, heads, capacity, dim, dtype=like.dtype, device=like.device)
+    if old is not None:
+        new[:, :, : old.shape[2]] = old
+    return new

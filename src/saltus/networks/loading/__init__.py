@@ -1,0 +1,1 @@
+"""Where models and drafters come from: hub, package index, folders."""

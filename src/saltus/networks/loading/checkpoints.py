@@ -1,0 +1,201 @@
+"""Load a checkpoint with its tokenizer, and make sure that our attention serves it before anyone relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.networks.loading.adapter_files import CONFIG_FILE, METADATA_FILE, load_adapter, read_adapter_metadata
+from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.progress import Progress
+from saltus.networks.loading.sources import resolve
+from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
+from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact.fixed_shapes import rows_for_budget
+from saltus.networks.models.xlnet import XlnetNetwork
+
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network and what belongs to it."""
+
+    name: str
+    network: Any  # a CausalNetwork, or what watches one
+    tokenizer: Any
+    end_tokens: frozenset[int]  # tokens that end a text
+    context_length: int | None  # tokens that it reads at most
+
+
+def load_checkpoint(
+    name_or_path: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    exact: bool = True,
+    progress: Progress | None = None,
+    budget: int = 16,
+) -> Checkpoint:
+    """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError.
+
+    The folder of one of our adapters stands for the model that it belongs to, whose auxiliary queries it then answers.
+    """
+    device, kind = _device(device), _checked_choice("dtype", dtype, DTYPES)
+    adapter = (
+        Path(name_or_path) if all(Path(name_or_path, file).is_file() for file in (CONFIG_FILE, METADATA_FILE)) else None
+    )
+    base = name_or_path if adapter is None else read_adapter_metadata(adapter)["target_name"]
+    folder = resolve(base, progress=progress)
+    with silence_transformers():
+        model = _load_model(name_or_path, folder, kind).to(device).eval()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:
+            raise ValueError(
+                f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
+                f" into {folder}"
+            ) from error
+    network = make_network(model, name_or_path, exact, budget)
+    if network.any_subset:
+        network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
+    if adapter is not None:
+        network.attach_adapter(load_adapter(adapter, model, model_fingerprint(model), base))
+    return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
+
+
+def _load_model(name: str, folder: Path, dtype: Any) -> Any:
+    """The model of a folder, with all of its weights from there: what is missing would be made up."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
+        ) from error
+    model, found = loaded
+    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ValueError(
+            f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
+            " fetch or save it again, for a causal language model"
+        )
+    return model
+
+
+def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
+    """The network of a model; if causal, after a look at whether ours and its own attention agree on a small tree.
+
+    A sibling stands between text and branch, so that attention which does not see our mask is found out.
+    """
+    if getattr(model.config, ANY_SUBSET, None):
+        return AnySubsetNetwork(model, not exact)
+    if model.config.model_type == "xlnet":
+        return XlnetNetwork(model, not exact)
+    vocab = model.get_output_embeddings().weight.shape[0]
+    text = [(7 * i + 3) % vocab for i in range(6)]
+    sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
+    why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
+    if why is None:
+        with torch.inference_mode(), silence_transformers():
+            own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+            try:
+                network = CausalNetwork(model, not exact, rows_for_budget(budget))
+                inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
+                kv_cache = network.new_kv_cache()
+                ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
+            except Exception as error:
+                why = first_line(error)
+            else:
+                bound = 0.01 if own.dtype == torch.float32 else 0.2
+                own, ours = own.float(), ours.float()
+                if kv_cache.keys is None:
+                    why = "its attention does not go through Transformers' AttentionInterface"
+                elif own.isfinite().all() and (ours - own).norm() > bound * (own - own.mean(-1, keepdim=True)).norm():
+                    why = "a tree of tokens gets other logits than its branches get alone"
+                else:
+                    return network
+    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def fills_holes(model: Any) -> bool:
+    """Does it fill holes anywhere, so that its network is no causal one?"""
+    return bool(getattr(model.config, ANY_SUBSET, None)) or model.config.model_type == "xlnet"
+
+
+def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raise ValueError unless both write the same tokens."""
+    if target.tokenizer.get_vocab() != drafter.tokenizer.get_vocab():
+        raise ValueError(
+            f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
+            " choose a smaller model of the same family"
+        )
+
+
+def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The end tokens that the generation config and the tokenizer name."""
+    config = getattr(model, "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    several = named if isinstance(named, list) else [named]
+    return frozenset(token for token in [*several, tokenizer.eos_token_id] if token is not None)
+
+
+def context_length_of(model: Any) -> int | None:
+    """How many tokens a model reads at most, where it says so."""
+    conditioning = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return conditioning if conditioning and conditioning > 0 else None  # XLNet says −1
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line without its full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+
+
+def _recurrent_layer_types(model: Any) -> list[str]:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    _checked_choice("device", name.partition(":")[0], {"auto": 0, "cpu": 0, "cuda": 0})
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or a CUDA build of torch")
+    return name
+
+
+def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{option} is {value!r}, but must be one of {', '.join(choices)}")
+    return choices[value]
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Without Transformers' bars and warnings: a library is silent, or raises."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,178 @@
+"""Fetch a model from the Hugging Face hub into the cache that Transformers uses too, with a hub that may not answer."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saltus.networks.cache_folder import cache_folder
+from saltus.networks.loading.fetching import (
+    SourceError,
+    as_source_errors,
+    first_line,
+    matches_manifest,
+    require_disk_space,
+    write_manifest,
+)
+from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE, WEIGHT_FILE_PATTERNS, check_folder
+from saltus.networks.loading.progress import Progress, Stage
+
+HUB_TIMEOUT = 6.0  # seconds that the hub has to answer a first question
+
+
+def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+    """The snapshot of `owner/name@revision` in the cache that Transformers uses too; downloaded where it lacks."""
+    if found := completed_download(name):
+        return found
+    hub_id, _, revision = name.partition("@")
+    if offline:
+        if found := _cached_snapshot(hub_id, revision or None):
+            return found
+        raise SourceError(f"{name} is not in the cache and the network is switched off; pull it once with it on")
+    progress(Stage(f"asking the hub for {name}"))
+    try:
+        wanted = _list_needed_files(hub_id, revision or None)
+    except _HubUnreachable as silence:
+        if found := _cached_snapshot(hub_id, revision or None):  # fetched by another tool
+            return found
+        raise SourceError(
+            f"the hub does not answer for {name} ({silence}); check the network or HF_ENDPOINT, or give a local folder"
+        ) from silence
+    return _download_snapshot(name, wanted, progress)
+
+
+def _manifest_path(name: str) -> Path:
+    return cache_folder() / "hub" / f"{name.replace('/', '--')}.json"
+
+
+def completed_download(name: str) -> Path | None:
+    """The snapshot that an earlier run has downloaded whole, if it is still whole."""
+    try:
+        folder = Path(json.loads(_manifest_path(name).read_text())["folder"])
+    except (OSError, ValueError, LookupError):
+        return None
+    return folder if matches_manifest(_manifest_path(name), folder) else None
+
+
+def _cached_snapshot(hub_id: str, revision: str | None) -> Path | None:
+    """A snapshot that looks whole in the hub's own cache; the network is not touched."""
+    from huggingface_hub import snapshot_download
+
+    needed = ["config.json", "tokenizer*", "vocab*", "merges.txt", "chat_template*"]  # and weights, which are checked
+    try:
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=needed, local_files_only=True))
+        check_folder(folder)
+    except (OSError, ValueError):
+        return None
+    return folder
+
+
+class _HubUnreachable(Exception):
+    """The hub gave no answer; says why."""
+
+
+def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
+    """The files that Transformers needs, with their sizes in bytes."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    def ask() -> Any:
+        return HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT)
+
+    try:
+        siblings = _run_with_timeout(HUB_TIMEOUT, ask).siblings or []
+    except GatedRepoError:
+        raise SourceError(
+            f"{hub_id} is given only to those who accept its licence; do so on its page and log in with `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise SourceError(f"{hub_id} has no revision {revision}; look up its branches and tags on the hub") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise SourceError(
+            f"the hub has no model {hub_id}; check the spelling, or log in with `hf auth login` if it is private"
+        ) from None
+    except Exception as error:  # whatever the client's network library raises
+        raise _HubUnreachable(first_line(error)) from error
+    sizes = {each.rfilename: each.size or 0 for each in siblings}
+    names = next(
+        ([n for n in sizes if kind.fullmatch(n)] for kind in WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, sizes))),
+        [],
+    )
+    if "config.json" not in sizes or not names:
+        raise SourceError(
+            f"{hub_id} holds no weights that Transformers loads; choose a repository with safetensors files"
+        )
+    aside = [n for n in sizes if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
+    aside += [PAIRWISE_CORRECTION_FILE] if PAIRWISE_CORRECTION_FILE in sizes else []
+    return {n: sizes[n] for n in {*names, *aside}}
+
+
+def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
+    """The answer, or TimeoutError: a name server or a retry may hold a call far longer than its own timeout."""
+    answers: list[tuple[bool, Any]] = []
+
+    def ask() -> None:
+        try:
+            answers.append((True, function()))
+        except BaseException as error:
+            answers.append((False, error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} seconds")
+    good, answer = answers[0]
+    if good:
+        return answer
+    raise answer
+
+
+def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    hub_id, _, revision = name.partition("@")
+    cache = Path(constants.HF_HUB_CACHE)
+    reports = _progress_bar_class(name, sum(file_sizes.values()), progress)
+    again = "run it again, it goes on where it stopped"
+    try:
+        with as_source_errors(cache, name, "HF_HOME"):
+            if _cached_snapshot(hub_id, revision or None) is None:
+                require_disk_space(cache, sum(file_sizes.values()), name, "HF_HOME")
+            files = sorted(file_sizes)
+            found = snapshot_download(hub_id, revision=revision or None, allow_patterns=files, tqdm_class=reports)
+    except SourceError:
+        raise
+    except Exception as error:  # whatever the client's network library raises
+        raise SourceError(f"the download of {name} broke off ({first_line(error)}); {again}") from error
+    folder = Path(found)
+    if lacking := [
+        file for file in file_sizes if not (folder / file).exists()
+    ]:  # the client settles for less when cut off
+        raise SourceError(f"the download of {name} broke off before {lacking[0]}; {again}")
+    check_folder(folder)
+    with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
+        write_manifest(_manifest_path(name), folder, hub_id=name, folder=str(folder))
+    return folder
+
+
+def _progress_bar_class(name: str, total: int, progress: Progress) -> type:
+    """The class with which the hub's client makes its bars: it draws nothing and tells our progress the bytes."""
+    from tqdm import tqdm
+
+    done: dict[int, int] = {}
+
+    class Forward(tqdm):
+        """Tell our progress what the hub's client tells its bars."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.in_bytes = options.get("unit") == "B"
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if self.in_bytes:
+                done[id(self)] = done.get(id(self), 0) + int(n or 0)
+                progress(Stage(f"downloading {name}", min(max(done.values()), total), total))
+
+    return Forward

@@ -1,0 +1,102 @@
+"""Know a folder that holds a model: what is missing in it, and which network it is."""
+
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from saltus.networks.loading.fetching import SourceError
+
+WEIGHT_FILE_PATTERNS = (
+    re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
+    re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
+    re.compile(r"[^/]+\.safetensors"),
+)
+PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
+# What a configuration says about the file, not about the function that the network computes.
+IGNORED_CONFIG_KEYS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def check_folder(folder: Path) -> None:
+    """Raise SourceError unless the folder holds a configuration and whole weights."""
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is a file; give the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        kind = "an adapter, not a model: give its base model" if (folder / "adapter_config.json").exists() else ""
+        raise SourceError(
+            f"{folder} holds {kind or 'no model (config.json is missing): give a folder that save_pretrained wrote'}"
+        )
+    weights = weight_files(folder)
+    if not weights:
+        raise SourceError(
+            f"{folder} has a config.json but no weights (*.safetensors or pytorch_model*.bin);"
+            " copy them there, or save the model again with save_pretrained"
+        )
+    for file in weights:
+        if not file.exists():
+            raise SourceError(
+                f"{folder} lacks {file.name}, which its index names; copy it there, or fetch the model again"
+            )
+        if file.suffix == ".safetensors":
+            _read_safetensors_header(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            return [
+                folder / name for name in sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+            ]
+    for kind in WEIGHT_FILE_PATTERNS:
+        if found := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
+            return found
+    return []
+
+
+def _read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The tensors that a safetensors file lists, and where their bytes begin."""
+    size = file.stat().st_size
+    with file.open("rb") as bytes_in:
+        prefix = bytes_in.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        try:
+            header = json.loads(bytes_in.read(length)) if length < size else {}
+            header.pop("__metadata__", None)
+            expected = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, AttributeError, TypeError, LookupError):
+            raise SourceError(f"{file} is not a safetensors file, or a damaged one; copy or fetch it again") from None
+    if size < expected:
+        raise SourceError(f"{file} is cut short ({size:,} of {expected:,} bytes); copy or fetch it again")
+    return header, 8 + length
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """A short identity of the network in a folder, for adapters to name their target by; takes milliseconds.
+
+    A hash of config.json (without what only says how the file was written) and of each tensor's name, type, shape and
+    192 sampled bytes. Renaming the folder, sharding the weights otherwise or another tokenizer leave it as it is;
+    other weights or another number type change it.
+    """
+    check_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    digest = hashlib.sha256(
+        json.dumps({key: config[key] for key in config.keys() - IGNORED_CONFIG_KEYS}, sort_keys=True).encode()
+    )
+    samples: list[tuple[str, str, bytes]] = []
+    for file in weight_files(folder):
+        tensors, begin = _read_safetensors_header(file) if file.suffix == ".safetensors" else ({}, 0)
+        whole = {file.name: {"dtype": "", "shape": [], "data_offsets": [0, file.stat().st_size]}}
+        with file.open("rb") as bytes_in:
+            for name, tensor in (tensors or whole).items():
+                first, last = tensor["data_offsets"]
+                piece = b""
+                for place in (first, (first + last) // 2, max(first, last - 64)):
+                    bytes_in.seek(begin + place)
+                    piece += bytes_in.read(min(64, last - place))
+                samples.append((name, f"{tensor['dtype']}{tensor['shape']}", piece))
+    for name, kind, piece in sorted(samples):
+        digest.update(f"\n{name} {kind} ".encode() + piece)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,67 @@
+"""Bring what was trained for a target to it: a drafter or heads beside it, or an adapter on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from saltus.networks.draft_models.drafter import DraftNetwork
+from saltus.networks.draft_models.heads import HeadModel, HeadNetwork
+from saltus.networks.loading.adapter_files import load_adapter, read_adapter_metadata
+from saltus.networks.loading.drafter_files import (
+    TRAIN_COMMANDS,
+    find_shipped,
+    load_drafter,
+    load_heads,
+    model_fingerprint,
+)
+
+DRAFTER_KINDS = ("drafter", "heads", "adapter")
+SHIPPED_DRAFTER = "auto"  # the one that is shipped
+JACOBI_FORM = "iterate"  # the form of adapters whose rows read guesses, and not uniforms
+
+
+def is_drafter_spec(spec: str) -> bool:
+    """Is this no model of its own, but something trained for the target, such as `drafter:FOLDER`?"""
+    return spec.partition(":")[0] in DRAFTER_KINDS
+
+
+def load_drafter_for_target(
+    spec: str, target: Any, target_name: str, method: str = ""
+) -> DraftNetwork | HeadNetwork | None:
+    """What was trained for the target of this name; None where it is an adapter, which was attached to the target.
+
+    `drafts`: the method that it is for, where that is known. Errors: ValueError for a folder without one, a damaged
+    one, or one for another target or method.
+    """
+    kind, _, place = spec.partition(":")
+    if kind == "adapter":
+        if Path(place, "config.json").is_file() and not Path(place, "adapter_config.json").exists():
+            raise ValueError(f"{place} holds a model, not an adapter; load it by --model")
+        form = read_adapter_metadata(Path(place))["training"].get("form")
+        maker = "jacobi" if form == JACOBI_FORM else "ptp"
+        if form and method and maker != method:
+            raise ValueError(f"{place} holds an adapter for the method {maker}, not {method}; give it to {maker}")
+        own = str(Path(place).resolve())
+        if target.adapter is not None and target.adapter.folder not in ("", own):
+            raise ValueError(
+                f"{target_name} carries the adapter of {target.adapter.folder}, and a model has room for one; load it"
+                f" once more for {place}"
+            )
+        adapter = load_adapter(Path(place), target.model, model_fingerprint(target.model), target_name)
+        adapter.folder = own
+        target.attach_adapter(adapter)
+        return None
+    folder = find_shipped(kind, target.model) if place == SHIPPED_DRAFTER else Path(place)
+    if folder is None:
+        raise ValueError(
+            f"Saltus brings no trained {kind} for {target_name};"
+            f" train your own ({TRAIN_COMMANDS[kind]} --help), or take a method that needs none, such as lookup"
+        )
+    model = (
+        load_heads(folder, target.model, target_name)
+        if kind == "heads"
+        else load_drafter(folder, target.model, target_name)
+    )
+    target.add_hidden_state_layers(model.shape.taps)
+    return HeadNetwork(model, target) if isinstance(model, HeadModel) else DraftNetwork(model, target)

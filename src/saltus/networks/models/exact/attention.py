@@ -1,0 +1,205 @@
+"""Attend from the rows of many trees, each over its own text's memory, as an attention of Transformers' own.
+
+Row by row the arithmetic is the same whatever else is in the call, so that a token's logits do not depend on the
+method that asked for them. The compiled kernel does that by construction (native.c). Without a compiler each row is
+evaluated by operations whose shapes depend on the row alone. On an accelerator fixed shapes take this place
+(canonical.py). `free` shapes, as every other engine uses them, are kept for models that neither serves, and to show
+the flips that come with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.models.exact import native
+
+ATTENTION_NAME = "saltus"
+
+
+@dataclass
+class SequenceRows:
+    """The rows of one text in a call: they stand behind `past` slots of its memory and see each other by `visible`."""
+
+    kv_cache: KVCache
+    past_length: int
+    positions: np.ndarray  # [rows]
+    tree_mask: np.ndarray  # [rows, rows] uint8
+    masks_by_window: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict
+    )  # kernels point to them
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    def first_visible_slots(self, sliding_window: int | None) -> np.ndarray:
+        """First slot of the text that each row sees; slots of the text are positions."""
+        if sliding_window is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        return np.maximum(self.positions - sliding_window + 1, 0).astype(np.int32)
+
+    def windowed_tree_mask(self, sliding_window: int | None) -> np.ndarray:
+        """Which new rows each row sees; slots of nodes are not positions."""
+        if sliding_window is None or np.ptp(self.positions) < sliding_window:
+            return self.tree_mask
+        return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
+
+    def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
+        """What the compiled kernel is told, but for where the layer's memory is; all are [heads, rows, dim] but out."""
+        if sliding_window not in self.masks_by_window:
+            self.masks_by_window[sliding_window] = (
+                self.first_visible_slots(sliding_window),
+                self.windowed_tree_mask(sliding_window),
+            )
+        first, visible = self.masks_by_window[sliding_window]
+        return native.Attention(
+            query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
+            key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
+            value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
+            out=out.data_ptr(), visible=visible.ctypes.data, first=first.ctypes.data,
+            rows=self.num_rows, past=self.past_length, heads=query.shape[0], kv_heads=key.shape[0],
+            dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
+        )  # fmt: skip
+
+
+@dataclass
+class AttentionCall:
+    """What the attention of every layer must know of the call under way."""
+
+    sequences: Sequence[SequenceRows]
+    num_layers: int
+    free_shapes: bool = False
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """A call that does the arithmetic itself."""
+
+    def attend(self, module, query, key, value, scale, window, softcap) -> torch.Tensor: ...
+
+
+_thread_local = threading.local()
+
+
+class attention_context:
+    """Make `call` the one that attention serves, in this thread."""
+
+    def __init__(self, call: AttentionCall | AttentionBackend) -> None:
+        self.call = call
+
+    def __enter__(self) -> None:
+        _thread_local.call = self.call
+
+    def __exit__(self, *_) -> None:
+        _thread_local.call = None
+
+
+def attend(module, query, key, value, attention_mask=None, scaling=None, sliding_window=None, softcap=None, **kwargs):
+    """The attention function that Transformers calls in each layer: [1, heads, rows, dim] → [1, rows, heads, dim]."""
+    call: AttentionCall | AttentionBackend = _thread_local.call
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
+    if isinstance(attention_mask, SlidingWindow):
+        sliding_window = attention_mask.size
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if not isinstance(call, AttentionCall):
+        return call.attend(module, query, key, value, scale, sliding_window, softcap), None
+    query, key, value = query[0], key[0], value[0]
+    out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+    compiled = None if call.free_shapes else native.kernel("attend", query.dtype, query.device)
+    start = 0
+    for part in call.sequences:
+        rows = slice(start, start + part.num_rows)
+        start += part.num_rows
+        q, k, v = query[:, rows], key[:, rows], value[:, rows]
+        part.kv_cache.reserve(call.num_layers, part.past_length + part.num_rows, k, v)
+        keys, values = _layer_cache(part.kv_cache, module.layer_idx)
+        if compiled is not None:
+            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
+            continue
+        keys[:, part.past_length : part.past_length + part.num_rows] = k
+        values[:, part.past_length : part.past_length + part.num_rows] = v
+        by = _attend_masked if call.free_shapes or query.device.type != "cpu" else _attend_row_by_row
+        out[rows] = by(part, q, keys, values, scale, sliding_window, softcap)
+    return out[None], None
+
+
+def _layer_cache(kv_cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    assert kv_cache.keys is not None and kv_cache.values is not None
+    return kv_cache.keys[layer], kv_cache.values[layer]
+
+
+def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, window, softcap) -> None:
+    """One text, one layer, by the compiled kernel, which also writes the new keys and values to memory."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    struct = sequence.kernel_arguments(window, q, k, v, out, scale, softcap)
+    struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
+    if kernel(ctypes.byref(struct)):
+        raise MemoryError("attention ran out of memory; ask for a shorter text")
+
+
+def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+    """Each row alone over just the keys that it sees: shapes depend on the row's position and on nothing else."""
+    group = q.shape[0] // keys.shape[0]
+    first, seen, out = sequence.first_visible_slots(window), sequence.windowed_tree_mask(window), []
+    for row in range(sequence.num_rows):
+        new = torch.from_numpy(np.flatnonzero(seen[row]) + sequence.past_length)
+        old = slice(int(first[row]), sequence.past_length)
+        k = torch.cat([keys[:, old], keys[:, new]], 1).float()
+        v = torch.cat([values[:, old], values[:, new]], 1).float()
+        scores = q[:, row].float().unflatten(0, (-1, group)) @ k.mT * scale  # [kv_heads, group, keys]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out.append((scores.softmax(-1) @ v).flatten(0, 1))
+    return torch.stack(out).to(q.dtype)
+
+
+def _attend_masked(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+    """All rows at once under a mask: fast on an accelerator, but what a row rounds to depends on the shapes."""
+    end = sequence.past_length + sequence.num_rows
+    seen = np.ones((sequence.num_rows, end), dtype=bool)
+    seen[:, sequence.past_length :] = sequence.windowed_tree_mask(window)
+    seen &= np.arange(end) >= sequence.first_visible_slots(window)[:, None]
+    mask = torch.from_numpy(seen).to(q.device)
+    if softcap:
+        group = q.shape[0] // keys.shape[0]
+        k, v = (x[:, :end].repeat_interleave(group, 0) for x in (keys, values))
+        scores = softcap * torch.tanh((q @ k.mT).float() * scale / softcap)
+        weights = scores.masked_fill(~mask, -30000.0).softmax(-1).to(q.dtype)
+        return (weights @ v).transpose(0, 1)
+    out = F.scaled_dot_product_attention(
+        q[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """What stands for a mask: how far back a layer looks. Some models tell it by their mask alone."""
+
+    size: int
+
+
+def sliding_window_mask(*args, config=None, local_size=None, **kwargs) -> SlidingWindow | None:
+    """The mask that Transformers makes for each kind of layer; who sees whom within that, a Call says."""
+    if local_size is None:
+        return None
+    if local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"its attention looks back by chunks of {local_size} tokens, which Saltus does not support yet"
+        )
+    return SlidingWindow(local_size)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+AttentionMaskInterface.register(ATTENTION_NAME, sliding_window_mask)

@@ -1,0 +1,149 @@
+"""Attend by products of fixed shapes, so that a row's sums depend on its position and on its own tokens alone.
+
+Matrix libraries choose kernels, and with them the order of sums, by shape. Here every shape is a function of the
+rows of a call and of the extent, and both follow from positions (fixed.py). What is left is the place where a key
+stands: a node of a tree stands in other slots than the same token does as text. So a row at position p reads its
+keys in two parts, split where p alone says:
+
+- *old*, the positions before `split(p)`, a multiple of `reach` which lies 1 to 2 reaches back. No tree is deeper
+  than `reach`, so these are decided, and stand in order. One product over the whole extent reads them, masked.
+- *recent*, from `split(p)` to p: 2 · `reach` columns which each row gathers from wherever they stand, text or node.
+
+One softmax over both, in float32, and the two parts of the sum are added. Whether an ancestor is decided text or a
+node beside others changes which slot is read, never what is computed with it. Hidden columns weigh exactly zero.
+What this asks of the kernels is that the rows of one product of one shape are computed alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_SCRATCH_SLOTS = 256  # slots before the text's own: 0 is for rows that say nothing, node i stands in slot i + 1
+
+
+def first_recent_position(positions, max_tree_depth: int):
+    """The first position that a row gathers by itself: up to 2 · reach of them, its own included."""
+    return (positions // max_tree_depth * max_tree_depth - max_tree_depth).clip(0)
+
+
+@dataclass
+class KVBuffers:
+    """Keys and values of one text, [layers, slots, kv_heads, dim]: slot SCRATCH + p holds the token at position p.
+
+    Strides do not depend on the capacity. Graphs are captured over these very buffers, and go with them.
+    """
+
+    num_layers: int
+    capacity: int  # positions
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    graphs: dict = field(default_factory=dict)
+
+    def reserve(self, key: Tensor, value: Tensor) -> None:
+        """Buffers for what a layer's keys and values [kv_heads, rows, dim] look like; zeros are finite."""
+        if self.keys is None:
+            self.keys, self.values = self._zeros(key.transpose(0, 1)), self._zeros(value.transpose(0, 1))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more positions. Addresses change, so the graphs are lost."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        self.graphs.clear()
+        if self.keys is not None and self.values is not None:
+            old = self.keys, self.values
+            self.keys, self.values = (self._zeros(x[0]) for x in old)
+            for new, x in zip((self.keys, self.values), old, strict=True):
+                new[:, : x.shape[1]] = x
+
+    def copy_slots(self, destination: Tensor, source: Tensor) -> None:
+        """Copy slots `at` to slots `to`, both [moves]."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer.index_copy_(1, destination, buffer.index_select(1, source))
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        _, heads, dim = like.shape
+        return torch.zeros(
+            self.num_layers, NUM_SCRATCH_SLOTS + self.capacity, heads, dim, dtype=like.dtype, device=like.device
+        )
+
+
+class StaticInputs:
+    """The inputs of calls of so many rows, in one tensor that never moves: a graph reads them where they stand."""
+
+    def __init__(self, num_rows: int, max_tree_depth: int, device: torch.device) -> None:
+        self.num_rows, self.max_tree_depth = num_rows, max_tree_depth
+        sizes = [num_rows, num_rows, num_rows, num_rows * 2 * max_tree_depth, max_tree_depth, max_tree_depth]
+        self.packed = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        self.tokens, self.positions, self.slots, self.recent_slots, self.copy_destinations, self.copy_sources = (
+            self.packed.split(sizes)
+        )
+
+    def fill(self, tokens, positions, slots, recent_slots, slot_copies) -> None:
+        """Write a call's rows; those to spare are token 0 at position 0, in slot 0 and alone. One copy."""
+        count, packed = len(tokens), np.zeros(len(self.packed), dtype=np.int64)
+        for start, part in enumerate((tokens, positions, slots)):
+            packed[start * self.num_rows : start * self.num_rows + count] = part
+        packed[3 * self.num_rows : 3 * self.num_rows + recent_slots.size] = recent_slots.ravel()
+        for side, start in enumerate((-2 * self.max_tree_depth, -self.max_tree_depth)):
+            packed[start : start + len(slot_copies) or None] = [move[side] for move in slot_copies]
+        self.packed.copy_(torch.from_numpy(packed))
+
+    def clear(self) -> None:
+        """No row says anything, nothing moves."""
+        self.packed.zero_()
+
+
+class FixedShapeAttention:
+    """The attention of one call: the rows of a board, over the first `extent` positions of a seat."""
+
+    def __init__(self, sequence: KVBuffers, inputs: StaticInputs, extent: int) -> None:
+        self.kv_buffers, self.inputs, self.extent = sequence, inputs, extent
+        self.hidden_by_window: dict[int | None, Tensor] = {}
+
+    def attend(self, module, query, key, value, scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """[1, heads, rows, dim] → [1, rows, heads, dim]; the new keys and values enter the seat."""
+        sequence, board, extent = self.kv_buffers, self.inputs, self.extent
+        sequence.reserve(key[0], value[0])
+        assert sequence.keys is not None and sequence.values is not None
+        keys, values = sequence.keys[module.layer_idx], sequence.values[module.layer_idx]  # [slots, kv_heads, dim]
+        keys.index_copy_(0, board.slots, key[0].transpose(0, 1))
+        values.index_copy_(0, board.slots, value[0].transpose(0, 1))
+        heads, rows = query.shape[1:3]
+        kv_heads = keys.shape[1]
+        group = heads // kv_heads
+        q = (query[0].float() * scale).view(kv_heads, group, rows, -1)
+        old_k, old_v = (
+            x[NUM_SCRATCH_SLOTS : NUM_SCRATCH_SLOTS + extent].transpose(0, 1).float() for x in (keys, values)
+        )
+        own_k, own_v = (
+            x.index_select(0, board.recent_slots).view(rows, -1, *x.shape[1:]).transpose(1, 2).float()
+            for x in (keys, values)
+        )  # [rows, kv_heads, 2 reach, dim]
+        old = q.flatten(1, 2) @ old_k.mT  # [kv_heads, group · rows, extent]
+        own = q.permute(2, 0, 1, 3) @ own_k.mT  # [rows, kv_heads, group, 2 reach]
+        scores = torch.cat([old.view(kv_heads, group, rows, extent), own.permute(1, 2, 0, 3)], -1)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(self._hidden_columns(window), -torch.inf).softmax(-1)
+        out = (weights[..., :extent].flatten(1, 2) @ old_v).view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
+        out = out + weights[..., extent:].permute(2, 0, 1, 3) @ own_v
+        return out.reshape(1, rows, heads, -1).to(query.dtype)
+
+    def _hidden_columns(self, window: int | None) -> Tensor:
+        """Which columns each row does not see, [rows, extent + 2 reach]."""
+        if window not in self.hidden_by_window:
+            position = self.inputs.positions[:, None]
+            border = first_recent_position(position, self.inputs.max_tree_depth)
+            columns = torch.arange(self.extent, device=position.device).expand(len(position), -1)
+            recent = border + torch.arange(2 * self.inputs.max_tree_depth, device=position.device)
+            hidden = torch.cat([columns >= border, recent > position], -1)
+            if window is not None:
+                hidden |= torch.cat([columns, recent], -1) <= position - window
+            self.hidden_by_window[window] = hidden
+        return self.hidden_by_window[window]

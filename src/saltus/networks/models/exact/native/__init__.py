@@ -1,0 +1,160 @@
+"""Compile the kernels for this machine, once, with the C compiler at hand; do without where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saltus.networks.cache_folder import cache_folder
+
+log = logging.getLogger("saltus")
+
+KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
+COMPILER_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-pthread",
+]
+MAX_WEIGHTS = 4  # of one call of linear, at most
+
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Attention(ctypes.Structure):
+    """The struct `Attention` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("query", "key", "value")),
+        *((name, INTEGER) for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")),
+        *((name, POINTER) for name in ("keys", "values")),
+        ("capacity", INTEGER),
+        *((name, POINTER) for name in ("out", "visible", "first")),
+        *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
+        *((name, REAL) for name in ("scale", "softcap")),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """The struct `Linear` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("x", POINTER),
+        *((name, INTEGER) for name in ("rows", "inputs", "count")),
+        *((name, POINTER * MAX_WEIGHTS) for name in ("weight", "bias", "out")),
+        ("outs", INTEGER * MAX_WEIGHTS),
+        *((name, POINTER) for name in ("norm", "gate", "add")),
+        ("epsilon", REAL),
+        ("scale", REAL),
+        *((name, POINTER * MAX_WEIGHTS) for name in ("down", "up")),
+        ("place", POINTER),
+        *((name, INTEGER) for name in ("rank", "gated")),
+    ]
+
+
+class Rotary(ctypes.Structure):
+    """The struct `Rotary` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "cos", "sin", "norm")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim")),
+        ("epsilon", REAL),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """The struct `Norm` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "weight", "out")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("epsilon", REAL),
+    ]
+
+
+@lru_cache(maxsize=1)
+def load_kernels() -> ctypes.CDLL | None:
+    """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""
+    if os.environ.get("SALTUS_NATIVE", "1") == "0":
+        return None
+    folder = files(__name__)
+    sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
+    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
+    compiler = next((path for name in named if (path := shutil.which(name))), None)
+    settings = (sorted(sources.items()), COMPILER_FLAGS, compiler, _processor_features(), torch.__version__)
+    target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
+    if not target.exists():
+        error = _compile(compiler, sources, target) if compiler else "no C compiler was found; install gcc or clang"
+        if error:
+            log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+            return None
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
+        return None
+
+
+def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any], int] | None:
+    """A compiled kernel for a dtype, which takes a pointer to its struct; None where it cannot serve."""
+    if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (found := load_kernels()) is None:
+        return None
+    return getattr(found, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
+
+
+@contextlib.contextmanager
+def kernel_threads_only() -> Iterator[None]:
+    """Leave the processor to the kernels: torch's threads would spin beside theirs after every small product."""
+    found, threads = load_kernels(), torch.get_num_threads()
+    if found is None:
+        yield
+        return
+    found.saltus_threads(INTEGER(threads))
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
+    """Compile into place atomically; returns what went wrong."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            for name, text in sources.items():
+                Path(folder, name).write_bytes(text)
+            made = Path(folder, "kernels.so")
+            command = [compiler, *COMPILER_FLAGS, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                return (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
+            os.replace(made, target)
+    except OSError as error:
+        return str(error)
+
+
+def _processor_features() -> str:
+    """What `-march=native` depends on: a cache shared by unlike machines must not mix their kernels."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next((line for line in info if line.startswith("flags")), platform.processor())
+    except OSError:
+        return platform.platform() + platform.processor()

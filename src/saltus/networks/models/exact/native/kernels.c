@@ -1,0 +1,115 @@
+// Compute a row so that its rounding depends on nothing but the row: not on the call's width, the row's place in it,
+// or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
+// writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
+#include "lanes.h"
+#include "thread_pool.h"
+
+#define PIECES 6  // of a job, for each thread
+#define PACK 2    // rows that a thread packs at a time
+#define ROWS 8    // rows of one register tile of attention
+
+typedef struct {
+  // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
+  const void *query, *key, *value;
+  int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+  void *keys, *values;     // this text's memory: [kv_heads, capacity, dim]
+  int64_t capacity;
+  void *out;               // [rows, heads, value_dim], dense
+  const uint8_t *visible;  // [rows, rows]: may row i see new row j?
+  const int32_t *first;    // [rows]: first slot that row i may see (sliding windows), 0 otherwise
+  int64_t rows, past, heads, kv_heads, dim, value_dim;
+  float scale, softcap;    // softcap 0: none
+} Attention;
+
+#define WEIGHTS 4
+typedef struct {
+  const void *x;  // [rows, in], dense
+  int64_t rows, in, count;
+  const void *weight[WEIGHTS], *bias[WEIGHTS];  // [out, in]; [out] or NULL
+  void *out[WEIGHTS];                           // [rows, out], dense
+  int64_t outs[WEIGHTS];
+  const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this
+  const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
+  const void *add;   // [rows, out] or NULL: added to the first product
+  float epsilon;     // of the norm
+  // s · B(Ax) is added to gated rows before they are rounded (Hu et al. 2021); sums in float32
+  float scale;
+  const void *down[WEIGHTS], *up[WEIGHTS];  // A [rank, in], B turned [rank, out], or NULL
+  const int32_t *place;                     // [rows]: the number of a gated row among them, −1 of others; NULL: none is
+  int64_t rank, gated;
+} Linear;
+
+typedef struct {
+  void *x;                // [rows, heads, dim], dense, changed in place
+  const void *cos, *sin;  // [rows, dim]
+  const void *norm;       // [dim] or NULL: heads are first divided by their root mean square and multiplied by this
+  int64_t rows, heads, dim;
+  float epsilon;
+} Rotary;
+
+typedef struct {
+  const void *x, *weight;  // [rows, size], dense; [size]
+  void *out;               // [rows, size], dense
+  int64_t rows, size;
+  float epsilon;
+} Norm;
+
+// Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
+// of attention.inc: to `out` [ROWS, vdim] add the values [have, vdim] by their scores [ROWS, width].
+static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
+                                                int64_t width, float *out) {
+  for (int r = 0; r < ROWS; r++)
+    for (int64_t j = 0; j < have; j++)
+      for (int64_t d = 0; d < vdim && scores[r * width + j] != 0; d += LANES)
+        store_f32(out + r * vdim + d,
+                  load_f32(out + r * vdim + d) + load_f32(values + j * vdim + d) * scores[r * width + j]);
+}
+
+#define OUTS 4   // outputs of a register tile of linear
+#define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
+#define AHEAD 4  // outputs that weights are fetched ahead
+#define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
+
+#define T float
+#define OF(name) name##_f32
+#define X float
+#define STEP LANES
+#include "row_ops.inc"
+#include "attention.inc"
+#include "dot_products.inc"
+#include "linear_tile.inc"
+#include "linear.inc"
+#undef T
+#undef OF
+
+#ifdef __FLT16_MAX__
+#define T _Float16
+#define OF(name) name##_f16
+#include "row_ops.inc"
+#include "attention.inc"
+#include "dot_products.inc"
+#include "linear_tile.inc"
+#include "linear.inc"
+#undef T
+#undef OF
+#endif
+
+#define T uint16_t
+#define OF(name) name##_bf16
+#include "row_ops.inc"
+#include "attention.inc"
+#ifdef __AVX512BF16__
+#undef X
+#undef STEP
+#undef GROUP
+#define X uint16_t
+#define STEP 32
+#define GROUP 1
+#include "linear_tile_avx512_bf16.inc"
+#else
+#undef STEP
+#define STEP (2 * LANES)
+#include "dot_products_bf16_pairs.inc"
+#include "linear_tile.inc"
+#endif
+#include "linear.inc"

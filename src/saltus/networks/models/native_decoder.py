@@ -1,0 +1,238 @@
+"""Run Llama-type decoders without a framework's overhead: the model's own weights, six kernel calls a layer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saltus.networks.adapters.gated_lora import Adapter, Gate
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.attention import AttentionCall
+from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
+
+LAYER_PRODUCTS = (  # of a layer, product by product
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
+STATIC_ROPE_TYPES = {
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+}  # rotary embeddings whose angles depend on the position alone
+INITIAL_ROPE_POSITIONS = 1024  # positions of their table, at first
+SUPPORTED_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+def supports_native_decoder(model: Any) -> bool:
+    """Is this a decoder that `Lean` knows, as its authors wrote it, on a machine with kernels?"""
+    return (
+        type(model).__name__ in SUPPORTED_DECODERS
+        and all(_is_unmodified(module) for module in model.modules())
+        and model.config.hidden_act == "silu"
+        and native.kernel("linear", model.dtype, model.device) is not None
+        and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
+    )
+
+
+def _is_unmodified(module: Any) -> bool:
+    """No adapter in place of a layer, no hook, no forward of somebody's own: Lean would pass them by."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
+
+
+class NativeDecoder:
+    """The decoder's layers as kernel calls over fixed scratch: nothing is allocated between them.
+
+    Rounds to the model's dtype where Transformers does; what differs is the order of sums inside a product.
+    """
+
+    def __init__(self, model: Any, max_rows: int) -> None:
+        config, dtype = model.config, model.dtype
+        self.model, self.dtype = model, dtype
+        self.base = model.model
+        first = self.base.layers[0].self_attn
+        self.dim = first.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scale = first.scaling
+        self.hidden = torch.zeros(max_rows, config.hidden_size, dtype=dtype)
+        self.q, self.out = (torch.zeros(max_rows, self.heads, self.dim, dtype=dtype) for _ in range(2))
+        self.k, self.v = (torch.zeros(max_rows, self.kv_heads, self.dim, dtype=dtype) for _ in range(2))
+        self.gate, self.up = (torch.zeros(max_rows, config.intermediate_size, dtype=dtype) for _ in range(2))
+        kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend", "norm")]
+        self.linear, self.rotate, self.attend, self.norm = (kernel for kernel in kernels if kernel is not None)
+        self.adapter: Adapter | None = None
+        self.lora_tensors: list[Tensor] = []  # the adapter's, which the structs point to
+        self.rows_are_gated = False  # do the structs gate rows?
+        self.rope_table = [torch.empty(0), torch.empty(0)]  # cosines and sines of the first positions
+        self.layers = [self._layer_structs(layer) for layer in self.base.layers]
+        self.sliding_windows = [self._sliding_window(layer) for layer in self.base.layers]
+
+    def _layer_structs(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
+        """The structs of one layer; only rows and angles change from call to call."""
+        a, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+        products = [
+            _linear_struct(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
+            _linear_struct(self.out, [(a.o_proj, self.hidden)], add=self.hidden),
+            _linear_struct(self.hidden, [(mlp.gate_proj, self.gate), (mlp.up_proj, self.up)], norm=after),
+            _linear_struct(self.up, [(mlp.down_proj, self.hidden)], gate=self.gate, add=self.hidden),
+        ]
+        turns = []
+        for x, heads, norm in ((self.q, self.heads, "q_norm"), (self.k, self.kv_heads, "k_norm")):
+            turn = native.Rotary(x=x.data_ptr(), heads=heads, dim=self.dim)
+            if (module := getattr(a, norm, None)) is not None:
+                turn.norm, turn.epsilon = module.weight.data_ptr(), module.variance_epsilon
+            turns.append(turn)
+        return products, turns
+
+    def attach_adapter(self, adapter: Adapter | None) -> None:
+        """Let the kernels add an adapter's low-rank parts to gated rows; they keep copies in the model's own format."""
+        self.adapter, self.lora_tensors = adapter, []
+        for number, (products, _) in enumerate(self.layers):
+            for struct, names in zip(products, LAYER_PRODUCTS, strict=True):
+                _set_lora(struct, [f"model.layers.{number}.{name}" for name in names], adapter, self)
+
+    def _set_gated_rows(self, gate: Gate | None, num_rows: int) -> None:
+        """Tell the structs which rows the adapter acts on in this call."""
+        if gate is None and not self.rows_are_gated:
+            return
+        self.rows_are_gated = gate is not None
+        self.gated_row_numbers = torch.full((num_rows,), -1, dtype=torch.int32)
+        if gate is not None:
+            self.gated_row_numbers[gate.rows] = torch.arange(len(gate.rows), dtype=torch.int32)
+        for products, _ in self.layers:
+            for struct in products:
+                adapted = gate is not None and struct.rank > 0
+                struct.place = self.gated_row_numbers.data_ptr() if adapted else None
+                struct.gated = len(gate.rows) if adapted and gate is not None else 0
+
+    def _sliding_window(self, layer: Any) -> int | None:
+        if hasattr(layer.self_attn, "sliding_window"):
+            return layer.self_attn.sliding_window
+        return getattr(self.model.config, "sliding_window", None)
+
+    def __call__(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        call: AttentionCall,
+        logit_rows: Tensor,
+        output_hidden_states: bool = False,
+        gate: Gate | None = None,
+        hidden_state_layers: Sequence[int] = (),
+        output_logits: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the wanted rows and features, of all rows where they are asked for.
+
+        Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows]. Features are the states
+        after `taps` layers each, then the last ones. Not to `say`: no logits, and features of the wanted rows at least.
+        """
+        rows = len(inputs)
+        hidden = self.hidden[:rows]
+        hidden.copy_(inputs if inputs.is_floating_point() else F.embedding(inputs, self.base.embed_tokens.weight))
+        self._set_gated_rows(gate, rows)
+        with BatchInvariantMode():
+            if gate is not None and self.adapter is not None:
+                hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
+            angles = self._rope(positions)
+        attentions, heard = self._attention_structs(call), {}
+        for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
+            if output_hidden_states and number in hidden_state_layers:
+                heard[number] = hidden.clone()
+            qkv.rows = o.rows = gate_up.rows = down.rows = rows
+            failed = self.linear(ctypes.byref(qkv))
+            for turn in turns:
+                turn.rows, turn.cos, turn.sin = rows, angles[0].data_ptr(), angles[1].data_ptr()
+                self.rotate(ctypes.byref(turn))
+            for structs, keys, values, step, value_step in attentions:
+                struct = structs[self.sliding_windows[number]]
+                struct.keys, struct.values = keys + number * step, values + number * value_step
+                failed |= self.attend(ctypes.byref(struct))
+            for product in (o, gate_up, down):
+                failed |= self.linear(ctypes.byref(product))
+            if failed:
+                raise MemoryError("a call ran out of memory; ask for a shorter text")
+        normed = self._final_norm(hidden if output_hidden_states else hidden[logit_rows])
+        if not output_logits:
+            return normed.new_empty(0), normed
+        read = normed[logit_rows] if output_hidden_states else normed
+        logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
+        return logits, torch.cat([*(heard[tap] for tap in hidden_state_layers), normed], -1) if heard else normed
+
+    def _final_norm(self, x: Tensor) -> Tensor:
+        norm, out = self.base.norm, torch.empty_like(x)
+        struct = native.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct.rows, struct.size, struct.epsilon = *x.shape, norm.variance_epsilon
+        self.norm(ctypes.byref(struct))
+        return out
+
+    def _rope(self, positions: Tensor) -> list[Tensor]:
+        """Cosines and sines of the positions' angles, [rows, dim] each: from a table, where they never change."""
+        if self.base.rotary_emb.rope_type not in STATIC_ROPE_TYPES:
+            return self._compute_rope(positions)
+        if (end := int(positions.max()) + 1) > len(self.rope_table[0]):
+            self.rope_table = self._compute_rope(
+                torch.arange(max(end, 2 * len(self.rope_table[0]), INITIAL_ROPE_POSITIONS))
+            )
+        return [table[positions] for table in self.rope_table]
+
+    def _compute_rope(self, positions: Tensor) -> list[Tensor]:
+        return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
+
+    def _attention_structs(self, call: AttentionCall) -> list[tuple[dict, int, int, int, int]]:
+        """For each text of the call: its structs by window, and where its memory lies."""
+        found, start = [], 0
+        for part in call.sequences:
+            part.kv_cache.reserve(
+                call.num_layers, part.past_length + part.num_rows, self.k.transpose(0, 1), self.v.transpose(0, 1)
+            )
+            keys, values = part.kv_cache.keys, part.kv_cache.values
+            assert keys is not None and values is not None
+            q, k, v, out = (x[start : start + part.num_rows] for x in (self.q, self.k, self.v, self.out))
+            structs = {
+                window: part.kernel_arguments(
+                    window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale
+                )
+                for window in set(self.sliding_windows)
+            }
+            for struct in structs.values():
+                struct.capacity = keys.shape[2]
+            sizes = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
+            found.append((structs, keys.data_ptr(), values.data_ptr(), *sizes))
+            start += part.num_rows
+        return found
+
+
+def _linear_struct(
+    x: Tensor,
+    weights: Sequence[tuple[Any, Tensor]],
+    norm: Any = None,
+    gate: Tensor | None = None,
+    add: Tensor | None = None,
+) -> native.Linear:
+    struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
+    for i, (module, out) in enumerate(weights):
+        struct.weight[i], struct.out[i], struct.outs[i] = module.weight.data_ptr(), out.data_ptr(), len(module.weight)
+        struct.bias[i] = None if module.bias is None else module.bias.data_ptr()
+    if norm is not None:
+        struct.norm, struct.epsilon = norm.weight.data_ptr(), norm.variance_epsilon
+    struct.gate = None if gate is None else gate.data_ptr()
+    struct.add = None if add is None else add.data_ptr()
+    return struct
+
+
+def _set_lora(struct: native.Linear, paths: Sequence[str], adapter: Adapter | None, decoder: NativeDecoder) -> None:
+    """Point a struct to the low-rank parts of its weights; the keeper holds their memory."""
+    struct.rank = 0
+    for i, path in enumerate(paths):
+        struct.down[i] = struct.up[i] = None
+        if adapter is not None and (part := adapter.lora_layer(path)) is not None:
+            down, up = (x.detach().to(decoder.dtype).contiguous() for x in (part.down, part.up.T))
+            decoder.lora_tensors += [down, up]
+            struct.down[i], struct.up[i] = down.data_ptr(), up.data_ptr()
+            struct.rank, struct.scale = adapter.settings.rank, adapter.settings.scale

@@ -1,0 +1,139 @@
+"""Read packed windows with any causal model of Transformers: the same attention as at decoding, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from saltus.core.forward import NO_TOKEN
+from saltus.networks.adapters.gated_lora import Adapter, Gate, gated_adapter
+from saltus.networks.draft_models.drafter import MASKED_SCORE
+from saltus.networks.models.causal import PLACEHOLDER_TOKEN
+from saltus.networks.models.exact import attention
+from saltus.training.data.window_packing import PackedBatch
+
+
+def prepare_model(model: Any) -> Any:
+    """The model as `said` reads it: frozen, without dropout, and with the attention that a call is told of."""
+    model.set_attn_implementation(attention.ATTENTION_NAME)
+    return model.requires_grad_(False).eval()
+
+
+def pack_causal(tokens: Int[Tensor, "batch length"]) -> PackedBatch:
+    """Texts as they are, without queries."""
+    batch, length = tokens.shape
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+    none = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=tokens.device)
+    positions = torch.arange(length, device=tokens.device).expand(batch, -1)
+    return PackedBatch(tokens, none, positions, mask, length, 0, 0)
+
+
+def packed_logits(
+    model: Any,
+    packed: PackedBatch,
+    row_indices: Int[Tensor, "kept"],
+    adapter: Adapter | None = None,
+    temperatures: Float[Tensor, "batch windows"] | None = None,
+    recompute: bool = False,
+) -> Float[Tensor, "kept vocab"]:
+    """Logits of the rows to keep, which count through the whole batch, in one call of a `prepared` model.
+
+    In float32 or better. Queries, if there are any, are served by the adapter, which is told the windows' temperatures.
+    `recompute`: layers keep what they read alone, and are computed again for the gradients.
+    """
+    seen = _PackedAttention(packed)
+    gate = None if temperatures is None else query_gate(packed, temperatures)
+
+    @contextmanager
+    def during() -> Iterator[None]:
+        """All that a layer needs around it, also when it is computed again."""
+        with (
+            attention.attention_context(seen),
+            gated_adapter(model, adapter, gate) if adapter and gate else nullcontext(),
+        ):
+            yield
+
+    with (
+        during(),
+        _keep_rows(model, row_indices),
+        _gradient_checkpointing(model, during) if recompute else nullcontext(),
+    ):
+        ids = packed.tokens.clamp_min(PLACEHOLDER_TOKEN)
+        logits = model(input_ids=ids, position_ids=packed.positions, use_cache=False).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def query_gate(packed: PackedBatch, temperatures: Float[Tensor, "batch windows"]) -> Gate:
+    """The queries of all windows, and what they are told."""
+    batch, length = packed.tokens.shape
+    rows = torch.arange(batch * length, device=packed.tokens.device).view(batch, length)[:, packed.context_length :]
+    conditioning = temperatures.repeat(1, packed.window_size)  # rows stand depth by depth
+    tokens, uniforms = (part[:, packed.context_length :].flatten() for part in (packed.tokens, packed.uniforms))
+    return Gate(rows.flatten(), uniforms, conditioning.flatten(), tokens != NO_TOKEN)
+
+
+@dataclass(eq=False)
+class _PackedAttention:
+    """Attention by the mask of packed windows: an additive one, [batch, 1, rows, columns], for each sliding window."""
+
+    packed: PackedBatch
+    additive_masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def attend(self, module, query, key, value, scale, window, softcap) -> Tensor:
+        """[batch, heads, rows, dim] to [batch, rows, heads, dim]."""
+        mask = self._additive_mask(window, query.dtype)
+        if not softcap:
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+            return out.transpose(1, 2)
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = softcap * torch.tanh((query @ key.mT).float() * scale / softcap) + mask
+        return (scores.softmax(-1).to(query.dtype) @ value).transpose(1, 2)
+
+    def _additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if (window, dtype) not in self.additive_masks:
+            mask, positions = self.packed.mask, self.packed.positions
+            if window is not None:
+                mask = mask & (positions[:, :, None] - positions[:, None] < window)
+            self.additive_masks[window, dtype] = torch.where(mask, 0.0, MASKED_SCORE).to(dtype)[:, None]
+        return self.additive_masks[window, dtype]
+
+
+@contextmanager
+def _keep_rows(model: Any, row_indices: Int[Tensor, "kept"]) -> Iterator[None]:
+    """While open, the decoder gives out the chosen rows alone, as one text: no others reach the vocabulary."""
+
+    def choose(module, inputs, out):
+        out.last_hidden_state = out.last_hidden_state.flatten(0, 1)[row_indices][None]
+        return out
+
+    hook = model.get_decoder().register_forward_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _gradient_checkpointing(model: Any, layer_context) -> Iterator[None]:
+    """While open, layers are checkpointed (Chen et al. 2016), whatever mode they are in: dropout stays off."""
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for layer in layers:
+        again = partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), layer_context())
+        )
+        layer.forward = again
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

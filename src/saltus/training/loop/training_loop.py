@@ -1,0 +1,132 @@
+"""Run training steps that can be killed at any moment and go on from the last checkpoint, with the same outcome."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
+from saltus.training.loop.muon import Muon
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast: a linear warm-up, then a cosine down to a tenth of the rate.
+
+    `muon` is for the weights that a module calls its `matrices`, where it has some; all others are AdamW's.
+    """
+
+    steps: int
+    rate: float = 1e-3
+    warm_up: int = 100
+    clip: float = 1.0
+    every: int = 200  # steps between checkpoints
+    decay: float = 0.01
+    optimiser: Literal["adamw", "muon"] = "adamw"
+    half: bool = False  # Muon multiplies in bfloat16: for processors that do so natively
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.every < 1:
+            raise ValueError(f"steps is {self.steps} and every is {self.every}, but both count from 1")
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        warm = min(1.0, (step + 1) / max(1, min(self.warm_up, self.steps // 10)))
+        return self.rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. Times in seconds; the loss is the mean since the last checkpoint."""
+
+    step: int
+    steps: int
+    loss: float
+    seconds: float  # of training, those before an interruption included
+    seconds_left: float
+    metrics: dict[str, float] = field(default_factory=dict)  # by the examination
+
+
+def train(
+    module: nn.Module,
+    loss: Callable[[int], Tensor],
+    schedule: Schedule,
+    checkpoint_path: Path,
+    settings: dict[str, Any],
+    on_checkpoint: Callable[[Progress], None] = lambda progress: None,
+    evaluate: Callable[[], dict[str, float]] = dict,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Train in place; the mean losses between checkpoints. `loss(step)` must depend on the step and the weights alone.
+
+    Before each checkpoint `examine` is asked; what it found is kept there, with step and loss, under `exams`. `watch`
+    is told every step, counted from 1, and its loss. `settings` say what the run is. Errors: a checkpoint of another
+    run at `path`, or a damaged one.
+    """
+    optimisers = _make_optimizers(module, schedule)
+    settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
+    state = load_checkpoint(checkpoint_path)
+    step, seconds, curve, exams = 0, 0.0, [], []
+    if state is not None:
+        if state["settings"] != settings:
+            raise ValueError(
+                f"{checkpoint_path} belongs to a run with other settings; delete it, or keep runs in another folder"
+            )
+        module.load_state_dict(state["module"])
+        for optimiser, own in zip(optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(own)
+        step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
+    began, saved, total = time.perf_counter() - seconds, step, 0.0
+    module.train()
+    while step < schedule.steps:
+        own = _optimizer_step(module, optimisers, loss(step), schedule.learning_rate(step), schedule.clip)
+        total += own
+        step += 1
+        on_step(step, own)
+        if step % schedule.every == 0 or step == schedule.steps:
+            curve.append(total / (step - saved))
+            if not math.isfinite(curve[-1]):
+                raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
+            found = evaluate()
+            exams.append({"step": step, "loss": curve[-1], **found})
+            seconds = time.perf_counter() - began
+            state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
+            save_checkpoint(
+                checkpoint_path,
+                state | {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams},
+            )
+            on_checkpoint(
+                Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), found)
+            )
+            saved, total = step, 0.0
+    module.eval()
+    return curve
+
+
+def _make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    matrices = list(getattr(module, "matrices", ())) if schedule.optimiser == "muon" else []
+    chosen = {id(weight) for weight in matrices}
+    rest = [weight for weight in module.parameters() if id(weight) not in chosen]
+    rate, decay = schedule.rate, schedule.decay
+    adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)
+    return [adamw, Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.half)] if matrices else [adamw]
+
+
+def _optimizer_step(
+    module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
+) -> float:
+    module.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(module.parameters(), clip)
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.step()
+    return float(loss.detach())
