@@ -22,7 +22,6 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,8 @@ def main() -> None:
             chosen = {"block": given.block, "blocks": blocks, "candidates": candidates}
             chosen |= {"model": name} if name in given.adapter else {}
             budget = min(given.block * blocks + 3 * candidates, 128) if given.whole else 32
-            engines[name, f"{blocks} blocks" + ", recycling" * bool(candidates)] = replace(
-                engine, options={"jacobi": chosen}, budget=budget, adaptive=not given.whole, decoding_setups={}
+            engines[name, f"{blocks} blocks" + ", recycling" * bool(candidates)] = engine.copy_with(
+                options={"jacobi": chosen}, budget=budget, adaptive=not given.whole
             )
         engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}

@@ -11,7 +11,6 @@ if none was compared, or if a part failed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -79,8 +78,7 @@ class Run:
         engine = saltus.load(self.folder, "plain", device=self.args.device, dtype=dtype, **settings)
         if not self.cuda:
             network = CausalNetwork(engine.network.model, fixed_shapes=True)
-            engine.target = dataclasses.replace(engine.target, network=network)
-            engine.decoding_setups.clear()
+            engine = engine.copy_with(network=network)
         return engine
 
     def wait(self) -> float:
@@ -202,7 +200,7 @@ def names(engine) -> list[str]:
     found = []
     for name in [*(name for name in available_methods() if name != "plain"), "jacobi+lookup"]:
         try:
-            if not any(one.draft_models for one in make_methods(name, engine.options)):
+            if not any(one.draft_models for one in make_methods(name, engine.decoder.options)):
                 found.append(name)
         except ValueError as error:
             print(f"{name} is left out: {error}")
@@ -286,7 +284,7 @@ def speed(run: Run, share: float) -> None:
 
 def ours(run: Run, engine, method: str):
     def write(prompt: str, temperature: float, tokens: int = run.args.tokens) -> float:
-        engine.prefix_cache.entries.clear()
+        engine.decoder.prefix_cache.clear()
         start, settings = run.wait(), {"temperature": temperature, "seed": 1, "ignore_eos": True}
         made = engine.generate(prompt, method=method, max_new_tokens=tokens, **settings)
         assert len(made.tokens) == tokens

@@ -27,7 +27,7 @@ from saltus.evaluation.reports.environment import git_commit, machine_info
 def counted(engine: saltus.Engine, prompt: Any, expected: Sequence[int] | None, settings: dict[str, Any]) -> Any:
     """A text. Errors: SystemExit where it is not the expected one, under the rule `match`."""
     found = engine.generate(prompt, **settings)
-    if expected is not None and engine.rule == "match" and found.tokens != expected:
+    if expected is not None and engine.decoder.rule == "match" and found.tokens != expected:
         raise SystemExit(f"{engine.method} wrote another text than plain decoding for {prompt!r:.80}")
     return found
 
@@ -88,9 +88,8 @@ def main() -> None:
     for rule in chosen.rules:
         for folder in chosen.heads:
             options = {"mtpc": {"model": str(folder), "least": chosen.least}}
-            made = saltus.load(chosen.model, "mtpc", rule=rule, options=options, adaptive=chosen.adaptive)
-            made.target, made.call_cost = plain.target, plain.call_cost  # one model in memory
-            engines[rule, folder.name] = made
+            made = plain.copy_with(rule=rule, options=options, adaptive=chosen.adaptive)  # one model in memory
+            engines[rule, folder.name] = replace(made, method="mtpc")
     prompts = [inputs.preview for inputs in read_prompts([], chosen.prompts, chosen.limit)]
     rows = []
     for temperature in chosen.temperatures:

@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, pick
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
-from saltus.engine.request import Request, run_requests
+from saltus.engine.request import Request
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
@@ -143,8 +143,8 @@ def filled(
         canvas=canvas,
     )
     without = mock.patch.object(engine.network, "links", None)
-    with wrong if engine.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
-        for _ in run_requests(engine.decoding_setup(method), [job], 1):
+    with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
+        for _ in engine.decoder.run([job], method, batch_size=1):
             pass
     return job
 
@@ -233,7 +233,7 @@ def main() -> None:
     }
     causal = saltus.load(given.causal, PLAIN, profile=False) if given.causal else None
     rules.RULES[NO_RESIDUAL] = no_residual
-    ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": replace(engine, decoding_setups={})}
+    ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": engine.copy_with()}
     for length in given.lengths:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"length": length, "two_calls": True}),
@@ -241,7 +241,7 @@ def main() -> None:
             (f"{WITHOUT_LINKS}, k = {length}", {"length": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"length": length, "draft": "bigram"}),
         ):
-            own = replace(engine, options={"assd": options}, budget=length, adaptive=False, decoding_setups={})
+            own = engine.copy_with(options={"assd": options}, budget=length, adaptive=False)
             ways[name] = own
     table: list[dict[str, Any]] = []
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
@@ -257,12 +257,12 @@ def main() -> None:
         )
         for rule in ("match", "reject"):
             found: dict[str, list[dict[str, Any]]] = {}
-            engines = {name: replace(way, rule=rule, decoding_setups={}) for name, way in ways.items()}
-            engines["no cache"].decoding_setup(PLAIN).networks = {"target": Forgetful(engine.network)}
+            engines = {name: way.copy_with(rule=rule) for name, way in ways.items()}
+            engines["no cache"].decoder.setup(PLAIN).networks = {"target": Forgetful(engine.network)}
             if rule == "reject":
                 del engines["no cache"]
                 last = f"one call, k = {given.lengths[-1]}"
-                engines[NO_RESIDUAL] = replace(ways[last], rule=NO_RESIDUAL, decoding_setups={})
+                engines[NO_RESIDUAL] = ways[last].copy_with(rule=NO_RESIDUAL)
             for name in engines:  # warm-up
                 filled(
                     engines[name],

@@ -16,10 +16,13 @@ import saltus
 from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
-from saltus.engine.request import PrefixCache, Request, measure_call_seconds, run_requests
+from saltus.engine.calibration import measure_call_seconds
+from saltus.engine.prefix_cache import PrefixCache
+from saltus.engine.request import Request
 from saltus.methods import available_methods
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models import causal
+from saltus.networks.models.exact.attention import install_attention
 
 METHODS = [*available_methods(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -392,7 +395,7 @@ def test_a_next_turn_reads_only_what_is_new_and_changes_nothing(tiny_folder, dty
     text = [*engine.encode(PROMPT), *first.tokens, *engine.encode("and the dog?", raw=True)]
     second, again = (Request(text, 24, 0, Sampling(), logprobs=True) for _ in range(2))
     for one, inputs in ((engine, second), (fresh, again)):
-        deque(run_requests(one.decoding_setups["lookup"], [inputs], prefix_cache=one.prefix_cache), maxlen=0)
+        deque(one.decoder.run([inputs], "lookup"), maxlen=0)
     assert second.calls[0].context_tokens_read < len(text) - len(engine.encode(PROMPT))
     assert again.calls[0].context_tokens_read == len(text)
     assert second.tokens == again.tokens
@@ -427,7 +430,8 @@ def test_of_two_memories_alike_in_length_the_right_one_is_taken():
 @pytest.mark.parametrize("method", ["small_model", "ptp", "mtpc"])
 def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
     one, two = (
-        saltus.load(engine.target.name, method, rule="reject", options=engine.options, batch_size=3) for _ in range(2)
+        saltus.load(engine.target.name, method, rule="reject", options=engine.decoder.options, batch_size=3)
+        for _ in range(2)
     )
     prompts = [PROMPT, "a", "the dog"]
     settings = {"temperature": 0.9, "max_new_tokens": 20}
@@ -440,7 +444,7 @@ def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
 def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
     measured = []
     monkeypatch.setattr(
-        "saltus.engine.request.measure_call_seconds",
+        "saltus.engine.decoder.measure_call_seconds",
         lambda network: measured.append(1) or measure_call_seconds(network),
     )
     fresh = saltus.load(engine.target.name)
@@ -449,7 +453,7 @@ def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
     fresh.generate(PROMPT, method="lookup", max_new_tokens=2)
     fresh.generate([PROMPT, PROMPT], method="jacobi", max_new_tokens=2)
     assert len(measured) == 1
-    assert min(fresh.call_cost.seconds.values()) > 0
+    assert min(fresh.decoder.call_cost.seconds.values()) > 0
 
 
 def test_statistics_add_up(engine):
@@ -461,3 +465,47 @@ def test_statistics_add_up(engine):
     assert found.seconds >= sum(step.seconds for step in answer.calls) >= found.prefill_seconds > 0
     assert found.draft_calls > 0
     assert answer.calls[0].context_tokens_read == len(engine.encode(PROMPT))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_model_still_works_as_one_of_transformers(tiny_folder, implementation):
+    """In a padded batch, before and after texts were decoded."""
+    folder = tiny_folder()
+    own = LlamaForCausalLM.from_pretrained(folder, attn_implementation=implementation).eval()
+    lent = LlamaForCausalLM.from_pretrained(folder, attn_implementation=implementation).eval()
+    install_attention(lent)
+    engine = saltus.load(str(folder), "lookup", device="cpu")
+    tokens = engine.tokenizer(["the cat", "the dog sat on"], return_tensors="pt", padding=True, padding_side="left")
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    expected = own.generate(**tokens, **settings)
+    assert torch.equal(lent.generate(**tokens, **settings), expected)
+    assert torch.equal(lent(**tokens).logits, own(**tokens).logits)
+    assert torch.equal(engine.model.generate(**tokens, **settings), expected)
+    before = engine.generate(PROMPT, max_new_tokens=8).tokens
+    assert torch.equal(engine.model.generate(**tokens, **settings), expected)
+    assert engine.generate(PROMPT, max_new_tokens=8).tokens == before
+
+
+def test_a_draft_model_in_the_words_of_transformers(tiny_folder):
+    target, draft = str(tiny_folder()), str(tiny_folder(seed=1))
+    engine = saltus.load(target, draft_model=draft, num_draft_tokens=3)
+    assert engine.method == "small_model"
+    written = engine.generate(PROMPT, max_new_tokens=20)
+    assert written.tokens == engine.generate(PROMPT, method="plain", max_new_tokens=20).tokens
+    assert written.statistics.draft_calls > 0
+    assert max(call.num_draft_tokens for call in written.calls) <= 3
+    assert saltus.load(target, "small_model+lookup", draft_model=draft).method == "small_model+lookup"
+    with pytest.raises(ValueError, match=r"the method is ptp; leave the method out, or take small_model\+ptp"):
+        saltus.load(target, "ptp", draft_model=draft)
+
+
+@pytest.mark.parametrize("prompt", ["a \ud800", [{"role": "user", "content": "a \ud800"}]])
+def test_a_lone_surrogate_is_named(engine, prompt):
+    with pytest.raises(ValueError, match=r"lone surrogate \(U\+D800\) at character \d+, .*; give valid UTF-8"):
+        engine.generate(prompt)
+
+
+def test_public_names_are_there():
+    assert {"load", "Engine", "Generation", "Infilling", "Settings", "Sampling", "custom_generate"} <= {*saltus.__all__}
+    for name in saltus.__all__:
+        assert getattr(saltus, name).__name__ == name

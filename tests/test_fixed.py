@@ -328,9 +328,7 @@ def engines(tiny_folder):
     ours, fixed = (saltus.load(str(tiny_folder(max_position_embeddings=80)), "plain", device="cpu") for _ in range(2))
     network = CausalNetwork(fixed.network.model, fixed_shapes=True)
     network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
-    object.__setattr__(fixed.target, "network", network)
-    fixed.decoding_setups.clear()
-    return ours, fixed
+    return ours, fixed.copy_with(network=network)
 
 
 @pytest.mark.parametrize("method", ["plain", "lookup", "jacobi", "jacobi+lookup"])
@@ -341,6 +339,6 @@ def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
     settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
     prompts = ["the cat sat on the mat and the cat sat on the", "the dog"]
     expected = [ours.generate(prompt, method="plain", **settings).tokens for prompt in prompts]
-    fixed.prefix_cache.entries.clear()
+    fixed.decoder.prefix_cache.clear()
     assert fixed.generate(prompts[0], method=method, **settings).tokens == expected[0]
     assert [one.tokens for one in fixed.generate(prompts, method=method, **settings)] == expected

@@ -333,8 +333,8 @@ def test_options_and_devices_of_a_command_line_reach_the_engine(folder):
         f"pretrained={folder},method=lookup,lookup.longest=3,budget=5,dtype=float32",
         {"batch_size": "auto:4", "max_batch_size": 8, "device": None if torch.cuda.is_available() else "cuda:0"},
     )
-    assert made.engine.options == {"lookup": {"longest": 3}}
-    assert (made.engine.budget, made.batch_size) == (5, 8)
+    assert made.engine.decoder.options == {"lookup": {"longest": 3}}
+    assert (made.engine.decoder.budget, made.batch_size) == (5, 8)
     assert made.get_model_info()["saltus_method"] == "lookup"
 
 

@@ -105,7 +105,7 @@ def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeyp
     )
 
 
-@pytest.mark.parametrize("laws", [0.0, 0.5])
+@pytest.mark.parametrize("distributions", [0.0, 0.5])
 def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, distributions):
     made = course(target, states, circuit="hmm", laws=distributions)
     made.loss(0).backward()
@@ -125,8 +125,8 @@ def test_states_of_another_model_are_refused(states):
 
 
 def test_texts_shorter_than_a_window_are_learned_from_as_far_as_they_go(target, states):
-    short = states.texts.copy()
+    short = states.text_table.copy()
     short[:, 2] = PROMPT + 3
-    made = course(target, HiddenStateCorpus(**{**vars(states), "texts": short}), window=8)
+    made = course(target, HiddenStateCorpus(**{**vars(states), "text_table": short}), window=8)
     assert made.loss(0).isfinite()
     assert made.evaluate().keys() == {"greedy", "sampled"}

@@ -17,7 +17,8 @@ from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.pairwise_correction import PairwiseCorrection
-from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, token_texts_of_holes, tokenize_template
+from saltus.engine.infill import InfillOutput
+from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, tokenize_template
 from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.training.data.packed_forward import packed_logits, prepare_model
@@ -112,10 +113,9 @@ def test_words_of_any_tokenizer_keep_their_spaces():
     tokenizer = space_tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(word) for word in ("▁cat", "▁sat")]
     layout = tokenize_template(parse_template("the [[2]] on"), tokenizer)
-    tokens = layout.canvas.fill(np.array(ids)).tokens.tolist()
-    assert (
-        layout.text(["".join(pieces) for pieces in token_texts_of_holes(layout, tokens, tokenizer)]) == "the cat sat on"
-    )
+    output = InfillOutput(layout, tokenizer)
+    assert [output.add([one]) for one in ids] == ["the cat", " sat on"]
+    assert output.token_texts == [[" cat", " sat"]]
 
 
 def test_a_prefix_and_a_suffix(filler: str):
@@ -505,3 +505,20 @@ def test_programs_come_from_lines_of_json(tmp_path):
         file.write_text(broken)
         with pytest.raises(SystemExit, match="holds no programs"):
             list(recipe["programs"](file))
+
+
+@pytest.mark.parametrize("method", ["plain", "assd"])
+def test_a_stream_of_an_infilling_is_its_text(filler: str, method: str):
+    engine = saltus.load(filler, method)
+    whole = engine.infill("the [[8]] sat [[…]] on [[3]].", temperature=1.0, seed=4, open_tokens=6)
+    stream = engine.stream_infill("the [[8]] sat [[…]] on [[3]].", temperature=1.0, seed=4, open_tokens=6)
+    chunks = list(stream)
+    assert "".join(chunk.text for chunk in chunks) == whole.text == stream.infilling.text
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert [chunk.call_index for chunk in chunks] == [call.index for call in whole.calls]
+    left = engine.stream_infill("the [[8]] sat.")
+    next(left)
+    left.close()
+    assert 0 < len(left.infilling.tokens) <= 8
+    with pytest.raises(ValueError, match="lone surrogate"):
+        engine.infill("the \udc00 [[2]]")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -269,5 +268,5 @@ def test_a_second_turn_writes_what_plain_decoding_writes(tiny_folder, tiny_draft
     first = engine.generate(talk, max_new_tokens=12, ignore_eos=True)
     talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and the dog"}]
     second = engine.generate(talk, max_new_tokens=12, ignore_eos=True)
-    plain = replace(engine, decoding_setups={}).generate(talk, method="plain", max_new_tokens=12, ignore_eos=True)
+    plain = engine.copy_with().generate(talk, method="plain", max_new_tokens=12, ignore_eos=True)
     assert second.tokens == plain.tokens

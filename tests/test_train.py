@@ -165,9 +165,8 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     assert papers["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path / "work" / "heads")}})
     for rule in ("match", "reject"):
-        engine.rule = rule
-        given = {"max_new_tokens": 24, "temperature": 0.0}
-        assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+        own, given = engine.copy_with(rule=rule), {"max_new_tokens": 24, "temperature": 0.0}
+        assert own.generate("the cat", **given).tokens == own.generate("the cat", method="plain", **given).tokens
     assert "recipe heads is for mtpc; give it to saltus train mtpc" in complaint(
         *training(file, folder, teacher, tmp_path / "other")
     )

@@ -99,18 +99,16 @@ def test_an_adapter_s_rows_count_and_what_is_flat_is_chosen_as_measured(folder):
 
 def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     engine = saltus.load(folder, "jacobi")
-    assert engine.profile is None
+    assert engine.decoder.profile is None
     own = model_fingerprint(engine.network.model)
     Profile("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
     tuned = saltus.load(folder, "lookup")
     for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
-        ensemble = tuned.decoding_setup(spec)
+        ensemble = tuned.decoder.setup(spec)
         assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
-    assert tuned.decoding_setup("lookup").budget == 16, "others keep theirs"
-    assert saltus.load(folder, "jacobi", budget=9).decoding_setup("jacobi").budget == 9
-    assert (
-        saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoding_setup("jacobi").methods[0].block == 3
-    )
+    assert tuned.decoder.setup("lookup").budget == 16, "others keep theirs"
+    assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
+    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
     assert saltus.load(folder, "jacobi", profile=False).profile is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
@@ -124,10 +122,10 @@ def test_a_missing_device_is_named_before_a_profile_is_looked_for(folder):
 
 def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
     path = Profile("jacobi", folder, machine_name(CPU), "", "another", {"block": 5}, 7).save()
-    assert saltus.load(folder, "jacobi").profile is None
+    assert saltus.load(folder, "jacobi").decoder.profile is None
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert saltus.load(folder, "jacobi").profile is None
+        assert saltus.load(folder, "jacobi").decoder.profile is None
     assert "run saltus tune again" in caplog.text
 
 
@@ -143,7 +141,7 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
     assert {"command", "commit", "machine", "settings", "calls"} <= set(result)
     for name in ("tune_calls", "tune_surface"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
-    tuned = saltus.load(folder, "jacobi").profile
+    tuned = saltus.load(folder, "jacobi").decoder.profile
     assert tuned is not None
     assert (tuned.options, tuned.budget) == (result["chosen"], result["budget"])
     assert tuned.made["speedup"] in [row["speedup"] for row in result["settings"] if "blocks" in row]

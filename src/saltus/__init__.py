@@ -1,19 +1,41 @@
-"""Let language models write several tokens per network call without changing what they write."""
+"""Speculative decoding that does not change the text."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from saltus.engine.engine import Chunk, Engine, Generation, Statistics, Stream, load
+    from saltus.core.sampling import Sampling
+    from saltus.engine.engine import Engine, load
+    from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
     from saltus.integrations.transformers_generate import custom_generate
+    from saltus.networks.loading.fetching import SourceError
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Chunk", "Engine", "Generation", "Statistics", "Stream", "custom_generate", "load"]
+__all__ = [
+    "Chunk",
+    "Engine",
+    "Generation",
+    "InfillStream",
+    "Infilling",
+    "Sampling",
+    "Settings",
+    "SourceError",
+    "Statistics",
+    "Stream",
+    "custom_generate",
+    "load",
+]
+_MODULES = {
+    "Engine": "engine.engine",
+    "load": "engine.engine",
+    "Sampling": "core.sampling",
+    "SourceError": "networks.loading.fetching",
+    "custom_generate": "integrations.transformers_generate",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is first asked for: `saltus --help` need not wait for torch."""
+    """Import public names on first use, so that `saltus --help` does not wait for torch."""
     if name in __all__:
-        module = "integrations.transformers_generate" if name == "custom_generate" else "engine.engine"
-        return getattr(import_module(f"saltus.{module}"), name)
+        return getattr(import_module(f"saltus.{_MODULES.get(name, 'engine.results')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

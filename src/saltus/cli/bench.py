@@ -162,8 +162,8 @@ def run(
         **writing,
         **distribution,
         "rule": rule,
-        "budget": engine.budget,
-        "adaptive": engine.adaptive,
+        "budget": engine.decoder.budget,
+        "adaptive": engine.decoder.adaptive,
         "raw": raw,
         "options": option or [],
     }

@@ -1,4 +1,4 @@
-"""Read a text with holes, `The [[8]] sat on the [[…]].`, and put together what filled them."""
+"""Parse a text with holes, `The [[8]] sat on the [[…]].`, and lay it out as tokens on a canvas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from saltus.core.canvas import HOLE, Canvas, infilling
-from saltus.engine.detokenizer import Detokenizer
 
 HOLE_PATTERN = re.compile(r"\[\[\s*(\d+|…|\.\.\.)\s*\]\]")
 DEFAULT_OPEN_TOKENS = 24  # tokens that a hole of unknown length may have
@@ -18,7 +17,7 @@ DEFAULT_OPEN_TOKENS = 24  # tokens that a hole of unknown length may have
 
 @dataclass(frozen=True)
 class InfillTemplate:
-    """Pieces of text with a hole between each two: its length in tokens, or None where the model ends it."""
+    """Pieces of text with a hole between each two; a hole's length is in tokens, None if the model ends it."""
 
     pieces: tuple[str, ...]
     hole_lengths: tuple[int | None, ...]
@@ -32,14 +31,14 @@ class InfillTemplate:
 
 
 def parse_template(text: str) -> InfillTemplate:
-    """A text with marks. Errors: ValueError where there is none, or one is of length 0."""
+    """The template of a text with marks. Errors: ValueError if there is no mark, or one of length 0."""
     parts = HOLE_PATTERN.split(text)
     holes = tuple(int(mark) if mark.isdigit() else None for mark in parts[1::2])
     return InfillTemplate(tuple(parts[::2]), holes)
 
 
 def as_template(text: str | InfillTemplate, suffix: str | None = None) -> InfillTemplate:
-    """Of a text with marks, or of what stands before and behind a hole. Errors: ValueError as `parsed`."""
+    """The template of a text with marks, or of the two texts around one open hole. Errors: as `parse_template`."""
     if suffix is None:
         return text if isinstance(text, InfillTemplate) else parse_template(text)
     if isinstance(text, InfillTemplate):
@@ -49,14 +48,14 @@ def as_template(text: str | InfillTemplate, suffix: str | None = None) -> Infill
 
 @dataclass(frozen=True)
 class InfillLayout:
-    """A template as tokens on a canvas, and where its holes stand."""
+    """A template as tokens on a canvas."""
 
     canvas: Canvas
     hole_spans: tuple[range, ...]  # positions of each hole
-    pieces: tuple[str, ...]  # between them
+    pieces: tuple[str, ...]  # the given texts around and between the holes
 
     def text(self, fillings: Sequence[str]) -> str:
-        """All of it, with what was found for the holes."""
+        """The whole text, given the text of each hole."""
         return "".join(part for pair in zip(self.pieces, (*fillings, ""), strict=True) for part in pair)
 
 
@@ -67,12 +66,12 @@ def tokenize_template(
     context: int | None = None,
     verbatim: bool = False,
 ) -> InfillLayout:
-    """Between the tokens that begin and end a text. Errors: ValueError for a text longer than the context.
+    """Lay a template out between the tokens that begin and end a text. Errors: ValueError if it exceeds the context.
 
-    A space before a hole becomes part of it, since words carry the space before them, but for pieces `as_is`.
+    Unless `verbatim`, one space before a hole is removed: tokens of words include the space before them.
     """
-    pieces = [*(template.pieces if verbatim else map(_strip_one_space, template.pieces[:-1])), template.pieces[-1]]
-    pieces = pieces[: len(template.pieces)]
+    *before, end = template.pieces
+    pieces = [*(before if verbatim else map(_strip_one_space, before)), end]
     holes = sum(max_open_tokens if hole is None else hole for hole in template.hole_lengths)
     if context is not None and holes >= context:
         raise ValueError(f"the holes have {holes:,} tokens, but the model reads at most {context:,}; make them shorter")
@@ -98,7 +97,7 @@ def tokenize_template(
 def hole_end_rules(
     layout: InfillLayout, hole_lengths: Sequence[int | None], end_token: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
-    """Where a blank ends a hole, and where it may not be: `banned_at` and `closing` of `Sampling`."""
+    """Sampling's `banned_at_index` and `hole_end_tokens`: the end token ends open holes and is banned in the others."""
     first, banned, closing = 0, [], []
     for hole, span in zip(hole_lengths, layout.hole_spans, strict=True):
         indices = range(first, first := first + len(span))
@@ -109,15 +108,6 @@ def hole_end_rules(
     return tuple(banned), tuple(closing)
 
 
-def token_texts_of_holes(layout: InfillLayout, tokens: Sequence[int], tokenizer: Any) -> list[list[str]]:
-    """For each hole the text that each of its tokens completes, of the filled text; special tokens say nothing."""
-    found = []
-    for span in layout.hole_spans:
-        detokenizer = Detokenizer(tokenizer, tokens[: span.start])
-        found.append([detokenizer.add(token) for token in tokens[span.start : span.stop]])
-    return found
-
-
 def _strip_one_space(piece: str) -> str:
-    """Before a hole; white space of more than a space is left alone, as is one that begins a line."""
+    """Remove a single space at the end; longer white space, and a space that begins a line, stay."""
     return piece[:-1] if piece.endswith(" ") and piece[-2:-1].strip() else piece

@@ -1,8 +1,8 @@
-"""Write for Transformers: `model.generate(..., custom_generate=saltus.custom_generate("lookup"))`."""
+"""A decoding loop for Transformers: `model.generate(..., custom_generate=saltus.custom_generate("lookup"))`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,11 +28,10 @@ from saltus import methods
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
-from saltus.core.protocols import Network
 from saltus.core.sampling import Sampling
-from saltus.engine.request import DecodingSetup, Request, check_rule, run_requests
+from saltus.engine.decoder import Decoder, check_rule
+from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
-from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
 
@@ -43,9 +42,9 @@ SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
     TopKLogitsWarper: lambda one: {"top_k": one.top_k},
     TopPLogitsWarper: lambda one: {"top_p": one.top_p},
     MinPLogitsWarper: lambda one: {"min_p": one.min_p},
-    LogitNormalization: lambda one: {},  # a law is normalised anyway
+    LogitNormalization: lambda one: {},  # distributions are normalised anyway
 }
-"""What our pipeline can do, in its order."""
+"""Logits processors as fields of Sampling, in the order in which Saltus applies them."""
 SUPPORTED_SETTINGS = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
 
 IGNORED_ARGUMENTS = {
@@ -60,8 +59,8 @@ UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "o
 
 
 @dataclass
-class _ModelRecord:
-    """What is known of a model from one call of `generate` to the next."""
+class _Measurements:
+    """What was measured of a model, kept from one call of `generate` to the next."""
 
     call_cost: CallCost = field(default_factory=CallCost)
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -79,19 +78,20 @@ def custom_generate(
     exact: bool = True,
     streamer: Any = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
-    """What `model.generate` of Transformers takes as `custom_generate`. Keep it for further calls: it learns.
+    """The `custom_generate` argument of Transformers' `model.generate`.
 
-    Sampling, stopping criteria and padding are those that `generate` was given; what our pipeline cannot do is a
-    ValueError. Dice are ours: `seed`, here or as an argument of `generate`; row i of `num_return_sequences` takes
-    seed + i. Give a streamer here, since `generate` does not hand its own on.
+    Keep the returned function for further calls: it remembers call costs and acceptance rates. Sampling, stopping
+    criteria and padding are those that `generate` was given; settings that Saltus does not support are a ValueError.
+    Random numbers come from `seed`, given here or to `generate`; row i of `num_return_sequences` uses seed + i. Give a
+    streamer here, since `generate` does not pass its own on.
     """
-    made = methods.make_methods(method, options)
+    methods.make_methods(method, options)
     check_rule(rule)
-    learned: WeakKeyDictionary[Any, _ModelRecord] = WeakKeyDictionary()
+    measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed
 
     @lru_cache
-    def drafter(name: str, device: str) -> Checkpoint:
+    def draft_model(name: str, device: str) -> Checkpoint:
         return load_checkpoint(name, device, exact=exact, budget=budget)
 
     def generate(
@@ -115,39 +115,38 @@ def custom_generate(
             ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
             dice = (own_seed if seed is None else seed) + i % returns
             texts.append(Request(prompt.tolist(), length, dice, sampling, ends))
-        with _borrowed_network(model, exact, budget, already_checked=model in learned) as network:
-            known = learned.setdefault(model, _ModelRecord())
-            networks: dict[str, Network] = {"target": network}
-            contexts: dict[str, int | None] = {}
-            for name, where in (pair for one in made for pair in one.draft_models.items()):
-                if not is_drafter_spec(where):
-                    own = drafter(where, str(model.device))
-                    networks[name], contexts[name] = own.network, own.context_length
-                elif (brought := load_drafter_for_target(where, network, "this model", name)) is not None:
-                    networks[name] = brought
-            ensemble = DecodingSetup(made, networks, rule, budget, adaptive, contexts, **vars(known))
-            _run_with_streamer(ensemble, texts, input_ids, streamer)
+        with _borrowed_network(model, exact, budget, already_checked=model in measured) as network:
+            known = measured.setdefault(model, _Measurements())
+            decoder = Decoder(
+                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule, budget,
+                adaptive, call_cost=known.call_cost,
+            )  # fmt: skip
+            setup = decoder.setup(method)
+            setup.acceptance, setup.controllers = known.acceptance, known.controllers
+            _run_with_streamer(decoder.run(texts, method, prefix_cache=False), texts, input_ids, streamer)
         return _pad_outputs(input_ids, texts, generation_config)
 
     return generate
 
 
-def _run_with_streamer(setup: DecodingSetup, requests: list[Request], input_ids: Tensor, streamer: Any) -> None:
+def _run_with_streamer(
+    rounds: Iterable[list[Request]], requests: list[Request], input_ids: Tensor, streamer: Any
+) -> None:
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    conditioning = 0
-    for _ in run_requests(setup, requests):
+    streamed = 0
+    for _ in rounds:
         if streamer is not None:
-            for token in requests[0].tokens[conditioning:]:
+            for token in requests[0].tokens[streamed:]:
                 streamer.put(torch.tensor([token]))
-                conditioning += 1
+                streamed += 1
     if streamer is not None:
         streamer.end()
 
 
 @contextmanager
 def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[CausalNetwork]:
-    """The network of a model that goes back as it was."""
+    """A network around the model, whose attention and training mode are restored afterwards."""
     attention, training = model.config._attn_implementation, model.training
     try:
         causal = already_checked and not fills_holes(model)
@@ -159,10 +158,10 @@ def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: boo
 
 
 def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for what generate can do and this cannot."""
+    """Raise ValueError for arguments of generate that Saltus does not support."""
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            f"custom_generate writes by greedy decoding or sampling, not by {config.get_generation_mode().value};"
+            f"custom_generate supports greedy decoding and sampling, not {config.get_generation_mode().value};"
             " leave num_beams and assistants out"
         )
     wanted = [name for name in UNSUPPORTED_OUTPUTS if getattr(config, name, None)]
@@ -171,11 +170,11 @@ def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"custom_generate does not support {', '.join(wanted + extra)}; leave it out")
     cache = kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length():
-        raise ValueError("custom_generate keeps a memory of its own; leave past_key_values out and pass the whole text")
+        raise ValueError("custom_generate keeps a KV cache of its own; leave past_key_values out, pass the whole text")
 
 
 def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """Our pipeline, where it does what the processors do."""
+    """The Sampling that does what the processors do. Errors: ValueError for a processor without equivalent."""
     fields: dict[str, Any] = {}
     order, place = list(SUPPORTED_PROCESSORS), -1
     for one in processors:
@@ -190,14 +189,14 @@ def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
             raise ValueError(f"custom_generate has no prompt_ignore_length for {name}; leave it out")
         place = order.index(type(one))
         fields |= SUPPORTED_PROCESSORS[type(one)](one)
-    if not do_sample:  # what is likeliest stays so, whatever the warpers do
+    if not do_sample:  # the warpers do not change the likeliest token
         fields = {name: fields[name] for name in ("repetition_penalty", "banned") if name in fields}
     fields.setdefault("temperature", 1.0 if do_sample else 0.0)
     return Sampling(**fields)
 
 
 def _stopping_rule(stopping_criteria: Sequence[Any], row: Tensor, max_length: int) -> tuple[Callable[[int], bool], int]:
-    """Told each token of a row: does it end there? And how many tokens there may be."""
+    """`is_end` of a row's request (to be called with each new token), and how many new tokens the row may have."""
     ends: set[int] = set()
     others = []
     for one in stopping_criteria:

@@ -139,7 +139,7 @@ class SaltusLMBase:
             "model_dtype": str(model.dtype),
             "saltus_version": saltus.__version__,
             "saltus_method": self.engine.method,
-            "saltus_rule": self.engine.rule,
+            "saltus_rule": self.engine.decoder.rule,
             "saltus_seed": self.seed,
             "saltus_calls": self.num_target_calls,
             "saltus_tokens_per_call": self.num_generated_tokens / self.num_target_calls
@@ -294,20 +294,15 @@ class SaltusLMBase:
 
     def _generate(self, requests: Sequence[LmEvalRequest]) -> Iterator[LmEvalRequest]:
         """Each job as its text is finished. Prompts that begin alike follow each other and share what was read."""
-        from saltus.engine.request import PrefixCache, run_requests
+        from saltus.engine.prefix_cache import PrefixCache
 
         waiting = sorted(requests, key=lambda job: list(job.request.prompt))
-        network = self.engine.network
-        exact = network.model.device.type == "cpu" and not network.free_shapes and not network.any_subset
-        prefix_cache = PrefixCache() if exact else None
-        ensemble = self.engine.decoding_setups[self.engine.method]
-        for _ in run_requests(ensemble, [job.request for job in waiting], self.batch_size, prefix_cache):
-            for job in [job for job in waiting[: self.batch_size] if job.request.finished]:
-                waiting.remove(job)
-                yield job
-            if prefix_cache:  # a shelf serves what goes beyond a whole prompt; here prompts share their examples only
-                prefix_cache.entries = [(0, kv_caches) for _, kv_caches in prefix_cache.entries]
-        yield from waiting  # those of no length
+        by_request = {id(job.request): job for job in waiting}
+        prefix_cache = PrefixCache(whole_prompts=False)  # prompts share their few-shot examples
+        for finished in self.engine.decoder.run(
+            [job.request for job in waiting], self.engine.method, batch_size=self.batch_size, prefix_cache=prefix_cache
+        ):
+            yield from (by_request[id(request)] for request in finished)
 
     def _postprocess(self, request: LmEvalRequest) -> str:
         from lm_eval.models.utils import postprocess_generated_text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from saltus.core.sampling import Sampling
 from saltus.engine.detokenizer import Detokenizer
-from saltus.engine.engine import Engine, Generation
+from saltus.engine.engine import Engine
+from saltus.engine.results import Generation
 from saltus.evaluation.benchmarks.call_recorder import (
     CallRecorder,
     RecordedCall,
@@ -84,7 +85,7 @@ class MethodUnderTest:
     kind: str = "method"
 
     def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation, list[RecordedCall]]:
-        self.engine.prefix_cache.entries.clear()  # every side reads its prompts itself
+        self.engine.decoder.prefix_cache.clear()  # every system reads its prompts itself
         self.call_recorder.calls.clear()
         distribution = request.sampling
         stream = self.engine.stream(
@@ -114,10 +115,10 @@ class MethodUnderTest:
 def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
     """A side for each method; they share the engine's model, what it learned of costs, and one witness."""
     witness = CallRecorder(engine.network)
-    watched = replace(engine, target=replace(engine.target, network=witness), decoding_setups={})
+    watched = engine.copy_with(network=witness)
     sides = [MethodUnderTest(name, watched, witness) for name in methods]
     for side in sides:
-        watched.decoding_setup(side.name)  # models of the methods' own are loaded now
+        watched.decoder.setup(side.name)  # models of the methods' own are loaded now
     return sides
 
 

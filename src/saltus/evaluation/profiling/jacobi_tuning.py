@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from saltus.engine.engine import Engine, PromptLike
+from saltus.engine.engine import Engine
+from saltus.engine.results import PromptLike
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 CANDIDATE_COUNTS = (0, 1, 2, 4, 8)
@@ -94,7 +95,7 @@ class JacobiSearch:
         key = tuple(setting.items())
         if key not in self.engines:
             options = {"jacobi": {**self.fixed_options, **setting}}
-            self.engines[key] = replace(self.engine, options=options, budget=self.budget, decoding_setups={})
+            self.engines[key] = self.engine.copy_with(options=options, budget=self.budget)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
         found = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)

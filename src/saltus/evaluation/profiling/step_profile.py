@@ -9,7 +9,7 @@ from typing import Any
 
 from saltus.core import distributions, speculate
 from saltus.core.control import controller
-from saltus.engine import request
+from saltus.engine import decoder
 from saltus.evaluation.profiling.call_timing import Clock, quartiles
 from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
 
@@ -36,7 +36,7 @@ def profile_step(
     settings = {"method": method, "max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
 
     def write(watch: PartTimer | None = None) -> tuple[float, int]:
-        engine.prefix_cache.entries.clear()  # so that each round reads the prompt itself
+        engine.decoder.prefix_cache.clear()  # so that each round reads the prompt itself
         stream = engine.stream(PROMPT, **settings)
         next(stream)
         if watch:
@@ -67,7 +67,7 @@ def profile_step(
 @contextmanager
 def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callable[[], Any]) -> Iterator[None]:
     """Let the loop's parts run on the stopwatch while the context is open."""
-    ensemble, network = engine.decoding_setup(method), engine.network
+    ensemble, network = engine.decoder.setup(method), engine.network
     call, drafters = network.forward, ensemble.new_drafters
 
     def settled(*args: Any, **settings: Any) -> Any:
@@ -75,13 +75,13 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         synchronize()  # so that a device's time is not taken for that of what reads its answer
         return batch_outputs
 
-    rules = {name: timer.time_function(RULE, rule) for name, rule in request.RULES.items()}
+    rules = {name: timer.time_function(RULE, rule) for name, rule in decoder.RULES.items()}
     controller_class = controller.Controller
     places = [
         (network, "forward", timer.time_function(NETWORK, settled)),
         (ensemble, "new_drafters", lambda text: [timer.time_function(DRAFTING, drafter) for drafter in drafters(text)]),
         (speculate, "grow_tree", timer.time_function(DRAFTING, speculate.grow_tree)),
-        (request, "RULES", rules),
+        (decoder, "RULES", rules),
         *(
             (controller_class, name, timer.time_function(DRAFTING, getattr(controller_class, name)))
             for name in ("num_nodes", "record")

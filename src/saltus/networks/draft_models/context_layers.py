@@ -66,7 +66,7 @@ class ContextLayers:
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
-        model.set_attn_implementation(attention.ATTENTION_NAME)
+        attention.install_attention(model)
         self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
 
     def __call__(

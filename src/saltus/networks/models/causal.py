@@ -69,7 +69,7 @@ class CausalNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
-        self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        attention.install_attention(self.model)
         shaped = not self.free_shapes and (
             self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         )

@@ -25,7 +25,7 @@ from saltus.training.data.window_packing import PackedBatch
 
 def prepare_model(model: Any) -> Any:
     """The model as `said` reads it: frozen, without dropout, and with the attention that a call is told of."""
-    model.set_attn_implementation(attention.ATTENTION_NAME)
+    attention.install_attention(model)
     return model.requires_grad_(False).eval()
 
 

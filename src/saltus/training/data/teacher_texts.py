@@ -20,7 +20,7 @@ import torch
 from saltus.core.distributions import Step
 from saltus.core.sampling import Sampling
 from saltus.engine.engine import Engine, load
-from saltus.engine.request import Request, run_requests
+from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import first_line
 from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.training.data.hidden_states import Sample
@@ -189,7 +189,7 @@ def write_shard(
             )
         )
     ended, tokens = 0, 0
-    for _ in run_requests(engine.decoding_setups[engine.method], texts, batch_size):
+    for _ in engine.decoder.run(texts, engine.method, batch_size=batch_size, prefix_cache=False):
         now = sum(text.finished for text in texts), sum(len(text.calls) for text in texts)
         yield now[0] - ended, now[1] - tokens
         ended, tokens = now

@@ -1,16 +1,19 @@
-"""Attend from the rows of many trees, each over its own text's memory, as an attention of Transformers' own.
+"""Tree attention over many texts in one call, registered as an attention implementation of Transformers.
 
-Row by row the arithmetic is the same whatever else is in the call, so that a token's logits do not depend on the
-method that asked for them. The compiled kernel does that by construction (native.c). Without a compiler each row is
-evaluated by operations whose shapes depend on the row alone. On an accelerator fixed shapes take this place
-(canonical.py). `free` shapes, as every other engine uses them, are kept for models that neither serves, and to show
-the flips that come with them.
+The arithmetic of a row does not depend on the other rows of the call, so a token's logits do not depend on the decoding
+method. The compiled kernel has this property by construction (native/). Without a compiler each row is evaluated by
+operations whose shapes depend on the row alone. On an accelerator fixed shapes are used instead (fixed_shapes.py).
+`free_shapes`, as other engines have them, serve models that neither of these can, and comparisons.
+
+Outside `attention_context` a model attends as it did before `install_attention`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -19,6 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import native
@@ -28,34 +33,33 @@ ATTENTION_NAME = "saltus"
 
 @dataclass
 class SequenceRows:
-    """The rows of one text in a call: they stand behind `past` slots of its memory and see each other by `visible`."""
+    """The rows of one text in a call: they follow `past_length` entries of its KV cache; `tree_mask` is among them."""
 
     kv_cache: KVCache
     past_length: int
     positions: np.ndarray  # [rows]
     tree_mask: np.ndarray  # [rows, rows] uint8
-    masks_by_window: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(
-        default_factory=dict
-    )  # kernels point to them
+    # By sliding window; kept alive here because kernels get pointers to them.
+    masks_by_window: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.positions)
 
     def first_visible_slots(self, sliding_window: int | None) -> np.ndarray:
-        """First slot of the text that each row sees; slots of the text are positions."""
+        """The first entry of the KV cache that each row sees; entries of decided tokens are positions."""
         if sliding_window is None:
             return np.zeros(self.num_rows, dtype=np.int32)
         return np.maximum(self.positions - sliding_window + 1, 0).astype(np.int32)
 
     def windowed_tree_mask(self, sliding_window: int | None) -> np.ndarray:
-        """Which new rows each row sees; slots of nodes are not positions."""
+        """Which rows of the call each row sees."""
         if sliding_window is None or np.ptp(self.positions) < sliding_window:
             return self.tree_mask
         return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
 
     def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
-        """What the compiled kernel is told, but for where the layer's memory is; all are [heads, rows, dim] but out."""
+        """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
         if sliding_window not in self.masks_by_window:
             self.masks_by_window[sliding_window] = (
                 self.first_visible_slots(sliding_window),
@@ -74,7 +78,7 @@ class SequenceRows:
 
 @dataclass
 class AttentionCall:
-    """What the attention of every layer must know of the call under way."""
+    """What the attention of every layer needs to know of the current call."""
 
     sequences: Sequence[SequenceRows]
     num_layers: int
@@ -83,7 +87,7 @@ class AttentionCall:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """A call that does the arithmetic itself."""
+    """A call with an attention of its own (fixed shapes, packed training batches)."""
 
     def attend(self, module, query, key, value, scale, window, softcap) -> torch.Tensor: ...
 
@@ -92,21 +96,50 @@ _thread_local = threading.local()
 
 
 class attention_context:
-    """Make `call` the one that attention serves, in this thread."""
+    """Within it, models of this thread attend by `call`."""
 
     def __init__(self, call: AttentionCall | AttentionBackend) -> None:
-        self.call = call
+        self.call, self.outer = call, None
 
     def __enter__(self) -> None:
-        _thread_local.call = self.call
+        self.outer, _thread_local.call = _current_call(), self.call
 
     def __exit__(self, *_) -> None:
-        _thread_local.call = None
+        _thread_local.call = self.outer
 
 
-def attend(module, query, key, value, attention_mask=None, scaling=None, sliding_window=None, softcap=None, **kwargs):
+def _current_call() -> AttentionCall | AttentionBackend | None:
+    return getattr(_thread_local, "call", None)
+
+
+_former_implementations: dict[int, str] = {}  # by id of a config, which cannot be hashed or given another attribute
+
+
+def install_attention(model: torch.nn.Module) -> None:
+    """Let a Transformers model attend by this file within `attention_context`, and as before outside of it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        former = getattr(config, "_attn_implementation", None)
+        if config is not None and former not in (None, ATTENTION_NAME):
+            if id(config) not in _former_implementations:
+                weakref.finalize(config, _former_implementations.pop, id(config), None)
+            _former_implementations[id(config)] = former
+    model.set_attn_implementation(ATTENTION_NAME)  # pyright: ignore[reportCallIssue]
+
+
+def _former_attention(module: torch.nn.Module):
+    name = _former_implementations.get(id(module.config), "sdpa")
+    if name == "eager":
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def attend(module, query, key, value, attention_mask=None, **kwargs):
     """The attention function that Transformers calls in each layer: [1, heads, rows, dim] → [1, rows, heads, dim]."""
-    call: AttentionCall | AttentionBackend = _thread_local.call
+    call = _current_call()
+    if call is None:
+        return _former_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    scaling, sliding_window, softcap = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap"))
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
     if isinstance(attention_mask, SlidingWindow):
@@ -140,7 +173,7 @@ def _layer_cache(kv_cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, window, softcap) -> None:
-    """One text, one layer, by the compiled kernel, which also writes the new keys and values to memory."""
+    """One text, one layer, by the compiled kernel, which also writes the new keys and values to the KV cache."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     struct = sequence.kernel_arguments(window, q, k, v, out, scale, softcap)
     struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
@@ -165,7 +198,7 @@ def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> tor
 
 
 def _attend_masked(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
-    """All rows at once under a mask: fast on an accelerator, but what a row rounds to depends on the shapes."""
+    """All rows at once under a mask: fast on an accelerator, but rounding depends on the shapes of the call."""
     end = sequence.past_length + sequence.num_rows
     seen = np.ones((sequence.num_rows, end), dtype=bool)
     seen[:, sequence.past_length :] = sequence.windowed_tree_mask(window)
@@ -185,13 +218,17 @@ def _attend_masked(sequence, q, keys, values, scale, window, softcap) -> torch.T
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """What stands for a mask: how far back a layer looks. Some models tell it by their mask alone."""
+    """Takes the place of a mask: how far back a layer attends. Some models state it by their mask only."""
 
     size: int
 
 
-def sliding_window_mask(*args, config=None, local_size=None, **kwargs) -> SlidingWindow | None:
-    """The mask that Transformers makes for each kind of layer; who sees whom within that, a Call says."""
+def attention_mask(*args, config=None, local_size=None, **kwargs):
+    """The mask function that Transformers calls for each kind of layer; tree masks are in the AttentionCall."""
+    if _current_call() is None:
+        former = ALL_MASK_ATTENTION_FUNCTIONS[_former_implementations.get(id(config), "sdpa")]
+        size = {} if local_size is None else {"local_size": local_size}
+        return former(*args, config=config, **size, **kwargs)
     if local_size is None:
         return None
     if local_size == getattr(config, "attention_chunk_size", None):
@@ -202,4 +239,4 @@ def sliding_window_mask(*args, config=None, local_size=None, **kwargs) -> Slidin
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
-AttentionMaskInterface.register(ATTENTION_NAME, sliding_window_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

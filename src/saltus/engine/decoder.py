@@ -1,0 +1,224 @@
+"""Run requests with a method: assemble its networks once, batch requests continuously, keep what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from saltus.core.control.acceptance import Acceptance
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import DecodeGenerator
+from saltus.core.forward import TARGET, ForwardOutputs
+from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter, Network
+from saltus.core.rules import RULES
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.core.speculate import speculate
+from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
+from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
+from saltus.engine.profiles import Profile
+from saltus.engine.request import Request
+from saltus.methods import Method, make_methods
+from saltus.networks.loading.checkpoints import Checkpoint
+from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
+
+
+@dataclass
+class DecodingSetup:
+    """Methods, the networks that they use, and what was measured about both."""
+
+    methods: Sequence[Method]
+    networks: Mapping[str, Network]  # "target", and the draft models by their names
+    rule: str = "match"
+    budget: int = 16  # draft tokens of a call, at most
+    adaptive: bool = True
+    context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
+    call_cost: CallCost = field(default_factory=CallCost)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
+        needs_any_subset = any(getattr(method, "any_subset", False) for method in self.methods)
+        if needs_any_subset and not getattr(self.networks[TARGET], "any_subset", True):
+            raise ValueError(
+                "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
+                " model, such as stories, or the option assd.draft=bigram"
+            )
+
+    def new_drafters(self, request: Request) -> list[Drafter]:
+        """The methods' drafters for one request; some methods have none (plain)."""
+        made = []
+        for method in self.methods:
+            drafter = method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
+            limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
+            if drafter is not None:
+                made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
+        return made
+
+    def controller(self, batch_size: int) -> Controller:
+        """The controller for `batch_size` requests at once.
+
+        Under `match` it cannot change a text, so requests share one that learns. Under `reject` the shape of the draft
+        tree decides which tokens are sampled, so its size is fixed.
+        """
+        if self.rule != "match" or not self.adaptive:
+            return Controller(self.budget, adaptive=False)
+        if not self.call_cost.seconds:
+            self.call_cost.seconds.update(measure_call_seconds(self.networks[TARGET]))
+        if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
+            costs = (
+                self.call_cost
+                if batch_size == 1
+                else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
+            )
+            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs)
+        return self.controllers[batch_size]
+
+
+def assemble_networks(
+    methods: Sequence[Method], target: Network, target_name: str, load_draft_model: Callable[[str], Checkpoint]
+) -> tuple[dict[str, Network], dict[str, int | None]]:
+    """The networks of methods by name, "target" first, and the context lengths of their draft models."""
+    networks: dict[str, Network] = {TARGET: target}
+    context_lengths: dict[str, int | None] = {}
+    for name, spec in (pair for method in methods for pair in method.draft_models.items()):
+        assert name not in networks, f"two methods call a network {name}"
+        if not is_drafter_spec(spec):
+            draft_model = load_draft_model(spec)
+            networks[name], context_lengths[name] = draft_model.network, draft_model.context_length
+        elif (drafter := load_drafter_for_target(spec, target, target_name, name)) is not None:
+            networks[name] = drafter
+    return networks, context_lengths
+
+
+@dataclass
+class Decoder:
+    """Decode requests on one target with any method. All entry points of the package use its `run`."""
+
+    target: Any  # a network of saltus.networks
+    target_name: str
+    load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method
+    rule: str = "match"
+    budget: int = 16  # draft tokens of a call, at most
+    adaptive: bool = True
+    batch_size: int = 16
+    profile: Profile | None = None  # of jacobi on this machine, by `saltus tune`
+    call_cost: CallCost = field(default_factory=CallCost, repr=False)
+    prefix_cache: PrefixCache = field(default_factory=PrefixCache, repr=False)
+    setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
+
+    def copy_with(self, **changes: Any) -> Decoder:
+        """The same decoder with some fields changed: new setups and prefix cache, shared call costs."""
+        return replace(self, **{"setups": {}, "prefix_cache": PrefixCache()} | changes)
+
+    def setup(self, method: str) -> DecodingSetup:
+        """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
+        if method not in self.setups:
+            options, budget = self.options, self.budget
+            if self.profile is not None and "jacobi" in method.split("+"):
+                tuned = {**self.profile.options, **options.get("jacobi", {})}
+                options, budget = {**options, "jacobi": tuned}, self.profile.budget
+            made = make_methods(method, options)
+            networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
+            self.setups[method] = DecodingSetup(
+                made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost
+            )
+        return self.setups[method]
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        method: str,
+        *,
+        batch_size: int | None = None,
+        prefix_cache: PrefixCache | bool = True,
+    ) -> Generator[list[Request]]:
+        """Decode requests, `batch_size` at once; yields after each round of calls those that it finished.
+
+        Requests that have nothing to decode come first. `prefix_cache` is True for the decoder's own, False for none,
+        or another one; it is used only where it cannot change a text. The generator may be closed between rounds.
+        """
+        cache = None
+        if prefix_cache is not False and supports_prefix_cache(self.target):
+            cache = self.prefix_cache if prefix_cache is True else prefix_cache
+        return run_requests(self.setup(method), requests, batch_size or self.batch_size, cache)
+
+
+def run_requests(
+    setup: DecodingSetup, requests: Sequence[Request], batch_size: int = 16, prefix_cache: PrefixCache | None = None
+) -> Generator[list[Request]]:
+    """`Decoder.run` with a given setup: waiting requests join as soon as others finish (continuous batching)."""
+    waiting = deque(request for request in requests if request.max_new_tokens > 0)
+    if len(waiting) < len(requests):
+        yield [request for request in requests if request.max_new_tokens <= 0]
+    drafting = bool(waiting and setup.new_drafters(waiting[0]))
+    together = 1 << (min(len(waiting), batch_size) - 1).bit_length() if waiting else 1
+    controller = setup.controller(together) if drafting else Controller(setup.budget, adaptive=False)
+    sequences: list[SequenceState] = []
+    running: list[tuple[SequenceState, Request]] = []
+
+    def admit() -> None:
+        while waiting and len(sequences) < batch_size:
+            request = waiting.popleft()
+            kv_caches = prefix_cache.take(request.prompt) if prefix_cache else {}
+            sequences.append(SequenceState(_counting_generator(setup, request, controller), kv_caches))
+            running.append((sequences[-1], request))
+
+    def retire(sequence: SequenceState, request: Request) -> Request:
+        running.remove((sequence, request))
+        if prefix_cache:
+            prefix_cache.put(request.prompt, sequence.kv_caches)
+        return request
+
+    admit()
+    started = time.perf_counter()
+    for _ in run_batch(sequences, setup.networks):
+        spent = time.perf_counter() - started
+        for _, request in running:
+            request.seconds += spent
+        finished = [retire(sequence, request) for sequence, request in list(running) if sequence.pending is None]
+        admit()
+        try:
+            yield finished
+        except GeneratorExit:  # between calls every KV cache is consistent
+            for sequence, request in list(running):
+                retire(sequence, request)
+            raise
+        started = time.perf_counter()
+
+
+def _counting_generator(setup: DecodingSetup, request: Request, controller: Controller) -> DecodeGenerator:
+    """`speculate` for one request; counts the forward passes on each network."""
+    drafters, noise = setup.new_drafters(request), Noise(request.seed)
+    generator = speculate(
+        request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
+        request.stop,
+    )  # fmt: skip
+    outputs: ForwardOutputs | None = None
+    while True:
+        try:
+            inputs = next(generator) if outputs is None else generator.send(outputs)
+        except StopIteration:
+            return
+        request.calls_by_network[inputs.network_name] += 1
+        outputs = yield inputs
+
+
+def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
+    """The drafter, without drafts once the text outgrows what its draft model reads."""
+    return lambda canvas, last, room: (
+        drafter(canvas, last, room) if len(canvas.decided_prefix) + room <= context_length else ()
+    )
+
+
+def check_rule(name: str) -> str:
+    """The name of a verification rule, or a ValueError."""
+    if name not in RULES:
+        raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
+    return name

@@ -1,0 +1,92 @@
+"""Turn a template with holes into a request, and the decided tokens into the filled text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from saltus.core.sampling import Sampling
+from saltus.engine.detokenizer import Detokenizer
+from saltus.engine.encoding import require_unicode
+from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end_rules, tokenize_template
+from saltus.engine.request import Request
+from saltus.engine.results import Infilling, statistics_of
+from saltus.networks.loading.checkpoints import Checkpoint
+
+
+@dataclass
+class InfillOutput:
+    """The text of a template so far: decided tokens fill its holes from left to right."""
+
+    layout: InfillLayout
+    tokenizer: Any
+    token_texts: list[list[str]] = field(init=False)  # for each hole the text that each of its tokens adds
+    _positions: Iterator[tuple[int, int]] = field(init=False)  # (hole, position) of the tokens to come
+
+    def __post_init__(self) -> None:
+        self.token_texts = [[] for _ in self.layout.hole_spans]
+        self._tokens = self.layout.canvas.tokens.copy()
+        self._positions = iter([(hole, at) for hole, span in enumerate(self.layout.hole_spans) for at in span])
+        self._detokenizer = Detokenizer(self.tokenizer)
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Take the next tokens; returns what they add to the whole text, the given pieces next to holes included."""
+        added = ""
+        for token, (hole, at) in zip(tokens, self._positions, strict=False):
+            span = self.layout.hole_spans[hole]
+            if at == span.start:
+                self._detokenizer = Detokenizer(self.tokenizer, self._tokens[:at].tolist())
+                added += self.layout.pieces[hole]
+            self._tokens[at] = token
+            self.token_texts[hole].append(self._detokenizer.add(token))
+            added += self.token_texts[hole][-1]
+            if at == span.stop - 1 and hole == len(self.layout.hole_spans) - 1:
+                added += self.layout.pieces[-1]
+        return added
+
+
+@dataclass
+class InfillRequest:
+    """A template, its request, and its text so far."""
+
+    layout: InfillLayout
+    request: Request
+    tokenizer: Any
+
+    def infilling(self) -> Infilling:
+        """The result as far as it has been decoded."""
+        request, output = self.request, InfillOutput(self.layout, self.tokenizer)
+        output.add(request.tokens)
+        texts = ["".join(parts) for parts in output.token_texts]
+        return Infilling(
+            self.layout, self.layout.text(texts), texts, output.token_texts, request.tokens, list(request.calls),
+            request.log_probabilities if request.logprobs else None, statistics_of(request),
+        )  # fmt: skip
+
+
+def infill_request(
+    target: Checkpoint,
+    template: InfillTemplate,
+    verbatim: bool,
+    open_tokens: int,
+    seed: int,
+    logprobs: bool,
+    sampling: Mapping[str, Any],
+) -> InfillRequest:
+    """The request that fills the holes of a template. Errors: ValueError of one line."""
+    tokenizer, blank = target.tokenizer, target.network.blank_token
+    if None in template.hole_lengths and blank is None:
+        raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
+    for piece in template.pieces:
+        require_unicode(piece, "the text")
+    layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)
+    special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
+    settings = {**sampling, "banned": tuple(sorted({*special, *sampling.get("banned", ())} - {blank}))}
+    if blank is not None:
+        banned_at, ends = hole_end_rules(layout, template.hole_lengths, blank)
+        settings |= {"banned_at_index": (*sampling.get("banned_at_index", ()), *banned_at), "hole_end_tokens": ends}
+    canvas = layout.canvas
+    given = canvas.tokens[canvas.given_positions].tolist()
+    request = Request(given, len(canvas.order), seed, Sampling(**settings), logprobs=logprobs, canvas=canvas)
+    return InfillRequest(layout, request, tokenizer)

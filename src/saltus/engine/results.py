@@ -1,0 +1,150 @@
+"""What decoding returns: settings that a caller may give, results, statistics, and streams of chunks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypedDict, TypeVar
+
+from saltus.engine.infill_template import InfillLayout
+from saltus.engine.request import CallRecord, Request
+
+PromptLike = str | Sequence[Mapping[str, Any]]
+"""A text, or the messages of a conversation."""
+
+
+class SamplingSettings(TypedDict, total=False):
+    """How tokens are sampled; each setting has the default given here."""
+
+    temperature: float  # 0: greedy decoding
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+    min_p: float  # 0: off
+    repetition_penalty: float  # 1: off
+    seed: int  # 0; without effect at temperature 0
+    logprobs: bool  # False; True: log-probabilities of the tokens, by the softmax of the raw logits
+
+
+class Settings(SamplingSettings, total=False):
+    """The settings of `generate` and `stream`; each has the default given here."""
+
+    max_new_tokens: int  # 256; the text ends earlier ("length") where the model's context ends
+    stop: str | Sequence[str] | None  # strings that end the text; they are cut off
+    raw: bool  # False: a `str` becomes a user message of the chat template, if there is one. True: it stays as it is
+    ignore_eos: bool  # False; True: go on after end tokens
+
+
+class InfillSettings(SamplingSettings, total=False):
+    """The settings of `infill` and `stream_infill`; each has the default given here."""
+
+    suffix: str | None  # None; the text behind a single hole, the text given being what stands before it
+    open_tokens: int  # 24; a hole marked [[…]] has at most so many tokens
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts and times of one text. Seconds are wall time; in a batch they include the work on the other texts."""
+
+    calls: int  # calls of the target, including calls in which a method only drafts
+    tokens: int  # decided tokens, the end token included; tokens forced by the end of a hole are not counted
+    tokens_per_call: float
+    seconds: float  # prefill included
+    tokens_per_second: float
+    prefill_seconds: float  # of the first call, which reads the prompt and decides the first token or more
+    accepted: list[int]  # tokens that each verification call decided, the verifier's own token included
+    draft_calls: int  # calls of draft models
+    ms_per_call: float  # median, without the prefill
+    nodes_per_call: float  # draft tokens that a call verified, mean
+
+
+def statistics_of(request: Request) -> Statistics:
+    """The statistics of a request as far as it has been decoded."""
+    accepted = [len(call.tokens) - call.num_forced_tokens for call in request.calls]
+    calls, tokens = request.calls_by_network["target"], sum(accepted)
+    later = request.calls[1:] or request.calls
+    return Statistics(
+        calls=calls,
+        tokens=tokens,
+        tokens_per_call=tokens / calls if calls else 0.0,
+        seconds=request.seconds,
+        tokens_per_second=tokens / request.seconds if request.seconds else 0.0,
+        prefill_seconds=request.calls[0].seconds if calls else 0.0,
+        accepted=accepted,
+        draft_calls=sum(request.calls_by_network.values()) - calls,
+        ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
+        nodes_per_call=statistics.fmean(call.num_draft_tokens for call in request.calls) if calls else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A continuation of a prompt, and how it was decoded."""
+
+    prompt: PromptLike
+    text: str
+    tokens: list[int]
+    finish_reason: str | None  # "stop": an end token or a stop string; "length"; None: it was interrupted
+    calls: list[CallRecord]
+    logprobs: list[float] | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """A text whose holes were filled, and how they were decoded."""
+
+    layout: InfillLayout = field(repr=False)
+    text: str  # the whole text
+    fillings: list[str]  # the text in each hole
+    token_texts: list[list[str]]  # for each hole the text that each of its tokens adds
+    tokens: list[int]  # decided tokens, hole by hole
+    calls: list[CallRecord]
+    logprobs: list[float] | None
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one call added to a stream. Half a character, or what may begin a stop string, is held back."""
+
+    text: str
+    tokens: list[int]
+    call_index: int  # index of the call that decided the tokens; −1 where there was none
+    finish_reason: str | None = None  # of the last chunk
+
+
+Result = TypeVar("Result")
+
+
+class _Stream(Generic[Result]):
+    def __init__(self, chunks: Generator[Chunk], result: Callable[[], Result]) -> None:
+        self._chunks, self._result = chunks, result
+
+    def __iter__(self) -> _Stream[Result]:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Stop decoding; the result so far stays available."""
+        self._chunks.close()
+
+
+class Stream(_Stream[Generation]):
+    """An iterator over chunks that may be left at any time."""
+
+    @property
+    def generation(self) -> Generation:
+        """What has been decoded so far."""
+        return self._result()
+
+
+class InfillStream(_Stream[Infilling]):
+    """An iterator over chunks of the whole text, given pieces included, that may be left at any time."""
+
+    @property
+    def infilling(self) -> Infilling:
+        """What has been decoded so far."""
+        return self._result()
