@@ -3,17 +3,21 @@
 
 BIN := .venv/bin
 PYTHON ?=
+WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kernel thread each
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test format lint docs clean distclean help
+.PHONY: demo test quick format lint docs clean distclean help
 
 demo: .venv/.ready-run  ## answer a question with the default model, several tokens a call
 	@$(BIN)/saltus demo $(ARGS)
 
 test: lint  ## every check: format, lint, types, import contracts, tests
 	@echo; echo "── tests ──"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+quick: .venv/.ready-dev  ## a minute's worth: the first case of every test that is not slow
+	@$(BIN)/python -m pytest $(WORKERS) --quick -q $(ARGS)
 
 format: .venv/.ready-dev  ## rewrite the code in the house format and fix what can be fixed
 	@$(BIN)/ruff check --fix --exit-zero

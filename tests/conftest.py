@@ -1,7 +1,12 @@
 """Tiny models and tokenizers, made on the spot, and the default model for the tests that ask for it."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one kernel thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
 import pytest
@@ -24,7 +29,25 @@ TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="the first case of every test that is not slow")
+
+
+def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        seen: set[str] = set()
+        kept, dropped = [], []
+        for item in items:
+            name = item.nodeid.partition("[")[0]
+            fast = name not in seen and not {"slow", "model", "gpu"} & set(item.keywords)
+            (kept if fast else dropped).append(item)
+            seen.add(name)
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

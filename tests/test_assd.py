@@ -298,6 +298,7 @@ def p_value(
     return float(stats.chisquare(seen, pooled).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.8, top_k=2)], ids=["T=1", "top_k"])
@@ -305,6 +306,7 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
     assert p_value(options, reject, sampling) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"length": 1}, {"length": 2, "ahead": 3}], ids=str)
 def test_links_leave_the_law_as_it_is(options: dict):
@@ -314,6 +316,7 @@ def test_links_leave_the_law_as_it_is(options: dict):
 CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [None, {}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
@@ -357,6 +360,7 @@ class WaveringToy:
     links = None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"length": 3, "ahead": 7}, {"two_calls": True}], ids=str)
 def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
@@ -369,6 +373,7 @@ def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
     assert stats.chisquare(counts, counts.sum() * np.array([0.7, 0.1, 0.2])).pvalue > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyPatch):
     """As were it forgotten that a draft is linked to the one before it."""
@@ -450,6 +455,7 @@ def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray
     return tokens, node
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):

@@ -249,6 +249,7 @@ def test_a_useless_student_costs_no_more_calls_than_tokens(calls):
     assert target.calls <= 24
 
 
+@pytest.mark.slow
 @one_and_two_calls
 def test_who_reads_the_uniforms_beats_who_does_not(calls):
     """The same laws to learn from: the marginals of independent prediction fall behind."""
@@ -335,6 +336,7 @@ def test_a_path_ends_where_its_chances_say():
 # The paper's theorems, on laws that can be enumerated
 
 
+@pytest.mark.slow
 def test_knowing_the_uniforms_before_is_knowing_the_tokens():
     """Theorem 2: P(t_k | t_<i, u_i…u_k−1) = P(t_k | t_<k). Over a grid of uniforms, and at the ends of intervals."""
     sampling, target = Sampling(temperature=1.0), toy_network(vocab=4, logit_scale=1.5, seed=3)
@@ -412,10 +414,12 @@ def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form, unchecke
     assert p_value(drafts, form) > 1e-3
 
 
+@pytest.mark.slow
 def test_drafts_of_a_student_leave_the_law_as_it_is(unchecked):
     assert p_value(1, "categorical", to="ptp") > 1e-3
 
 
+@pytest.mark.slow
 def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
     """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
     monkeypatch.setattr(ptp_queries, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])

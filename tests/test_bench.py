@@ -45,6 +45,7 @@ def measured(run: Benchmark) -> list[dict]:
 # What is counted
 
 
+@pytest.mark.slow
 def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
     told = aggregate_records(measured(bench(engine)))
     for name in METHODS:
@@ -215,6 +216,7 @@ def test_a_known_ratio_is_found():
     assert told["by_category"]["x"]["texts"] + told["by_category"]["y"]["texts"] == told["texts"] == 40
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
     monkeypatch.setattr(results_, "RESAMPLES", 400)
     results_._resample_counts.cache_clear()
@@ -255,6 +257,7 @@ def plan(**changes) -> dict:
 NOW = {"commit": "abc", "date": "today"}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     run = bench(engine)
     first = open_records(tmp_path, plan(), TASKS, NOW)
@@ -316,6 +319,7 @@ def asked(tiny_folder, tmp_path) -> list[object]:
     return ["bench", "-m", str(tiny_folder()), "--suite", f"prompts:{file}", "--methods", "lookup", "-n", 12]
 
 
+@pytest.mark.slow
 def test_bench_writes_all_that_it_promises(asked, tmp_path):
     out = tmp_path / "out"
     shown = saltus_(*asked, "--out", out, "--peers", "transformers").stdout
@@ -338,6 +342,7 @@ def test_bench_writes_all_that_it_promises(asked, tmp_path):
     assert told["methods"] == json.loads(json.dumps(aggregate_records(records)))
 
 
+@pytest.mark.slow
 def test_bench_again_measures_nothing_twice(asked, tmp_path):
     out = tmp_path / "out"
     saltus_(*asked, "--out", out)
@@ -348,6 +353,7 @@ def test_bench_again_measures_nothing_twice(asked, tmp_path):
     assert (out / "records.jsonl").read_bytes() != before
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
     out = tmp_path / "out"
     measure = Benchmark.measure_task
@@ -366,6 +372,7 @@ def test_ctrl_c_keeps_what_was_measured(asked, tmp_path, monkeypatch):
     assert json.loads((out / "results.json").read_text())["suite"]["tasks"] == 3
 
 
+@pytest.mark.slow
 def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
     account = MethodUnderTest.to_answer
 
@@ -406,6 +413,7 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
     assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
 
 
+@pytest.mark.slow
 def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     deep = Path(tmp_path / "a" / "b")
     saltus_(*asked, "--out", deep)

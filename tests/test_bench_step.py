@@ -297,6 +297,7 @@ def test_on_a_gpu_the_profiler_finds_the_parts():
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(folder, tmp_path):
     shown = bench("--model", folder, *TINY, "--out", tmp_path / "new").stdout
     found = json.loads((tmp_path / "new" / "step.json").read_text())
@@ -316,6 +317,7 @@ def test_the_command_writes_what_it_shows(folder, tmp_path):
         assert "</svg>" in (tmp_path / "new" / f"{name}.svg").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
     own, calls = CausalNetwork.forward, []
 

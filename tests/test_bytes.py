@@ -96,6 +96,7 @@ def test_too_short_a_text_is_refused_in_a_line(tmp_path):
         run(tmp_path)
 
 
+@pytest.mark.slow
 def test_heads_of_bytes_are_trained_and_draft(trained, tmp_path):
     teacher, model = tmp_path / "teacher", trained / "model"
     saltus_("collect", "text", "-f", trained / "work" / "asked.jsonl", "-m", model, "-n", 24, "--out", teacher)

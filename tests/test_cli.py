@@ -22,6 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import saltus
+import saltus.engine.engine as engine_module
 from conftest import tiny_llama
 from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
@@ -571,13 +572,13 @@ def test_too_little_memory_is_told_with_a_cure(error, folder, monkeypatch):
 
 
 def interrupt_after(count: int, monkeypatch) -> None:
-    chunks = saltus.Engine._chunks
+    new_tokens = engine_module._new_tokens
 
-    def interrupted(self, job, rounds):
-        yield from itertools.islice(chunks(self, job, rounds), count)
+    def interrupted(request, rounds):
+        yield from itertools.islice(new_tokens(request, rounds), count)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saltus.Engine, "_chunks", interrupted)
+    monkeypatch.setattr(engine_module, "_new_tokens", interrupted)
 
 
 def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
@@ -588,6 +589,7 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
     assert result.stderr == "saltus: interrupted\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
     inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
@@ -604,6 +606,7 @@ def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tin
     assert written[:known] == whole[:known]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "methods"])
 def test_a_reader_who_leaves_is_no_error(command, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
@@ -666,6 +669,7 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_conversation(tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
     terminal = Terminal("chat", "-m", endless, "-n", "50000", "--method", "plain", "--temperature", "1")

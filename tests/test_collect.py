@@ -60,6 +60,7 @@ def test_texts_are_those_that_the_engine_writes(folder, asked, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_neither_batches_nor_processes_change_a_text(folder, asked, tmp_path):
     collect("-f", asked, "-m", folder, "--out", tmp_path / "one", "--shard", 4, "--batch-size", 1)
     collect("-f", asked, "-m", folder, "--out", tmp_path / "two", "--shard", 4, "--processes", 2)
@@ -80,6 +81,7 @@ def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_
     assert [row["prompt"] for row in rows(tmp_path / "text")] == [row["prompt"] for row in rows(tmp_path / "json")]
 
 
+@pytest.mark.slow
 def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, tmp_path):
     """Ray with two workers on this machine."""
     common = ["collect", "jacobi", "-f", asked, "-m", folder, "-n", 20, "-b", 6, "--shard", 4]
@@ -108,8 +110,8 @@ def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "jacobi"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path):
-    asked = lines(tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(6) for prompt in PROMPTS))
+def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
+    asked = lines(tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS))
     wanted = ["collect", kind, "-f", asked, "-m", folder, "-n", 40, "--shard", 3]
     saltus_(*wanted, "--out", tmp_path / "whole")
     killed = tmp_path / "killed"

@@ -261,6 +261,7 @@ def test_reject_keeps_the_law(method: str):
     assert p_value(method) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law_of_a_truncated_sampling():
     assert p_value("jacobi+lookup+small_model", Sampling(temperature=1.5, top_k=2)) > ALPHA
@@ -271,6 +272,7 @@ def jump() -> CallCost:
     return CallCost({1: 1.0, 2: 2.0, 3: 2.01, 4: 2.02})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("method", ["small_model", "small_model+lookup", "jacobi"])
 def test_reject_keeps_the_law_under_a_controller(method: str):
@@ -282,6 +284,7 @@ def test_reject_keeps_the_law_under_a_controller(method: str):
     assert p_value(method, controller=controller, error=2.5) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_looking_ahead_before_dropping_drafts_is_caught():
     """The best size of all is right for `match`; it drops a draft for the chances of what would come after it."""
@@ -302,6 +305,7 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
     assert p_value("small_model", controller=controller, options=options, error=2.5) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_match_keeps_the_law():
     assert p_value("jacobi+lookup+small_model", rule=match) > ALPHA
@@ -345,12 +349,14 @@ def _wrong(
     return np.array(tokens, dtype=np.int64), node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [without_residual, draft_is_certain, accept_too_much])
 @pytest.mark.usefixtures("unchecked")
 def test_a_wrong_rule_is_caught(rule):
     assert p_value("small_model", rule=rule) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_dropping_drafts_for_their_token_is_caught():
     @dataclass
@@ -361,6 +367,7 @@ def test_dropping_drafts_for_their_token_is_caught():
     assert p_value("small_model", controller=lambda seed: Choosy()) < ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_drafting_with_the_uniforms_of_the_text_is_caught():
     """Picks by the text's uniforms are right for `match`; judged by `reject` they bend the law."""

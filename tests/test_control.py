@@ -96,6 +96,7 @@ def test_free_nodes_are_all_taken_and_dear_ones_are_not():
 # --------------------------------------------------------------------------------------------------------- acceptance
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.sampled_from([0.1, 0.5, 0.9]), st.floats(0, 1))
 def test_chances_converge_to_how_often_drafts_are_right(stated: float, truth: float):
@@ -235,6 +236,7 @@ STEEP = CallCost({1: 1.0, 16: 8.0})
 FLAT = CallCost({1: 1.0, 16: 1.05})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lookup", "jacobi", "jacobi+lookup", "small_model"])
 def test_where_nodes_are_dear_no_method_is_much_slower_than_plain(method: str):
     """Within 5 %, a drafter that is almost never right included."""
@@ -242,6 +244,7 @@ def test_where_nodes_are_dear_no_method_is_much_slower_than_plain(method: str):
     assert time_of(method, STEEP, error=30.0, controller=controller) < 1.05 * time_of("plain", STEEP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lookup", "jacobi", "jacobi+lookup"])
 def test_where_nodes_are_cheap_a_method_is_as_fast_as_with_all_its_nodes(method: str):
     controller = Controller(call_cost=CallCost(dict(FLAT.seconds)))

@@ -102,6 +102,7 @@ def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name
         assert torch.equal(network.forward([ForwardInputs(again)], [fresh(network)])[0].logits[0], plain[done])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "GPT2"])
 def test_a_batch_a_long_prompt_and_a_tree_wider_than_a_call_give_the_same_bits(networks, name):
     network = networks(name, torch.float32)
@@ -269,6 +270,7 @@ def replayed(monkeypatch):
     return network, captured
 
 
+@pytest.mark.slow
 def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed):
     """Over accepted branches, borders of extents, and a text whose seat grows."""
     network, captured = replayed
@@ -331,6 +333,7 @@ def engines(tiny_folder):
     return ours, fixed.copy_with(network=network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "lookup", "jacobi", "jacobi+lookup"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):

@@ -109,6 +109,7 @@ def requests(*arguments: tuple) -> list:
     return [Instance("generate_until", {}, each, i) for i, each in enumerate(arguments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "together"), [("plain", 1), ("lookup", 1), ("jacobi+lookup", 3)])
 def test_scores_are_those_of_lm_eval_s_own_class(folder, theirs, tmp_path, method, together):
     inputs = tasks(tmp_path)
@@ -175,11 +176,12 @@ def test_prompts_that_begin_alike_are_read_once(folder):
     written = model.generate_until(requests(*((prompt, settings) for prompt in prompts)), disable_tqdm=True)
     read = sorted((outputs for call in inputs for _, outputs in call), reverse=True)
     length = len(model.tok_encode(prompts[0]))
-    assert read[1] > length / 2 > read[2]  # the first two meet an empty shelf
+    assert read[0] > length / 2 > read[1]  # only the first one finds the prefix cache empty
     afresh = [ours(folder, method="plain").generate_until(requests((prompt, settings)), True) for prompt in prompts]
     assert written == [text for [text] in afresh]
 
 
+@pytest.mark.slow
 def test_answers_are_kept_and_not_asked_for_again(folder, tmp_path):
     inputs = tasks(tmp_path)
     model = ours(folder)

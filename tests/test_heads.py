@@ -183,18 +183,21 @@ def small_heads(kind: str, **settings: Any) -> HeadModel:
     return heads(kind, **chosen)
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law(kind):
     assert law_of(small_toy(), small_heads(kind), SAMPLED) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
     monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 2)
     assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "sampling"),
     [
@@ -258,6 +261,7 @@ def shortcut(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple
     return tokens, node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "keeps"), [(afresh(reject), True), (afresh(shortcut), False)], ids=["ours", "paper's"]
 )

@@ -102,6 +102,7 @@ def test_special_tokens_are_never_said(filler: str):
         assert not (special - {BLANK}) & set(ended)
 
 
+@pytest.mark.slow
 def test_a_hole_of_so_many_tokens_has_no_blanks(filler: str):
     engine = saltus.load(filler, "assd")
     found = [engine.infill("the [[8]] sat [[…]].", temperature=4.0, seed=seed).tokens for seed in range(20)]
@@ -167,6 +168,7 @@ def test_many_texts_are_filled_as_each_alone(filler: str):
         engine.infill(["a [[3]] b", "none"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["match", "reject"])
 def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
     """Tokens, log-probabilities and counts are those of plain decoding, also where the blank was a draft."""
@@ -358,6 +360,7 @@ def test_a_course_learns():
     assert set(course.evaluate()) == {"bits at 20%", "bits at 95%"}
 
 
+@pytest.mark.slow
 def test_links_learn_what_stands_behind_what(tmp_path):
     """Texts of pairs: of two holes asked together, the second does not know how its pair began."""
     dice = seeded_generator(0, "pairs")
@@ -471,6 +474,7 @@ def test_an_xlnet_is_trained_as_it_is_asked():
     assert float(course.loss(0).detach()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--left-to-right"]], ids=["any subset", "left to right"])
 def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tmp_path):
     """A few steps on this package's own functions: the tokens bring all of them back, and holes are lines."""

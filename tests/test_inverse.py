@@ -87,6 +87,7 @@ def independent(uniforms: torch.Tensor) -> torch.Tensor:
     return pick_tokens(uniforms, torch.stack(marginals).expand(len(uniforms), -1, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "loss"), [("one-hot", "ce"), ("categorical", "kl")])
 def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form, loss, tmp_path):
     network, objective, skipped = student(), Objective(form, loss, WINDOW), SkippedTokens()
@@ -110,6 +111,7 @@ def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form
     assert skipped.num_skipped == 0
 
 
+@pytest.mark.slow
 def test_inverse_training_reaches_the_entropy_of_the_data(tmp_path):
     network, skipped = student(), SkippedTokens()
     texts, _ = written(torch.from_numpy(seeded_generator(1, "data").random((4000, 12))))

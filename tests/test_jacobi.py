@@ -232,6 +232,7 @@ def test_chances_of_recycled_ngrams_are_chances(firsts):
     assert sum(found.values()) < 1
 
 
+@pytest.mark.slow
 def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call(monkeypatch):
     """A branch beside the chain, taken at least once, saves calls."""
     looked_up, find = [], NgramPool.starting_with

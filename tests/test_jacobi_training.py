@@ -241,6 +241,7 @@ def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
     return model, room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
 def test_training_learns_to_see_through_wrong_guesses(gated, written, tmp_path):
     """Of texts that it has seen: what the next call will decide grows."""
@@ -277,6 +278,7 @@ def test_what_is_collected_is_how_the_text_came_about(written):
         assert answer.tokens == one.completion
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, tiny_folder):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found"]
@@ -301,7 +303,7 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
         "generate", "-m", model, "--method", "ptp", "--option", f"ptp.model={room / 'adapter'}", "x"
     )
     both = saltus.load(model, "jacobi", options={"jacobi": {"model": str(room / "adapter")}})
-    both.options = {"jacobi": {"model": str(room / "two")}}
+    both.decoder.options = {"jacobi": {"model": str(room / "two")}}
     with pytest.raises(ValueError, match="has room for one"):
         both.generate("x", method="jacobi+lookup")
     other = ["generate", "-m", str(tiny_folder(seed=5)), "--method", "jacobi", "x"]
@@ -317,6 +319,7 @@ def test_a_model_is_trained_and_loads_as_any(written):
     assert saltus_(*inputs, "--method", "jacobi").stdout == text_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True], ids=["random", "NaN"])
 def test_no_adapter_changes_a_text(written, broken, tmp_path):
     """Whatever it guesses, at any temperature, alone and in batches, with many blocks, with logits that are none."""
@@ -375,6 +378,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(tr
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--work", tmp_path, *settings()]

@@ -419,6 +419,7 @@ def test_a_forked_child_computes_the_same():
         busy.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # hundreds of tests in one
 def test_without_kernels_rows_round_alike_too():
     """This file's own tests and the networks', in a process that must do without."""
@@ -464,6 +465,7 @@ def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypat
     assert not list(fresh_library.rglob("*.so"))
 
 
+@pytest.mark.slow
 @compiled
 def test_kernels_are_compiled_once(fresh_library, monkeypatch):
     assert native.load_kernels() is not None

@@ -158,6 +158,7 @@ def test_pieces_and_calls_of_different_number_lose_no_letter():
         assert len(answer["pieces"]) == len(answer["calls"])
 
 
+@pytest.mark.slow
 def test_many_and_long_texts_keep_the_page_small():
     records = invented_records(60, ("a", "b", "c"))
     data = read(records).data

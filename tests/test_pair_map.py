@@ -3,11 +3,14 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 import pair_map
 
 
+@pytest.mark.slow
 def test_ptp_pairs_words_that_fit_and_independent_prediction_does_not(tmp_path):
     found = pair_map.maps(steps=150, size=24)
     wrong = {name: float(1 - pair_map.compatible(pairs).double().mean()) for name, pairs in found.items()}

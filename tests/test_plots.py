@@ -56,6 +56,7 @@ def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
     assert f"plain: {1000 * plain['tokens_per_call'] / plain['ms_per_call']:.0f} tokens/s" in said["calls"]
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_bytes(tmp_path):
     records = invented_records(3)
     for folder in ("one", "two"):
@@ -70,6 +71,7 @@ def test_one_category_is_not_shown_beside_all(tmp_path):
     assert "lookup" in said["speed-up"]
 
 
+@pytest.mark.slow
 def test_many_categories_and_sides_stay_apart(tmp_path):
     """No two of the sides' names or categories share a line."""
     categories = tuple(f"category {number}" for number in range(13))

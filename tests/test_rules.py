@@ -106,6 +106,7 @@ def test_a_chosen_token_is_accepted_with_its_probability_and_a_twin_never_after_
     assert found == pytest.approx([0.3, 0.2, 0.1, 0.4], abs=5 * math.sqrt(0.25 / 2000))
 
 
+@pytest.mark.slow
 def test_siblings_are_judged_by_what_the_ones_before_left_over():
     """Two draws from Q, enumerated: with its laws told, the first token has law P whatever was drawn."""
     target, draft = law(0.5, 0.3, 0.1, 0.1), law(0.1, 0.2, 0.3, 0.4)

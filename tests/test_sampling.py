@@ -239,6 +239,7 @@ def test_each_setting_keeps_and_weighs_the_tokens_that_transformers_does(samplin
         assert_law_is_transformers(rows(size, dtype, 1, sharp), sampling, np.arange(0, size, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stable")
 @settings(deadline=None, max_examples=300)
 @given(st.data())
@@ -428,6 +429,7 @@ def test_what_is_drawn_has_weight(law_, u):
     assert _dense(law_)[sample(u, law_)] > 0
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(laws())
 def test_evenly_spread_uniforms_draw_each_token_as_often_as_it_is_likely(law_):

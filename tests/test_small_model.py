@@ -48,6 +48,7 @@ def test_the_drafter_writes_with_the_uniforms_of_the_text():
         assert list(step.inputs.tokens) == alone.tokens
 
 
+@pytest.mark.slow
 def test_more_tokens_are_right_under_match_than_with_uniforms_of_its_own():
     """Coupling: the laws of drafter and target resemble each other, so equal uniforms often pick equal tokens."""
 

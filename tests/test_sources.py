@@ -262,6 +262,7 @@ def test_links_come_with_an_any_subset_model(hub, ask):
     assert (Path(found) / "links.safetensors").read_bytes() == b"links"
 
 
+@pytest.mark.slow
 def test_a_download_that_broke_off_is_not_taken_for_a_model(hub, ask, tmp_path):
     hub.broken = "tokenizer.json"
     assert "broke off" in ask("o/m", hub.server.server_port)[0]
@@ -301,6 +302,7 @@ def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up_soon(ask):
     assert "0.5 seconds" in said
 
 
+@pytest.mark.slow
 def test_what_another_tool_downloaded_serves_where_the_hub_is_silent(hub, ask, tmp_path):
     found, _ = ask("o/m", hub.server.server_port)
     (tmp_path / "cache" / "hub" / "o--m.json").unlink()

@@ -172,6 +172,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp_path):
     file = tmp_path / "heads.toml"
     file.write_text(HEADS, encoding="utf-8")
@@ -215,6 +216,7 @@ def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teache
     assert mean == pytest.approx(exams[0]["loss"])
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(recipe, folder, teacher, tmp_path):
     saltus_(*training(recipe, folder, teacher, tmp_path / "whole"))
     killed, kills = tmp_path / "killed", 0

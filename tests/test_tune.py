@@ -63,6 +63,7 @@ def ticking(search: JacobiSearch, seconds) -> JacobiSearch:
     return search
 
 
+@pytest.mark.slow
 def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
     engine = saltus.load(folder, "jacobi", budget=32)
     search = JacobiSearch(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
@@ -109,7 +110,7 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     assert tuned.decoder.setup("lookup").budget == 16, "others keep theirs"
     assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
     assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
-    assert saltus.load(folder, "jacobi", profile=False).profile is None
+    assert saltus.load(folder, "jacobi", profile=False).decoder.profile is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
 
@@ -129,6 +130,7 @@ def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog)
     assert "run saltus tune again" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
     inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
     common = ["tune", "-m", folder, "-f", inputs, "-n", 6, "--rounds", 1, "--texts", 1]

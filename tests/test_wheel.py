@@ -353,6 +353,7 @@ def test_pip_itself_fetches_what_a_plain_request_may_not(tiny, monkeypatch):
     assert tiny.index.ranges() == [None]
 
 
+@pytest.mark.slow
 def test_an_environment_without_pip_uses_the_one_python_brings(tiny, monkeypatch):
     monkeypatch.setattr(wheel, "find_spec", lambda name: None if name == "pip" else find_spec(name))
     assert wheel._pip_command()[1].endswith(os.path.join(".whl", "pip"))
@@ -392,6 +393,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 # Processes
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_the_conversion_leaves_nothing_that_is_taken_for_a_model(tiny):
     program = f"""
 import os, pathlib, signal

@@ -113,9 +113,10 @@ class Engine:
         if is_batch(prompt):
             raise ValueError("stream writes one prompt; use generate for a batch")
         one = self._request(prompt, **settings)
+        rounds = self._run([one.request], method)
 
         def chunks() -> Generator[Chunk]:
-            for index, tokens in _new_tokens(one.request, self._run([one.request], method)):
+            for index, tokens in _new_tokens(one.request, rounds):
                 reason = one.request.finish_reason
                 yield Chunk(one.output.release(reason is not None), tokens, index, reason)
             if not one.request.calls:
@@ -153,10 +154,11 @@ class Engine:
     ) -> InfillStream:
         """`infill` for one text, one chunk a call. The chunks' texts together are the whole filled text."""
         one = self._infill_request(text, **settings)
+        rounds = self._run([one.request], method)
 
         def chunks() -> Generator[Chunk]:
             output = InfillOutput(one.layout, self.tokenizer)
-            for index, tokens in _new_tokens(one.request, self._run([one.request], method)):
+            for index, tokens in _new_tokens(one.request, rounds):
                 yield Chunk(output.add(tokens), tokens, index, one.request.finish_reason)
 
         return InfillStream(chunks(), one.infilling)
