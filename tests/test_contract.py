@@ -62,7 +62,7 @@ class Reckless(Controller):
     def __post_init__(self) -> None:
         self.dice = np.random.default_rng(self.seed)
 
-    def drafts(self) -> bool:
+    def should_draft(self) -> bool:
         return bool(self.dice.random() < 0.7)
 
     def num_nodes(self, tree: Tree) -> int:

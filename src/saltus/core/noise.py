@@ -1,4 +1,4 @@
-"""Give every position of a text its uniforms: a function of (seed, stream, position), never of order or batch."""
+"""Uniform random numbers for each position of a text: a function of (seed, stream, position) only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 1024  # positions generated and cached together; a multiple of the four 
 
 @dataclass(frozen=True)
 class Noise:
-    """The randomness of one text. Streams are independent: "text" decides tokens, "accept/2" judges sibling 2."""
+    """The randomness of one text. Streams are independent: "text" picks tokens, "accept/2" verifies sibling 2."""
 
     seed: int
 
@@ -29,7 +29,7 @@ class Noise:
             return np.empty(positions.shape)
         first, last = int(positions.min()) // BLOCK, int(positions.max()) // BLOCK
         if first < 0:
-            raise ValueError(f"noise was asked at position {positions.min()}, but positions start at 0")
+            raise ValueError(f"noise was requested at position {positions.min()}, but positions start at 0")
         if first == last:
             return np.asarray(_block(self.seed, stream, first)[positions % BLOCK])
         out = np.empty(positions.shape)

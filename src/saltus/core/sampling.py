@@ -1,8 +1,8 @@
-"""Turn logits into the law of the next token, pick from it with a uniform, and invert the pick.
+"""Turn logits into the distribution of the next token, pick from it with a uniform, and invert the pick.
 
-The baseline, drafts, verification and training share this one pipeline. Its order and numerics are those of
+Plain decoding, drafts, verification and training share this one pipeline. Its order and numerics are those of
 Transformers' `generate`: float32; repetition penalty, banned, forced; temperature, top-k, top-p, min-p. It works on
-single rows in NumPy: nothing here depends on how rows are batched or on the number of threads.
+single rows in NumPy, so that nothing here depends on how rows are batched or on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-BLOCK = 128  # tokens whose running sums are computed together, on demand
-LIKELY_THRESHOLD = 2.0**-10  # of the likeliest token: those above are picked in order of their probability
-TINY = 2.0**-960  # cumulative weights below it are zero, so that u · total keeps its 53 bits and pick can be inverted
+BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
+LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability
+TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 53 bits, and pick can be inverted
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How logits become a law. The defaults are greedy decoding; the names and meanings are Transformers'."""
+    """How logits become a distribution. Defaults: greedy decoding. Names and meanings are those of Transformers."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,11 +32,10 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
-    forced: tuple[tuple[int, int], ...] = ()
-    banned_at_index: tuple[tuple[int, int], ...] = ()  # pairs of a new token's index and a token that it may not be
-    hole_end_tokens: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # (token, first, last): of these indices, all behind it are the same
+    forced: tuple[tuple[int, int], ...] = ()  # (index of a new token, token)
+    banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
+    # (token, first, last): within the new tokens first…last, all tokens behind this token repeat it (a hole's end)
+    hole_end_tokens: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
@@ -59,18 +58,18 @@ class Sampling:
 
     @property
     def plain_argmax(self) -> bool:
-        """Greedy on the model's own logits: `choices` says what `law` would."""
+        """True if the text is the argmax of the raw logits: `greedy_tokens` then replaces `token_distribution`."""
         return self.greedy and self.token_independent
 
     @property
     def token_independent(self) -> bool:
-        """Does the law depend on the logits' values alone, and not on which tokens they are of?"""
+        """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
         return self.repetition_penalty == 1 and not (
             self.banned or self.forced or self.banned_at_index or self.hole_end_tokens
         )
 
     def num_forced_after(self, index: int, token: int) -> int:
-        """How many tokens behind new token number `index` are the same, because it is this one."""
+        """How many tokens behind new token `index` are forced to repeat it, because `token` ends its hole."""
         return next(
             (last - index for end, first, last in self.hole_end_tokens if end == token and first <= index <= last), 0
         )
@@ -93,11 +92,11 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """The law of one token, as unnormalised weights in token order.
+    """The distribution of one token, as unnormalised weights in token order.
 
-    `tokens` are the ascending ids that have weights, be they 0, or None where all of the vocabulary has. Tokens are
-    *picked* in another order: the likely ones first, by falling weight, then the others by their ids. So a small
-    uniform means the likeliest token, whatever its id, and two laws that nearly agree nearly always pick the same.
+    `tokens` are the ascending ids that the weights belong to, None for the whole vocabulary. Tokens are *picked* in
+    another order: the likely ones by falling weight, then the others by id. So a small uniform picks the likeliest
+    token, whatever its id, and two similar distributions nearly always pick the same token.
     """
 
     tokens: np.ndarray | None
@@ -105,25 +104,25 @@ class Distribution:
 
     @cached_property
     def head(self) -> np.ndarray:
-        """Places of the likely tokens, by falling weight; of equal ones the lower id first."""
+        """Indices of the likely tokens, by falling weight; among equal weights the lower id first."""
         likely = np.flatnonzero(self.weights >= max(float(self.weights.max()) * LIKELY_THRESHOLD, 5e-324))
         return likely[np.argsort(-self.weights[likely], kind="stable")]
 
     @cached_property
     def head_sums(self) -> np.ndarray:
-        """Inclusive running sums of the head, in float64."""
+        """Inclusive cumulative sums of the head, in float64."""
         return np.cumsum(self.weights[self.head], dtype=np.float64)
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """The weights of the other tokens, in token order; the head's places have none."""
+        """The weights of the other tokens, in token order; 0 for the head."""
         rest = self.weights.copy()
         rest[self.head] = 0
         return rest
 
     @cached_property
     def borders(self) -> np.ndarray:
-        """Running sums in float64 at the borders of the rest's blocks: [all of the head, first block, …, total]."""
+        """Cumulative sums in float64 at the borders of the rest's blocks: [all of the head, first block, …, total]."""
         sums = np.add.reduceat(self.rest, np.arange(0, len(self.rest), BLOCK), dtype=np.float64)
         return np.cumsum(np.concatenate([self.head_sums[-1:], sums]))
 
@@ -133,7 +132,7 @@ class Distribution:
 
     @cached_property
     def mass(self) -> float:
-        """As `total`, but for rounding, and without an order of the tokens."""
+        """`total` up to rounding, cheaper: no order of the tokens is needed."""
         return float(self.weights.sum())
 
     @property
@@ -142,28 +141,29 @@ class Distribution:
         return float(self.weights.max()) / self.mass
 
     def block(self, number: int) -> np.ndarray:
-        """Inclusive running sums of one block of the rest: x = u · total in [c[i − 1], c[i]) picks its token i."""
+        """Inclusive cumulative sums c of one block of the rest: u · total in [c[i − 1], c[i]) picks its token i."""
         rest = self.rest[number * BLOCK : (number + 1) * BLOCK]
         return _running(rest, self.borders[number], self.borders[number + 1])
 
 
 def _running(weights: np.ndarray, low, high) -> np.ndarray:
-    """Running sums from low to high: the last token that has weight ends at `high` exactly, whatever was rounded."""
+    """Cumulative sums from `low`; the last token with weight ends exactly at `high`, despite rounding."""
     sums = np.cumsum(weights, axis=-1, dtype=np.float64)
     return np.where(sums == sums[..., -1:], high, np.minimum(sums + low, high))
 
 
 def one_hot(token: int) -> Distribution:
-    """The law that is certain of a token: what greedy decoding and forced tokens are."""
+    """The distribution with all mass on one token, as for greedy decoding and forced tokens."""
     return Distribution(np.array([token], dtype=np.int64), np.ones(1))
 
 
 def token_distribution(
     logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None = None, index: int = 0
 ) -> Distribution:
-    """The law of new token number `index` after `context` (prompt, text and path; negative ids are holes).
+    """The distribution of new token `index` behind `context` (prompt, text and path; negative ids are holes).
 
-    Rows on a GPU are copied one by one; bring a batch of them to the CPU first. Errors: NaN or infinite logits.
+    Rows on a GPU are copied one by one: move a batch of them to the CPU first. Errors: ValueError for NaN or infinite
+    logits.
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
@@ -195,7 +195,7 @@ def token_distribution(
 
 
 def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
-    """The first maximum of each row, as greedy decoding on float32 chooses; `law` says the same, more slowly."""
+    """The first maximum of each row in float32: what `token_distribution` gives for greedy decoding, but faster."""
     logits = logits.detach()
     if logits.device.type != "cpu":
         best = logits.float().argmax(-1, keepdim=True)
@@ -214,11 +214,11 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
 
 
 def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
-    """16-bit floats compared as integers, which vectorises: right where all maxima are positive and nothing is NaN."""
+    """The argmax of 16-bit floats, compared as integers; None unless all maxima are positive and finite."""
     bits = logits.view(torch.int16).numpy()
     best = bits.argmax(-1)
     top = np.take_along_axis(bits, best[:, None], -1)
-    magnitudes = bits.view(np.uint16).max(-1)  # those with the sign bit come above the others: negative NaN is greatest
+    magnitudes = bits.view(np.uint16).max(-1)  # negative numbers compare above positive ones, negative NaN above all
     sound = (top > 0).all() and (top < infinity).all() and (magnitudes <= infinity + 0x8000).all()
     return best if sound else None
 
@@ -226,7 +226,7 @@ def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
 def pick(u: float, distribution: Distribution) -> int:
     """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero.
 
-    Eq. 2 leaves the order of the tokens open; it is that of `Law`.
+    Eq. 2 sums tokens by id; here they are summed in the order of `Distribution`.
     """
     if not 0 <= u < 1:
         raise ValueError(f"pick was given u = {u}, but a uniform lies in [0, 1)")
@@ -241,7 +241,7 @@ def pick(u: float, distribution: Distribution) -> int:
 
 
 def sample(u: float, distribution: Distribution) -> int:
-    """A token of the law by a uniform that nothing else knows: quicker than `pick`, since any order will do."""
+    """Sample with a uniform that is used for nothing else: faster than `pick`, since any order of tokens will do."""
     starts = np.arange(0, len(distribution.weights), BLOCK)
     borders = np.cumsum(np.add.reduceat(distribution.weights, starts))
     block, x = _search_sums(borders, u * borders[-1])
@@ -251,7 +251,7 @@ def sample(u: float, distribution: Distribution) -> int:
 
 
 def _search_sums(sums: np.ndarray, x: float) -> tuple[int, float]:
-    """Where x falls among running sums, the last that grows should rounding lie beyond, and how far into it."""
+    """The place of x among cumulative sums (the last with weight if x lies beyond), and x's offset in it."""
     place = int(np.searchsorted(sums, x, side="right"))
     if place == len(sums):
         place = int(np.searchsorted(sums, sums[-1]))
@@ -259,7 +259,7 @@ def _search_sums(sums: np.ndarray, x: float) -> tuple[int, float]:
 
 
 def uniform_interval(token: int, distribution: Distribution) -> tuple[float, float]:
-    """The inverse of pick: the u in [low, high) are exactly those that pick the token (none where low = high)."""
+    """The inverse of `pick`: exactly the u in [low, high) pick the token (none if low = high)."""
     place = token if distribution.tokens is None else int(np.searchsorted(distribution.tokens, token))
     if place >= len(distribution.weights):
         return 1.0, 1.0
@@ -276,7 +276,7 @@ def uniform_interval(token: int, distribution: Distribution) -> tuple[float, flo
 
 
 def _least_uniform(x: float, total: float) -> float:
-    """The least u with u · total ≥ x in float64 arithmetic, at most 1. Two or three steps from the quotient."""
+    """The least u ≤ 1 with u · total ≥ x in float64 arithmetic; it is within a few steps of the quotient."""
     if x <= 0:
         return 0.0
     if x >= total:
@@ -291,12 +291,12 @@ def _least_uniform(x: float, total: float) -> float:
 
 
 def probability(token: int, distribution: Distribution) -> float:
-    """Of one token."""
+    """The probability of one token."""
     return float(_weights_at(np.array([token]), distribution)[0]) / distribution.mass
 
 
 def probabilities(distribution: Distribution, vocab: int) -> np.ndarray:
-    """Of all tokens, float64."""
+    """The probabilities of all tokens, float64 [vocab]."""
     dense = np.zeros(vocab)
     dense[slice(len(distribution.weights)) if distribution.tokens is None else distribution.tokens] = (
         distribution.weights / distribution.mass
@@ -305,9 +305,9 @@ def probabilities(distribution: Distribution, vocab: int) -> np.ndarray:
 
 
 def residual(target: Distribution, draft: Distribution) -> Distribution:
-    """Law of the replacement after a rejection: (P − Q)₊ (Leviathan et al. 2023, Alg. 1), with weights of any sum.
+    """The distribution to sample from after a rejection: (P − Q)₊, unnormalised (Leviathan et al. 2023, Alg. 1).
 
-    Where rounding leaves no excess, P equals Q and a rejection has probability zero; it is then P.
+    If rounding leaves no excess, P equals Q and a rejection has probability zero; the result is then P.
     """
     if target.tokens is None and draft.tokens is None and len(target.weights) == len(draft.weights):
         likely = draft.weights
@@ -319,7 +319,7 @@ def residual(target: Distribution, draft: Distribution) -> Distribution:
 
 
 def _weights_at(tokens: np.ndarray, distribution: Distribution) -> np.ndarray:
-    """Of ascending tokens, unnormalised; 0 where the law has none, be it that its vocabulary is padded less."""
+    """The weights of ascending tokens, unnormalised; 0 for tokens that the distribution does not contain."""
     last = len(distribution.weights) - 1
     if distribution.tokens is None and tokens[-1] <= last:
         return distribution.weights[tokens]
@@ -329,14 +329,14 @@ def _weights_at(tokens: np.ndarray, distribution: Distribution) -> np.ndarray:
 
 
 def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
-    """Of a token under the model's own law: log-softmax of the raw logits in float32, at temperature 1."""
+    """The log-probability of a token: log-softmax of the raw logits in float32, at temperature 1."""
     scores = float_row(logits)
     gaps = scores - scores.max()
     return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
 
 
 def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
-    """The first maximum, and its probability under the model's own law at temperature 1: NaN for broken logits."""
+    """The first maximum, and its probability by the softmax of the raw logits; NaN if these are not finite."""
     scores = float_row(logits)
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
@@ -345,7 +345,7 @@ def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
 
 
 def _broken_logits_message(top: float, where: str) -> str:
-    """What is wrong with a row whose best score is not finite."""
+    """The error message for a row whose best score is not finite."""
     if top == -math.inf:
         return f"no token is left to choose {where}: all are banned or have logits of −inf; ban fewer tokens"
     value = "NaN" if math.isnan(top) else "infinite"
@@ -353,7 +353,7 @@ def _broken_logits_message(top: float, where: str) -> str:
 
 
 def float_row(logits: Tensor) -> np.ndarray:
-    """Float32 on the CPU; it may share the memory of the logits. By bits from bfloat16: torch would wake threads."""
+    """A row as float32 on the CPU, sharing memory if it can. bfloat16 is shifted, since torch would start threads."""
     logits = logits.detach().cpu()
     if logits.dtype == torch.bfloat16:
         return (logits.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
@@ -364,7 +364,7 @@ def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | Non
     """RepetitionPenaltyLogitsProcessor (Keskar et al. 2019), then SuppressTokensLogitsProcessor."""
     if sampling.repetition_penalty != 1:
         if context is None:
-            raise ValueError("repetition_penalty needs the text so far; pass it to law as context")
+            raise ValueError("repetition_penalty needs the text so far; pass it as context")
         seen, penalty = context[context >= 0], np.float32(sampling.repetition_penalty)
         values = scores[seen]
         scores = scores.copy()
@@ -376,7 +376,7 @@ def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | Non
 
 
 def _top_k(scores: np.ndarray, k: int) -> np.ndarray:
-    """TopKLogitsWarper: all that are not below the k-th best, ties included. The k-th best of some maxima bounds it."""
+    """TopKLogitsWarper: keep scores not below the k-th best, ties included. Maxima of 64 columns bound it."""
     k = min(k, len(scores))
     maxima = scores[: len(scores) // 64 * 64].reshape(64, -1).max(0)
     kept = np.arange(len(scores))
@@ -387,10 +387,10 @@ def _top_k(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def _top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.ndarray:
-    """TopPLogitsWarper: drop the least likely while their mass is at most 1 − top_p. Of equal scores, lower ids first.
+    """TopPLogitsWarper: drop the least likely tokens while their mass is at most 1 − top_p, lower ids first.
 
-    Tokens below (1 − top_p) / vocab are all dropped, unsorted. Where a border is nearer than float32's rounding of
-    the mass, the sum is done as Transformers does it, so that the same number of tokens is kept.
+    Tokens less likely than (1 − top_p) / vocab are dropped without sorting. If the cut is closer than float32's
+    rounding of the mass, the sum is computed as in Transformers, so that the same number of tokens is kept.
     """
     limit = np.float32(1 - top_p)
     gaps = scores - top
@@ -401,7 +401,7 @@ def _top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.
     tail = max(total - likely.sum(dtype=np.float64), 0.0)
     running = tail + np.cumsum(likely, dtype=np.float64)
     dropped = int(np.searchsorted(running, limit * total, side="right"))
-    steps = ((len(scores) - len(ordered)) * tail + running.sum()) / 4  # what a lane of a float32 sum passes through
+    steps = ((len(scores) - len(ordered)) * tail + running.sum()) / 4  # partial sums of one lane of a float32 sum
     slack = limit * (2.0**-24 * steps + 2.0**-18 * total) + 2.0**-44 * total
     if np.abs(running[max(dropped - 1, 0) : dropped + 1] - limit * total).min() <= slack:
         ordered = np.full(vocab, -np.inf, dtype=np.float32)
@@ -413,14 +413,14 @@ def _top_p(scores: np.ndarray, top_p: float, top: np.float32, vocab: int) -> np.
 
 
 def _greatest(scores: np.ndarray, border: np.float32, count: int) -> np.ndarray:
-    """The places of the `count` greatest scores, the least of which is `border`; of its equals, the last."""
+    """Indices of the `count` greatest scores, the least of which is `border`; among its equals, the last ones."""
     kept = np.flatnonzero(scores >= border)
     equals = np.flatnonzero(scores[kept] == border)
     return np.delete(kept, equals[: len(kept) - count])
 
 
 def _min_p(scores: np.ndarray, min_p: float, top: np.float32, vocab: int, tokens: np.ndarray | None) -> np.ndarray:
-    """MinPLogitsWarper: drop what is less likely than min_p times the best; near the border, by its own arithmetic."""
+    """MinPLogitsWarper: drop tokens less likely than min_p times the best; close cuts use Transformers' arithmetic."""
     above = scores - top - np.float32(math.log(min_p))
     if min_p > 1e-30 and np.abs(above).min() > 2.0**-18:
         return np.flatnonzero(above > 0)

@@ -1,4 +1,4 @@
-"""Grow one tree from the branches of several drafters: best-first, within a budget of nodes."""
+"""Merge the branches of several drafters into one draft tree, best nodes first, within a budget."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ from saltus.core.sampling import Distribution
 
 @dataclass(frozen=True)
 class Branch:
-    """A drafted continuation of the decided text, and how likely each token is if those before it are right.
+    """A drafted continuation, with the probability that each token is accepted if the tokens before it are.
 
-    Where `laws` gives the law that each token was drawn from, the chances must not depend on the token itself
-    (only on those before it): the rule `reject` is exact only when no draft is dropped for what it drew.
+    If `distributions` gives the distribution that each token was sampled from, a token's probability must not depend on
+    the token itself, only on those before it: `reject` is exact only if no draft is dropped for its sampled token.
     """
 
     tokens: Sequence[int]
     acceptance_probabilities: Sequence[float]
-    source: str = ""  # who offers it: acceptance is learned apart for each source
+    source: str = ""  # the drafter, or a part of it; acceptance is recorded per source
     distributions: Sequence[Distribution] | None = None
-    payoffs: Sequence[float] | None = None  # tokens that asking a node brings in later calls, right or not; falling
+    payoffs: Sequence[float] | None = None  # tokens that verifying a node saves in later calls (Jacobi); falling
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The nodes chosen for one call, parents before children, best first."""
+    """The nodes for one call, best first; parents come before their children."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    acceptance_probabilities: tuple[float, ...]  # as stated by the source: a node is right if its parent is
+    acceptance_probabilities: tuple[float, ...]  # as the source states them: given that the parent is accepted
     sources: tuple[str, ...]
-    expected_tokens: tuple[
-        float, ...
-    ]  # tokens that a node brings: chances multiplied down to it, or its worth; falling
+    expected_tokens: tuple[float, ...]  # the product of probabilities down to the node, or its payoff; falling
     distributions: tuple[Distribution | None, ...]
     payoffs: tuple[float, ...]  # as stated
-    payoff_sources: tuple[str, ...]  # the source that stated the worth; "" where there is none
+    payoff_sources: tuple[str, ...]  # the source that stated the payoff; "" if there is none
 
     def prune(self, size: int) -> Tree:
-        """The `size` best nodes: still a tree, since a node never stands before its parent."""
+        """The tree of the `size` best nodes."""
         return Tree(*(column[:size] for column in vars(self).values()))
 
 
@@ -48,46 +46,36 @@ def grow_tree(
     branches: Sequence[Branch],
     budget: int,
     max_depth: int,
-    calibrate: Callable[[str, float], float] = lambda source, chance: chance,
-    calibrate_payoff: Callable[[str, float], float] = lambda source, worth: worth,
+    calibrate: Callable[[str, float], float] = lambda source, probability: probability,
+    calibrate_payoff: Callable[[str, float], float] = lambda source, payoff: payoff,
 ) -> Tree:
-    """Merge branches into one tree and keep the `budget` nodes of highest value, none deeper than `depth` tokens.
+    """Merge branches and keep the `budget` nodes with most expected tokens, at most `max_depth` deep.
 
-    Values fall along a path, so taking the best node whose parent is taken gives the best tree of that size. Where
-    branches share a token, the source that trusts it most speaks for it. Tokens drawn from a law of their own are
-    never merged: two equal draws are two tries (see `reject`).
+    Expected tokens fall along a path, so repeatedly taking the best node whose parent is in the tree gives the best
+    tree of that size. If branches share a token, the source with the highest probability stands for it. Sampled tokens
+    (with `distributions`) are never merged: two equal samples are two tries (see `reject`).
     """
     offered, roots = _merge(branches, max_depth, calibrate, calibrate_payoff)
-    waiting = [(root, -1, 1.0) for root in roots]  # node, place of its parent, chance of its parent
+    waiting = [(root, -1, 1.0) for root in roots]  # node, its parent in the tree, probability of its parent
     heap: list[tuple[float, int, int, float]] = []
     rows = []
     while len(rows) < budget:
-        for node, parent, chance in waiting:
-            chance *= offered[node].probability
-            heapq.heappush(heap, (-max(chance, offered[node].payoff), node, parent, chance))
+        for node, parent, probability in waiting:
+            probability *= offered[node].probability
+            heapq.heappush(heap, (-max(probability, offered[node].payoff), node, parent, probability))
         if not heap:
             break
-        negative, best, parent, chance = heapq.heappop(heap)
+        negative, best, parent, probability = heapq.heappop(heap)
         node = offered[best]
-        waiting = [(child, len(rows), chance) for child in node.children]
-        rows.append(
-            (
-                node.token,
-                parent,
-                node.stated_probability,
-                node.source,
-                -negative,
-                node.distribution,
-                node.stated_payoff,
-                node.payoff_source,
-            )
-        )
+        waiting = [(child, len(rows), probability) for child in node.children]
+        stated = node.stated_probability, node.source, -negative, node.distribution
+        rows.append((node.token, parent, *stated, node.stated_payoff, node.payoff_source))
     return Tree(*zip(*rows, strict=True)) if rows else Tree(*((),) * 8)
 
 
 @dataclass
 class _Node:
-    """A token that branches offer after the same tokens."""
+    """A token that branches offer behind the same tokens."""
 
     token: int
     distribution: Distribution | None
@@ -96,12 +84,12 @@ class _Node:
     source: str = ""
     stated_payoff: float = 0.0
     payoff_source: str = ""
-    payoff: float = 0.0  # its worth, calibrated
+    payoff: float = 0.0  # calibrated
     children: list[int] = field(default_factory=list)
 
 
 def _merge(branches: Sequence[Branch], max_depth: int, calibrate, calibrate_payoff) -> tuple[list[_Node], list[int]]:
-    """All nodes that the branches offer, and which of them are roots."""
+    """All nodes of the branches, and the indices of the roots."""
     nodes: list[_Node] = []
     roots: list[int] = []
     known: dict[tuple[int, int], int] = {}
@@ -116,10 +104,10 @@ def _merge(branches: Sequence[Branch], max_depth: int, calibrate, calibrate_payo
                 nodes.append(_Node(token, branch.distributions[i] if branch.distributions else None))
                 if branch.distributions is None:
                     known[at, token] = place
-            node, chance = nodes[place], calibrate(branch.source, stated)
-            if chance > node.probability:
-                node.probability, node.stated_probability, node.source = chance, stated, branch.source
-            if branch.payoffs and (invested := calibrate_payoff(branch.source, branch.payoffs[i])) > node.payoff:
-                node.stated_payoff, node.payoff, node.payoff_source = branch.payoffs[i], invested, branch.source
+            node, probability = nodes[place], calibrate(branch.source, stated)
+            if probability > node.probability:
+                node.probability, node.stated_probability, node.source = probability, stated, branch.source
+            if branch.payoffs and (payoff := calibrate_payoff(branch.source, branch.payoffs[i])) > node.payoff:
+                node.stated_payoff, node.payoff, node.payoff_source = branch.payoffs[i], payoff, branch.source
             at = place
     return nodes, roots

@@ -125,11 +125,11 @@ class AdapterJacobiDrafter(JacobiDrafter):
     temperature: float
     adapter_corrected: bool = False  # did the adapter correct the guesses?
 
-    def corrected(self, last: Step) -> list[int]:
+    def nodes_of_iterate(self, last: Step) -> list[int]:
         self.adapter_corrected = last.inputs.has_token_queries
         return last.inputs.query_chain(-1) if self.adapter_corrected else super().nodes_of_iterate(last)
 
-    def answers(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
+    def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
         """Ends before a row whose logits are no numbers: a broken adapter guesses nothing, and breaks no text."""
         if not self.adapter_corrected:
             return super().corrections(last, nodes)

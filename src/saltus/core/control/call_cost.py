@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CallCost:
-    """What a call costs in seconds by its rows: as measured at first, then as calls go; straight lines between."""
+    """Seconds of a call by its number of rows: calibrated once, updated by calls, linear between known row counts."""
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
     update_rate: float = 0.1  # weight of the latest call
 
     def record(self, rows: int, seconds: float) -> None:
-        """A call took so long: longer texts cost more, and machines drift. Of an outlier a factor of 2 counts."""
+        """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
         if self.seconds:
             known = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1
             self.seconds[known] *= 1 + self.update_rate * change
 
     def seconds_for(self, rows: int) -> float:
-        """Seconds of a call of `rows` rows, relative where nothing was measured: 1 + 2 % a row."""
+        """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
         if not self.seconds:
             return 1 + 0.02 * rows
         known = sorted(self.seconds)
