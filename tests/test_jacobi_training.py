@@ -303,6 +303,8 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
         "generate", "-m", model, "--method", "ptp", "--option", f"ptp.model={room / 'adapter'}", "x"
     )
     both = saltus.load(model, "jacobi", options={"jacobi": {"model": str(room / "adapter")}})
+    both.generate("the cat sat", temperature=0.8, max_new_tokens=20)
+    assert {source for source, _ in both.decoder.setup("jacobi").acceptance.counts} >= {"jacobi/guided"}
     both.decoder.options = {"jacobi": {"model": str(room / "two")}}
     with pytest.raises(ValueError, match="has room for one"):
         both.generate("x", method="jacobi+lookup")

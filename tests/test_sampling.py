@@ -309,7 +309,7 @@ def test_holes_in_the_context_are_not_penalised():
         token_distribution(logits, sampling, np.array([2, -1])).weights,
         token_distribution(logits, sampling, np.array([2])).weights,
     )
-    with pytest.raises(ValueError, match="pass it to law as context"):
+    with pytest.raises(ValueError, match="pass it as context"):
         token_distribution(logits, sampling)
 
 

@@ -45,17 +45,17 @@ def draft_autoregressively(
         if rule is reject:
             distribution = answers[-1]
             token = pick(noise.uniform(stream, inputs.canvas.open_positions[0]), distribution)
-            chance = distribution.peak  # must not depend on the token
+            stated = distribution.peak  # must not depend on the token
             distributions.append(distribution)
         else:
             token = answers.pick(-1)
-            chance = probability(token, answers[-1])
+            stated = probability(token, answers[-1])
         if sampling.greedy:
-            chance = most_likely(outputs.logits[0])[1]
-        if math.isnan(chance):
+            stated = most_likely(outputs.logits[0])[1]
+        if math.isnan(stated):
             break
-        value *= chance
+        value *= stated
         tokens.append(token)
-        probabilities.append(chance)
+        probabilities.append(stated)
         inputs = replace(inputs, canvas=canvas.fill(np.array(tokens, dtype=np.int64)), hidden_states=None)
     return [Branch(tokens, probabilities, source, distributions if rule is reject else None)]

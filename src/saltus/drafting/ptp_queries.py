@@ -86,13 +86,13 @@ def drafts_of_chain(
     """
     drafts = []
     for query, u in zip(chain, uniforms, strict=False):
-        token, chance = most_likely(distributions.outputs.logits[query + 1])
-        if math.isnan(chance):
+        token, stated = most_likely(distributions.outputs.logits[query + 1])
+        if math.isnan(stated):
             break
         if form != "one-hot":
             token = pick(u, distributions[query])
-            chance = probability(token, distributions[query])
-        drafts.append((token, chance))
+            stated = probability(token, distributions[query])
+        drafts.append((token, stated))
     return drafts
 
 

@@ -18,15 +18,15 @@ from saltus.core.sampling import Sampling
 
 @runtime_checkable
 class Method(Protocol):
-    """What a method's config can do."""
+    """The frozen config of a method; its fields are options of the command line."""
 
     @property
     def draft_models(self) -> Mapping[str, str]:
-        """Models of its own: the name that its Forwards are sent `to` → where the model comes from."""
+        """Its draft models: the network name in its ForwardInputs → where the model is loaded from."""
         ...
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter | None:
-        """A drafter for one text, with its own state; None drafts nothing."""
+        """A drafter for one text, with its own state; None if the method drafts nothing."""
         ...
 
 
@@ -43,7 +43,7 @@ def available_methods() -> dict[str, type[Any]]:
 
 
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
-    """The methods that a name like `jacobi+lookup` asks for; their drafts share one tree.
+    """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
 
     `options` gives fields by method: {"lookup": {"longest": 5}}.
     """

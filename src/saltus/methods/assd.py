@@ -1,4 +1,4 @@
-"""Propose what the model said of holes ahead, or what stood behind such a token before; it verifies itself."""
+"""Draft several holes from an any-subset model itself, which also verifies them, or from bigram counts (ASSD)."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ PAUSE_CALLS = 32  # calls without drafts, where they did not pay
 
 @dataclass(frozen=True)
 class Assd:
-    """Any-subset speculative decoding (ASSD, Guo and Ermon 2025): fill several holes in a call, from the joint law.
+    """Any-subset speculative decoding (ASSD, Guo and Ermon 2025): fill several holes in a call.
 
-    Drafts are of the model's laws of the next holes, each given what was decided alone, and the same model verifies
-    them (Alg. 1). It is asked for the laws of many holes in a call that verifies, so that a round is one call and not
-    two. Or drafts are drawn from pairs of neighbours counted in the text (Alg. 2), which any model can verify, a causal
-    one too.
+    The model predicts the next holes independently, each from the decided tokens, and the same model verifies these
+    drafts, so that the text follows its joint distribution (Alg. 1). Verification calls predict many holes ahead, so
+    that a step is one call and not two. With `bigram`, drafts come from counts of neighbouring tokens in the text
+    (Alg. 2), which any model can verify, also a causal one.
     """
 
     draft: Literal["self", "bigram"] = "self"
-    length: int = 2  # holes drafted, at most
-    ahead: int = 16  # holes whose laws are asked for at once, by a call that verifies; at least two for each drafted
-    two_calls: bool = False  # draft in a call of its own, as the paper does
+    length: int = 2  # draft tokens, at most
+    ahead: int = 16  # holes that a verification call predicts; at least two for each draft token
+    two_calls: bool = False  # draft in a call of its own, as in the paper
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -66,7 +66,7 @@ class Assd:
 
     @property
     def any_subset(self) -> bool:
-        """Does it need a model that fills holes anywhere?"""
+        """True if it needs a model that fills holes anywhere."""
         return self.draft == "self"
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
@@ -79,21 +79,21 @@ class Assd:
 
 @dataclass(frozen=True, eq=False)
 class _HoleLogits:
-    """A hole's law, asked for ahead."""
+    """The logits of a hole, predicted in an earlier call."""
 
     logits: Tensor
-    num_known: int  # how many of the new tokens were decided
-    weights: np.ndarray | None  # of the links
+    num_known: int  # new tokens that were decided at that call
+    weights: np.ndarray | None  # of the pairwise correction
 
 
 @dataclass
 class SelfDrafter:
-    """Draft from laws of the holes ahead, which were asked for in an earlier call that verified.
+    """Drafts from logits of the holes ahead, which an earlier verification call computed.
 
-    They were asked for at once, so none knows the tokens of the others, nor what was decided since; the model's links
-    tell each draft the tokens to its left. (With those they hardly age: what a law lacks is those.) Under `reject`
-    drafts are drawn with uniforms of their own, and the laws are told to the rule. These uniforms are others in each
-    call: what was drawn may have a say in when laws are asked for, so a law must not meet them again.
+    These logits do not depend on each other's tokens, nor on tokens decided since; the model's pairwise correction adds
+    the effect of the tokens to the left, which is most of what they lack. Under `reject` drafts are sampled with
+    uniforms of their own, and the rule gets the draft distributions. Each step uses new uniforms: the sampled tokens
+    may influence when logits are computed, so the same logits must not be sampled twice with the same uniforms.
     """
 
     noise: Noise
@@ -101,18 +101,18 @@ class SelfDrafter:
     rule: Rule
     length: int
     ahead: int
-    hole_logits: dict[int, _HoleLogits] = field(default_factory=dict)  # of holes
+    hole_logits: dict[int, _HoleLogits] = field(default_factory=dict)  # by position
     pairwise_correction: PairwiseCorrection | None = None
-    first_draft: int | None = None  # of the drafts of this step, if there are any
-    paused_calls: int = 0  # calls that are still to go without asking
+    first_draft: int | None = None  # the first draft token of this step
+    paused_calls: int = 0  # calls for which predicting ahead stays off
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         if last is not None:
             self._store_logits(last)
         holes = canvas.open_positions[: min(self.length, room)]
-        drawn = self.rule is reject
-        found = _BranchBuilder(SOURCE, drawn)
-        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
+        sampled = self.rule is reject
+        found = _BranchBuilder(SOURCE, sampled)
+        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, sampled)
         context = canvas.tokens[canvas.known_positions] if self.sampling.repetition_penalty != 1 else None
         latest = canvas.tokens[canvas.order[max(canvas.num_decided - 2, 0) : canvas.num_decided]].tolist()
         for index, hole, u in zip(
@@ -130,22 +130,22 @@ class SelfDrafter:
         self.first_draft = found.tokens[0] if found.tokens else None
         return found.branches()
 
-    def _corrected_logits(self, said: _HoleLogits, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
-        """Logits of new token number `index` behind the last of the new ones, where these were not known to its law."""
-        unknown = index - said.num_known
+    def _corrected_logits(self, predicted: _HoleLogits, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
+        """Logits of new token `index`, corrected by the tokens `new` to its left that they were computed without."""
+        unknown = index - predicted.num_known
         if (
-            said.weights is None
+            predicted.weights is None
             or self.pairwise_correction is None
             or not unknown
             or order[index - 1] != order[index] - 1
         ):
-            return said.logits
+            return predicted.logits
         before = new[-2] if unknown > 1 and order[index - 2] == order[index] - 2 else None
-        row = self.pairwise_correction(float_row(said.logits), said.weights, new[-1], before)
-        return torch.from_numpy(row) if math.isfinite(row.max()) else said.logits  # broken links break no text
+        row = self.pairwise_correction(float_row(predicted.logits), predicted.weights, new[-1], before)
+        return torch.from_numpy(row) if math.isfinite(row.max()) else predicted.logits  # ignore a broken correction
 
     def _store_logits(self, last: Step) -> None:
-        """What the step said of holes that are open still."""
+        """Keep what the step predicted for holes that are still open."""
         canvas, outputs = last.canvas, last.outputs
         assert outputs.drafter_data is None or isinstance(outputs.drafter_data, PairwiseCorrection)
         self.pairwise_correction = outputs.drafter_data
@@ -163,7 +163,7 @@ class SelfDrafter:
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
-        """Ask for the laws of the holes ahead, where those that are known will not do for the next drafts."""
+        """Add queries that predict the holes ahead, unless the known logits suffice for the next drafts."""
         taken = any(inputs.tokens[node] == self.first_draft for node in inputs.children(-1))
         if controller.adaptive and self.first_draft is not None and not taken:
             self.paused_calls = PAUSE_CALLS
@@ -176,27 +176,27 @@ class SelfDrafter:
         return replace(inputs, output_hidden_states=self.pairwise_correction is not None or not self.hole_logits)
 
 
-def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, drawn: bool) -> list[float]:
-    """Those of the text, or for drafts that are drawn others, which no other call has."""
-    if not drawn:
+def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, sampled: bool) -> list[float]:
+    """The text's own uniforms, or, for sampled drafts, others that no other step uses."""
+    if not sampled:
         return position_uniforms(noise, sampling, holes)
     return noise.uniforms(SOURCE, canvas.num_decided * len(canvas.order) + np.arange(len(holes))).tolist()
 
 
 @dataclass
 class _BranchBuilder:
-    """A branch in the making."""
+    """Builds a branch token by token."""
 
     source: str
-    sampled: bool  # with uniforms that are not the text's, for the rule `reject`?
+    sampled: bool  # with uniforms of its own, for the rule `reject`
     tokens: list[int] = field(default_factory=list)
     acceptance_probabilities: list[float] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
 
     def add(self, distribution: Distribution, u: float, logits: Tensor | None = None) -> None:
-        """The next token; if its law is told to the rule, the chance that is stated does not depend on it.
+        """Add a token of the distribution. For sampled drafts the stated probability must not depend on the token.
 
-        A greedy law is always certain: its `logits` say how much that is worth.
+        A greedy distribution is always certain: its probability comes from the `logits`.
         """
         token = sample(u, distribution) if self.sampled else pick(u, distribution)
         self.tokens.append(token)
@@ -204,8 +204,8 @@ class _BranchBuilder:
         if self.sampled:
             self.acceptance_probabilities.append(distribution.peak)
         else:
-            sure = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
-            self.acceptance_probabilities.append(sure)
+            found = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
+            self.acceptance_probabilities.append(found)
 
     def branches(self) -> list[Branch]:
         distributions = self.distributions if self.sampled else None
@@ -214,7 +214,7 @@ class _BranchBuilder:
 
 @dataclass
 class BigramDrafter:
-    """Draft from counts of neighbours in the decided text, each token given the one to its left (Alg. 2)."""
+    """Drafts from counts of neighbours in the decided text, each token given the one to its left (Alg. 2)."""
 
     noise: Noise
     sampling: Sampling
@@ -227,9 +227,9 @@ class BigramDrafter:
         self._count(canvas, last)
         holes = canvas.open_positions[: min(self.length, room)]
         text = canvas.tokens.copy()
-        drawn = self.rule is reject
-        found = _BranchBuilder(f"{SOURCE}/bigram", drawn)
-        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, drawn)
+        sampled = self.rule is reject
+        found = _BranchBuilder(f"{SOURCE}/bigram", sampled)
+        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, sampled)
         for hole, u in zip(holes.tolist(), uniforms, strict=True):
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
@@ -240,7 +240,7 @@ class BigramDrafter:
         return found.branches()
 
     def _count(self, canvas: Canvas, last: Step | None) -> None:
-        """Pairs of decided neighbours that were not counted before."""
+        """Count pairs of decided neighbours that were not counted before."""
         places = canvas.given_positions if last is None else canvas.order[last.canvas.num_decided : canvas.num_decided]
         text = canvas.tokens
         for place in {*places.tolist(), *(places + 1).tolist()}:

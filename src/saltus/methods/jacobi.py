@@ -1,4 +1,4 @@
-"""Propose the next iterate of a fixed point: guess a block, and let each call correct all of its tokens at once."""
+"""Draft by Jacobi iteration: guess a block of tokens, and let each call correct all of them at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
 from saltus.drafting.ptp_queries import with_token_queries
 
-MAX_ADAPTER_GUESSES = 127  # that an adapter reads in a call, at most: beside 128 nodes they fit into one
+MAX_ADAPTER_GUESSES = 127  # guesses that an adapter reads in a call, at most
 NGRAMS_PER_TOKEN = 12  # n-grams kept that start with the same token
 
 
@@ -25,19 +25,19 @@ NGRAMS_PER_TOKEN = 12  # n-grams kept that start with the same token
 class Jacobi:
     """Jacobi decoding of blocks, with rejection recycling and multi-block decoding (Jacobi Forcing, §3.2, Alg. 1).
 
-    The blocks are one chain of the tree: later ones continue the first, are corrected in the same call, and are
-    verified like it when the text reaches them. Argmax and sampling alike: the answers are the text's own picks.
-    What `saltus train jacobi` made of a model is decoded like any model; an adapter that it made corrects the guesses
-    in rows of its own, in the very calls that verify.
+    The blocks form one chain of the tree: later blocks continue the first one, are corrected in the same call, and are
+    verified when the text reaches them. The next iterate consists of the text's own picks, greedy or sampled. A model
+    trained by `saltus train jacobi` is decoded like any model; an adapter trained by it corrects the guesses with query
+    nodes of its own inside the verification call.
     """
 
-    model: str = ""  # a folder of `saltus train jacobi` with an adapter; empty: the target corrects its guesses
+    model: str = ""  # a folder with an adapter of `saltus train jacobi`; empty: the target corrects the guesses
     block: int = 16  # tokens of a block
     blocks: int = 2  # blocks that may be live at once
-    spawn: float = 0.85  # share of the last block that is decided or settled when the next one starts
-    running: bool = False  # top the first block up as its tokens are decided, so that it keeps its length
+    spawn: float = 0.85  # the next block starts when this share of the last one is decided or settled
+    running: bool = False  # the first block keeps its length: it moves on as its tokens are decided
     candidates: int = 4  # recycled n-grams offered beside the chain
-    ngram: int = 4  # tokens of a recycled n-gram, the one it is found by included
+    ngram: int = 4  # tokens of a recycled n-gram, its first token (the key) included
     pool: int = 1024  # n-grams kept
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Jacobi:
 
 @dataclass
 class JacobiDrafter:
-    """Guesses of one text, each of which the target's answer to the one before it corrects."""
+    """The Jacobi iteration of one text: the target's token behind each guess corrects the next guess."""
 
     noise: Noise
     rule: Rule
@@ -78,7 +78,7 @@ class JacobiDrafter:
                 for start in range(len(guess.ngram) - 1):
                     self.pool.add(guess.ngram[start:])
             iterate.start_at(canvas.num_decided)
-        if not len(canvas.decided_prefix):  # a hole is first: there is nothing to guess from
+        if not len(canvas.decided_prefix):  # the text starts with a hole: there are no tokens to guess from
             return []
         end = self.window.end(canvas.num_decided, iterate.settled)
         missing = range(len(iterate.guesses), min(end - canvas.num_decided, room))
@@ -93,15 +93,15 @@ class JacobiDrafter:
         ]
 
     def nodes_of_iterate(self, last: Step) -> list[int]:
-        """The nodes whose answers are the next iterate."""
+        """The nodes whose logits give the next iterate."""
         return nodes_of_next_iterate(last, self.iterate.tokens)
 
     def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The next guesses, after the decided text and after each node, and their chances, where they are stated."""
+        """The next guesses, behind the decided text and behind each node, and their probabilities if they are known."""
         return [self.correction(last, node) for node in [-1, *nodes]], []
 
     def correction(self, last: Step, node: int) -> int:
-        """The next guess after a node. `reject` keeps the text's uniforms for itself, so there it is the mode."""
+        """The next guess behind a node: the text's pick; the mode under `reject`, which needs the uniforms."""
         if self.rule is not reject:
             return last.distributions.pick(node)
         distribution = last.distributions[node]
@@ -109,38 +109,38 @@ class JacobiDrafter:
         return best if distribution.tokens is None else int(distribution.tokens[best])
 
     def branch(self, chain: Sequence[Guess]) -> Branch:
-        """The guesses; a node that is asked for brings its correction too."""
-        tokens, worths = [guess.ngram[-1] for guess in chain], [_payoff(depth) for depth in range(len(chain))]
-        return Branch(tokens, _acceptance_probabilities(chain), "jacobi/chain", payoffs=worths)
+        """The guesses as a branch; verifying a node also corrects the next guess, which is its payoff."""
+        tokens, payoffs = [guess.ngram[-1] for guess in chain], [_payoff(depth) for depth in range(len(chain))]
+        return Branch(tokens, _acceptance_probabilities(chain), "jacobi/chain", payoffs=payoffs)
 
 
 @dataclass
 class AdapterJacobiDrafter(JacobiDrafter):
-    """Guesses that an adapter corrects, in rows that hang beside the tree; the untouched target verifies.
+    """Jacobi iteration with an adapter, which corrects the guesses by query nodes; the unchanged target verifies.
 
-    These rows read all guesses, verified or not, so that nodes are asked for only to be accepted. Where the adapter
-    rests, the target corrects the guesses that it verifies, as without one.
+    The queries read all guesses, verified or not, so that draft tokens are verified only to be accepted. While the
+    adapter is switched off, the target corrects the guesses that it verifies.
     """
 
     temperature: float
-    adapter_corrected: bool = False  # did the adapter correct the guesses?
+    adapter_corrected: bool = False  # True if the adapter corrected the current guesses
 
     def nodes_of_iterate(self, last: Step) -> list[int]:
         self.adapter_corrected = last.inputs.has_token_queries
         return last.inputs.query_chain(-1) if self.adapter_corrected else super().nodes_of_iterate(last)
 
     def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Ends before a row whose logits are no numbers: a broken adapter guesses nothing, and breaks no text."""
+        """The adapter's guesses; they end before a row with NaN logits: a broken adapter drafts nothing."""
         if not self.adapter_corrected:
             return super().corrections(last, nodes)
         tokens, probabilities = [self.correction(last, -1)], [1.0]
         for node in nodes:
-            best, chance = most_likely(last.outputs.logits[node + 1])
-            if math.isnan(chance):
+            best, top_probability = most_likely(last.outputs.logits[node + 1])
+            if math.isnan(top_probability):
                 break
             token = best if last.distributions.sampling.plain_argmax else self.correction(last, node)
             tokens.append(token)
-            probabilities.append(chance if token == best else probability(token, last.distributions[node]))
+            probabilities.append(top_probability if token == best else probability(token, last.distributions[node]))
         return tokens, probabilities
 
     def branch(self, chain: Sequence[Guess]) -> Branch:
@@ -153,7 +153,7 @@ class AdapterJacobiDrafter(JacobiDrafter):
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
-        """Hang the guesses behind the decided text once more, for the adapter's rows."""
+        """Add the guesses once more as a chain of queries behind the decided text, for the adapter."""
         guesses = self.iterate.tokens[: min(len(inputs.canvas.open_positions) - 1, MAX_ADAPTER_GUESSES)]
         if not guesses or (controller.adaptive and not controller.drafting_switch.drafting):
             return inputs
@@ -162,16 +162,16 @@ class AdapterJacobiDrafter(JacobiDrafter):
 
 @dataclass(frozen=True)
 class Guess:
-    """The token guessed for one hole, and the n-gram that it ends: each token the answer to the one before it."""
+    """The token guessed for one hole: the last of an n-gram whose tokens were each predicted from the one before."""
 
     ngram: tuple[int, ...]
-    corrected: bool = False  # by a call; at first it is drawn from the text
-    settled: bool = False  # the last correction left it as it was
-    acceptance_probability: float = 0.01  # to be right if those before it are, where that is stated
+    corrected: bool = False  # by a call; first guesses are random tokens of the text
+    settled: bool = False  # the last correction did not change it
+    acceptance_probability: float = 0.01  # given that the guesses before it are right
 
 
 class Iterate:
-    """The guesses for the holes from `done` on."""
+    """The guesses for the holes from index `done` on."""
 
     def __init__(self, ngram: int) -> None:
         self.ngram = ngram
@@ -187,43 +187,38 @@ class Iterate:
         return [guess.settled for guess in self.guesses]
 
     def start_at(self, done: int) -> None:
-        """Forget the guesses for holes that are decided."""
+        """Drop the guesses for decided holes."""
         del self.guesses[: done - self.done]
         self.done = done
 
     def correct(
         self, inputs: Sequence[int], answers: Sequence[int], probabilities: Sequence[float] = ()
     ) -> list[Guess]:
-        """Every guess at once: `asked` was evaluated, `answers[i]` follows what stands before hole i (Eq. 3).
+        """Replace all guesses at once (Eq. 3): `inputs` were evaluated, `answers[i]` is the new token of hole i.
 
-        Holes behind the answers keep their guesses: the chain was cut short.
+        Holes beyond the answers keep their guesses. Returns the corrected guesses.
         """
         trails = [guess.ngram for guess in self.guesses[: len(inputs)]]
-        for i, token in enumerate(inputs):  # where the text took another branch, the trail is that branch's
+        for i, token in enumerate(inputs):  # if the text took another branch, the n-grams are that branch's
             if i >= len(trails) or trails[i][-1] != token:
                 trails[i:] = [(token,)]
         corrected = []
         for i, token in enumerate(answers):
             trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
             settled = i < len(inputs) and inputs[i] == token
-            corrected.append(
-                Guess(trail, True, settled, probabilities[i] if probabilities else Guess.acceptance_probability)
-            )
+            likely = probabilities[i] if probabilities else Guess.acceptance_probability
+            corrected.append(Guess(trail, True, settled, likely))
         self.guesses[: len(answers)] = corrected
         return corrected
 
 
 def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
-    """The nodes whose answers are the next iterate: our chain, or the branch that the text took instead."""
+    """The nodes whose logits give the next iterate: the chain of guesses, or the branch that was accepted instead."""
     inputs: ForwardInputs = last.inputs
     nodes = inputs.match_tokens(guesses)
     if nodes and last.last_node in (-1, *nodes):
         return nodes
-    nodes, node = [], last.last_node
-    while node >= 0:
-        nodes.insert(0, node)
-        node = inputs.parents[node]
-    node = last.last_node
+    nodes, node = inputs.path(last.last_node), last.last_node
     while children := inputs.children(node):
         nodes.append(node := children[0])
     return nodes
@@ -231,17 +226,17 @@ def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
 
 @dataclass
 class BlockWindow:
-    """Which holes have guesses: the live blocks, first to last (Jacobi Forcing, Alg. 1, spawn and promote)."""
+    """The holes that have guesses: the live blocks in order (Jacobi Forcing, Alg. 1, spawn and promote)."""
 
     size: int
     max_blocks: int
-    spawn_threshold: int  # tokens of the last block, decided or settled, that let the next one start
+    spawn_threshold: int  # decided or settled tokens of the last block from which the next one starts
     running: bool
     start: int = 0  # where the first live block starts
     live: int = 1
 
     def end(self, done: int, settled: Sequence[bool]) -> int:
-        """The hole behind the last live block; `settled` says which guesses, from `done` on, have stopped changing."""
+        """The index behind the last live block; `settled[i]`: the guess of hole done + i no longer changes."""
         while self.start + self.size <= done:
             self.start += self.size
             self.live = max(self.live - 1, 1)
@@ -259,15 +254,15 @@ class BlockWindow:
 
 
 class NgramPool:
-    """N-grams of answers by their first token, the latest last: `most` in all, `EACH` of a first token."""
+    """Recent n-grams of predicted tokens by first token: `capacity` in all, NGRAMS_PER_TOKEN of each first token."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.size = 0
-        self.continuations: dict[int, list[tuple[int, ...]]] = {}  # the first token that was added to last comes last
+        self.continuations: dict[int, list[tuple[int, ...]]] = {}  # latest additions last, also of keys
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Keep an n-gram of two tokens or more; it takes the place of the one that it has grown from."""
+        """Keep an n-gram of two tokens or more; it replaces the n-gram that it extends by a token."""
         first, tail = ngram[0], ngram[1:]
         tails = self.continuations.pop(first, [])
         self.continuations[first] = tails
@@ -287,9 +282,9 @@ class NgramPool:
                 del self.continuations[oldest]
 
     def starting_with(self, token: int, count: int) -> list[tuple[tuple[int, ...], list[float]]]:
-        """What followed the token in the latest `count` n-grams that start with it, and first estimates of chances.
+        """The continuations of the latest `count` n-grams that start with the token, with estimated probabilities.
 
-        The first token's comes from a vote, later answers weighing more; all were fitted on an untrained chat model.
+        The first token's estimate is a vote in which later n-grams weigh more; constants were fitted on a chat model.
         """
         latest = self.continuations.get(token, [])[::-1]
         weights: dict[int, float] = {}
@@ -304,21 +299,20 @@ class NgramPool:
 
 
 def _acceptance_probabilities(chain: Sequence[Guess]) -> list[float]:
-    """First estimates, measured on an untrained chat model: an answer to what still stands there is a good guess."""
+    """Estimates measured on a chat model: a guess is better if the guess before it did not change."""
     probabilities = []
-    before = False  # did what stands before this guess settle?
+    before = False  # True if the guess before has settled
     for guess in chain:
         if not guess.corrected:
-            chance = 0.01
+            probabilities.append(0.01)
         elif before:
-            chance = 0.6 if guess.settled else 0.4
+            probabilities.append(0.6 if guess.settled else 0.4)
         else:
-            chance = 0.09 if guess.settled else 0.06
-        probabilities.append(chance)
+            probabilities.append(0.09 if guess.settled else 0.06)
         before = guess.settled
     return probabilities
 
 
 def _payoff(depth: int) -> float:
-    """Tokens that the answer to a guess brings later, through the next iterate and the pool: measured likewise."""
+    """Tokens that a corrected guess saves in later calls, through the next iterate and the pool; measured likewise."""
     return 0.2 * (depth + 1) ** -1.5

@@ -1,4 +1,4 @@
-"""Propose what followed last time: continue the text as its own repeats went on."""
+"""Draft by prompt lookup: continue the text as its earlier occurrences of the last tokens continued."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
-MIN_PATH_PROBABILITY = 0.005  # nodes that are reached with a smaller chance are not offered
-LONG_REPEAT = 3  # tokens of a repeat that is found however long ago it was; shorter ones among the latest only
+MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
+LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
-"""A place where the end of the text stood before: (where it went on, how many tokens agree)."""
+"""An earlier occurrence of the text's last tokens: (position behind it, how many tokens agree)."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Prompt lookup (Saxena 2023) as a tree: wherever the last tokens stood before, they may go on the same way.
+    """Prompt lookup (Saxena 2023) as a tree: each earlier occurrence of the last tokens offers its continuation.
 
-    All the places vote, longer and later repeats count more, and the likeliest nodes are offered.
+    All occurrences vote; longer and later ones count more, and the most likely nodes are offered.
     """
 
-    longest: int = 16  # tokens of a repeat that are told apart
-    places: int = 32  # latest places looked at, of each n-gram
-    nodes: int = 24  # offered at most
+    longest: int = 16  # longer repeats count like this length
+    places: int = 32  # latest occurrences that are used, of each n-gram
+    nodes: int = 24  # draft tokens offered, at most
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,17 +44,17 @@ class Lookup:
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         index = RepeatIndex(self.longest, self.places)
 
-        def offer(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+        def draft(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
             index.read(canvas.decided_prefix)
             return branches(index.tokens, index.repeats(), self.nodes, room)
 
-        return offer
+        return draft
 
 
 def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int) -> list[Branch]:
-    """The likeliest `nodes` continuations, likeliest first, none longer than `room`.
+    """The `nodes` most likely continuations, most likely first, none longer than `room`.
 
-    A repeat that reaches the end of the text goes on in the branch itself, so a periodic text goes on for ever.
+    A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
     """
     found: list[Branch] = []
     heap: list[tuple[float, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, [], [], list(repeats))]
@@ -65,21 +65,21 @@ def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: i
         if len(tokens) == room:
             continue
         ahead = [text[at] if at < len(text) else tokens[at - len(text)] for at, _ in alive]
-        for token, chance in votes(ahead, [size for _, size in alive]).items():
-            if -negative * chance >= MIN_PATH_PROBABILITY:
+        for token, vote in votes(ahead, [size for _, size in alive]).items():
+            if -negative * vote >= MIN_PATH_PROBABILITY:
                 pushed += 1
                 agreeing = [
                     (at + 1, size + 1) for (at, size), next_ in zip(alive, ahead, strict=True) if next_ == token
                 ]
-                heapq.heappush(heap, (negative * chance, pushed, [*tokens, token], [*probabilities, chance], agreeing))
+                heapq.heappush(heap, (negative * vote, pushed, [*tokens, token], [*probabilities, vote], agreeing))
     return found[1:]
 
 
 def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
-    """The chance of each next token: `tokens` followed repeats of `sizes`, the latest first.
+    """The probability of each next token, given that `tokens` followed repeats of `sizes`, the latest first.
 
-    Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones, with older places weighing
-    less; its strength, discount and decay were fitted to the answers of a small chat model by log-likelihood.
+    Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones; older occurrences weigh less.
+    Strength, discount and decay were fitted to answers of a small chat model by log-likelihood.
     """
     probabilities = dict.fromkeys(tokens, 0.0)
     for least in sorted(set(sizes)):
@@ -100,7 +100,7 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
 
 
 class RepeatIndex:
-    """Where the n-grams of a growing text went on: the latest places of each token, and of each `FAR` tokens."""
+    """The latest positions behind each token, and behind each LONG_REPEAT tokens, of a growing text."""
 
     def __init__(self, longest: int, places: int) -> None:
         self.longest = longest
@@ -109,7 +109,7 @@ class RepeatIndex:
         self.places = places
 
     def read(self, text: np.ndarray) -> None:
-        """Index what is new; the text only grows."""
+        """Index the new tokens; the text may only grow."""
         for token in text[len(self.tokens) :].tolist():
             end = len(self.tokens)
             for size in (1, LONG_REPEAT):
@@ -118,7 +118,7 @@ class RepeatIndex:
             self.tokens.append(token)
 
     def repeats(self) -> list[Repeat]:
-        """Where the end of the text stood before, the latest first."""
+        """The earlier occurrences of the text's last tokens, the latest first."""
         text, end = self.tokens, len(self.tokens)
         ends = {
             at for size in (1, LONG_REPEAT) for at in self._positions.get(tuple(text[end - size :]), ()) if size <= end

@@ -1,4 +1,4 @@
-"""Draft nothing: one token a call, the text that every other method must write."""
+"""Plain decoding without drafts: one token a call. Every other method must give the same text."""
 
 from __future__ import annotations
 

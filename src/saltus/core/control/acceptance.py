@@ -19,9 +19,7 @@ class Acceptance:
     counts: dict[tuple[str, int], tuple[float, float]] = field(
         default_factory=dict
     )  # by (source, third): (accepted, expected)
-    payoff_counts: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )
+    payoff_counts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @staticmethod
     def _bucket(source: str, probability: float) -> tuple[str, int]:
