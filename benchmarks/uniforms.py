@@ -31,8 +31,8 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule
-from saltus.training.recipe import Recipe
 from saltus.training.run import select_teacher_texts
+from saltus.training.settings import Recipe
 from saltus.training.tasks.drafter import forward_windows
 
 LIKELY = 64  # tokens that can be nearest to a blurred uniform

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from ptp_lab import SkippedTokens, Student, distillation_loss, draft_window, prepend_start_position
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.uniform_intervals import SkippedTokens, pick_tokens, prepend_start_position, uniform_intervals
+from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks.distillation import Objective, distillation_loss, draft_window
-from saltus.training.tasks.student import Student
+from saltus.training.tasks.distillation import DistillationSettings
 
 GRAMMAR = {
     "def": (0.4, {"main": 0.5, "read": 0.3, "test": 0.2}),
@@ -55,7 +55,7 @@ def written(uniforms: Tensor) -> tuple[Tensor, Tensor]:
 def taught(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
     """A student of pairs."""
     student = Student(len(WORDS), 4, hidden=48, layers=2, heads=4, seed=seed)
-    objective, skipped = Objective(form, "ce", 2), SkippedTokens()
+    settings, skipped = DistillationSettings(form, "ce", 2), SkippedTokens()
 
     def loss(step: int) -> Tensor:
         generator = seeded_generator(seed, "pairs", step)
@@ -63,7 +63,7 @@ def taught(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
         borders, _ = prepend_start_position(uniform_intervals(targets, texts), targets)
         splits = torch.ones(len(texts), 1, dtype=torch.int64)
         return distillation_loss(
-            student, student.prepend_start_token(texts), borders, splits, objective, generator, skipped
+            student, student.prepend_start_token(texts), borders, splits, settings, generator, skipped
         )
 
     with TemporaryDirectory() as folder:

@@ -19,16 +19,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import taxi_data
 import torch
-from taxi_training import Laboratory, Run, Scale, rounded
 from torch import Tensor
 
+import taxi_data
+from ptp_lab import Student, draft_window, num_correct
 from saltus.networks.adapters.uniform_embedding import KINDS
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
-from saltus.training.tasks.distillation import draft_window, num_correct
-from saltus.training.tasks.student import Student
+from taxi_training import Laboratory, Run, Scale, rounded
 
 ONE_HOT, CATEGORICAL, INDEPENDENT = Run("one-hot", "ce"), Run("categorical", "kl"), Run("independent", "kl")
 METHODS = (ONE_HOT, CATEGORICAL, INDEPENDENT)

@@ -11,24 +11,32 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from taxi_data import Stream, chunks, held_out
 from torch import Tensor
 
+from ptp_lab import (
+    SkippedTokens,
+    Student,
+    distillation_loss,
+    draft_window,
+    infer_uniforms,
+    inverse_loss,
+    prepend_start_position,
+    sample_window_starts,
+    verifier_logits,
+)
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.uniform_intervals import SkippedTokens, TokenOrder, prepend_start_position, uniform_intervals
+from saltus.training.data.uniform_intervals import TokenOrder, uniform_intervals
 from saltus.training.data.window_packing import (
     UniformConditioning,
     gather_windows,
     pack_windows,
     query_uniforms,
-    sample_window_starts,
 )
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Progress, Schedule, train
-from saltus.training.tasks import inverse_autoregression
-from saltus.training.tasks.distillation import Objective, distillation_loss, draft_window
+from saltus.training.tasks.distillation import DistillationSettings
 from saltus.training.tasks.losses import cross_entropy
-from saltus.training.tasks.student import Student
+from taxi_data import Stream, chunks, held_out
 
 STRIDE = 10  # between the beginnings of training chunks
 FREE = ("steps", "teacher_steps", "test", "every")  # may change between commands: a run's own steps are in its name
@@ -73,12 +81,12 @@ class Run:
         told = {key: value for key, value in asdict(self).items() if key != "grow" or value}
         return "-".join(str(value).replace("+", "_") for value in told.values())
 
-    def objective(self, progress: float) -> Objective:
+    def objective(self, progress: float) -> DistillationSettings:
         """When this share of the steps is done. Windows grow by the same factor every step."""
         window = self.window
         if progress < self.grow:
             window = min(window, round(FIRST * (window / FIRST) ** (progress / self.grow)))
-        return Objective(self.form, self.loss, window, self.b)
+        return DistillationSettings(self.form, self.loss, window, self.b)
 
 
 def rounded(value: Any) -> float:
@@ -171,9 +179,9 @@ class Laboratory:
 
         def loss(step: int) -> Tensor:
             generator = seeded_generator(run.seed, "distil", step)
-            objective = run.objective(step / self.scale.steps)
+            settings = run.objective(step / self.scale.steps)
             texts, distributions = self._proposed(run, student, teacher, generator)
-            texts, distributions = texts[:, : objective.window], distributions[:, : objective.window]
+            texts, distributions = texts[:, : settings.window], distributions[:, : settings.window]
             splits = torch.ones(len(texts), 1, dtype=torch.int64)
             borders, distributions = prepend_start_position(
                 uniform_intervals(distributions, texts, token_order=run.order), distributions
@@ -183,7 +191,7 @@ class Laboratory:
                 student.prepend_start_token(texts),
                 borders,
                 splits,
-                objective,
+                settings,
                 generator,
                 self.skipped,
                 distributions,
@@ -221,9 +229,7 @@ class Laboratory:
             generator = seeded_generator(run.seed, "inverse", step)
             texts = student.prepend_start_token(self.rides(generator, self.scale.chunk + run.window - 1))
             splits = sample_window_starts(len(texts), texts.shape[1], windows, run.window, generator)
-            return inverse_autoregression.loss(
-                student, texts, splits, run.window, generator, self.skipped, token_order=run.order
-            )
+            return inverse_loss(student, texts, splits, run.window, generator, self.skipped, token_order=run.order)
 
         name = f"inverse-{run.window}-{student.auxiliary.kind}-{run.seed}-{run.order}"
         return student, self.fit(name, student, loss, self.scale.teacher_steps)
@@ -238,13 +244,11 @@ class Laboratory:
     def own_perplexity(self, student: Student, run: Run) -> dict[str, Any]:
         """Of a categorical student: with one auxiliary at a time, and in windows that tile a chunk, whole windows."""
         texts = student.prepend_start_token(self.held)
-        own = torch.cat([inverse_autoregression.verifier_logits(student, part[:, :-1]) for part in texts.split(50)])
+        own = torch.cat([verifier_logits(student, part[:, :-1]) for part in texts.split(50)])
         count = self.scale.chunk // run.window
         splits = (1 + run.window * torch.arange(count)).expand(len(texts), -1)
         generator = seeded_generator(run.seed, "tiles")
-        uniforms, _ = inverse_autoregression.infer_uniforms(
-            student, texts, splits, run.window, generator, token_order=run.order
-        )
+        uniforms, _ = infer_uniforms(student, texts, splits, run.window, generator, token_order=run.order)
         distributions = student(pack_windows(texts, splits, query_uniforms(uniforms, "categorical")))
         tiled = cross_entropy(distributions, gather_windows(texts, splits, run.window))
         return self._perplexities(own) | {"perplexity in windows": rounded(math.exp(tiled.mean()))}

@@ -27,7 +27,7 @@ from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.distillation import Objective
+from saltus.training.tasks.distillation import DistillationSettings
 from saltus.training.tasks.training_task import TrainingTask
 
 WINDOW, TEMPERATURES = 4, (0.7, 1.0)
@@ -56,7 +56,7 @@ def course_on(
     for _ in collect_uniform_intervals(model, samples(), folder, TEMPERATURES, lessons.slots):
         pass
     gating = settings.pop("gating", GatedLoraSettings(rank=4, alpha=4.0))
-    objective = Objective(settings.pop("form", "one-hot"), settings.pop("loss", "ce"), WINDOW)
+    objective = DistillationSettings(settings.pop("form", "one-hot"), settings.pop("loss", "ce"), WINDOW)
     course = AdapterTrainingTask(model, load_uniform_intervals(folder), gating, objective, lessons, **settings)
     with torch.no_grad():
         for name, weight in course.module.named_parameters():
@@ -81,21 +81,21 @@ def one_by_one(course: AdapterTrainingTask, step: int) -> torch.Tensor:
             whole = torch.cat([cut.tokens[row, :split], known])[None]
             inputs = torch.cat([whole[:, :split], torch.zeros(1, WINDOW, dtype=torch.long)], 1)
             queries = torch.arange(split, split + WINDOW)
-            told = query_uniforms(cut.uniforms[row, window], course.objective.form)
+            told = query_uniforms(cut.uniforms[row, window], course.distillation.form)
             with gated_adapter(course.model, course.module, Gate(queries, told, temperature.expand(WINDOW))):
                 logits = course.model(inputs, use_cache=False).logits[0, split:]
             distributions = course.model(whole, use_cache=False).logits[0, split - 1 : -1].detach()
             warm = 1.0 if temperature == 0 else float(temperature)
-            if course.objective.form != "one-hot":
+            if course.distillation.form != "one-hot":
                 logits, distributions = logits / warm, distributions / warm
             own, teacher = logits.log_softmax(-1), distributions.log_softmax(-1)
             loss = -own.gather(-1, known[:, None])[:, 0]
-            if course.objective.loss == "bce":
+            if course.distillation.loss == "bce":
                 others = torch.log1p(-own.exp())
                 loss = loss - others.sum(-1) + others.gather(-1, known[:, None])[:, 0]
-            if temperature > 0 and course.objective.loss == "kl":
+            if temperature > 0 and course.distillation.loss == "kl":
                 loss = (teacher.exp() * (teacher - own)).sum(-1)
-            if temperature > 0 and course.objective.loss == "reverse-kl":
+            if temperature > 0 and course.distillation.loss == "reverse-kl":
                 loss = (own.exp() * (own - teacher)).sum(-1)
             for depth in range(WINDOW):
                 if cut.loss_mask[row, window, depth]:
@@ -115,7 +115,7 @@ def assert_same_as_one_by_one(course: AdapterTrainingTask) -> None:
         torch.testing.assert_close(loss, alone)
         for name, gradient in gradients(course, alone).items():
             largest = float(gradient.abs().max())
-            assert largest > 0 or (course.objective.form == "independent" and name.startswith("auxiliary.map"))
+            assert largest > 0 or (course.distillation.form == "independent" and name.startswith("auxiliary.map"))
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=1e-5 * largest)  # some layers use float32
 
 
@@ -204,15 +204,14 @@ def test_laws_without_edges_at_their_temperature_are_refused(tmp_path):
     model = tiny("Llama")
     for _ in collect_uniform_intervals(model, samples(), tmp_path, (1.0,), 40):
         pass
-    AdapterTrainingTask(model, load_uniform_intervals(tmp_path), GatedLoraSettings(4))
-    with pytest.raises(ValueError, match=r"no edges at 0\.7; collect them"):
-        AdapterTrainingTask(model, load_uniform_intervals(tmp_path), GatedLoraSettings(4), Objective("categorical"))
+    corpus = load_uniform_intervals(tmp_path)
+    AdapterTrainingTask(model, corpus, GatedLoraSettings(4))
+    with pytest.raises(ValueError, match=r"no intervals at 0\.7; collect them"):
+        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), DistillationSettings("categorical"))
     with pytest.raises(ValueError, match="take 2 or more"):
-        AdapterTrainingTask(model, load_uniform_intervals(tmp_path), GatedLoraSettings(4), Objective(window=1))
+        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), DistillationSettings(window=1))
     with pytest.raises(ValueError, match="fewer than two texts"):
-        AdapterTrainingTask(
-            model, load_uniform_intervals(tmp_path), GatedLoraSettings(4), window_settings=replace(LESSONS, slots=4)
-        )
+        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(LESSONS, slots=4))
 
 
 def test_edges_are_those_that_are_kept_beside_states(tmp_path):
@@ -272,7 +271,7 @@ def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[Ada
     for _ in collect_uniform_intervals(model, written + again, work / "edges", (1.0,)):
         pass
     lessons = WindowSettings(texts=4, windows=12, greedy=0.8, held_out=0.1, discount=0.9)
-    objective = Objective(form, window=5)
+    objective = DistillationSettings(form, window=5)
     course = AdapterTrainingTask(
         model, load_uniform_intervals(work / "edges"), GatedLoraSettings(16, 16.0), objective, lessons, "tiny"
     )

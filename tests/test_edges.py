@@ -3,21 +3,39 @@
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from ptp_lab import SkippedTokens
 from saltus.core.sampling import Sampling, pick, probability, token_distribution, uniform_interval
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import (
-    SkippedTokens,
     UniformIntervals,
     pick_tokens,
     sample_uniforms,
-    text_uniform_intervals,
     uniform_intervals,
 )
 
 
 def logits(*shape: int, sharp: float = 3.0, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(seeded_generator(seed, "logits").normal(size=shape) * sharp).float()
+
+
+def text_uniform_intervals(
+    logits: Float[Tensor, "length vocab"],
+    tokens: Int[Tensor, "length"],
+    sampling: Sampling,
+    previous_tokens: np.ndarray,
+    first_index: int,
+) -> UniformIntervals:
+    """The intervals of a text's tokens, row by row with the sampling pipeline; a repetition penalty has the others."""
+    text = np.concatenate([previous_tokens, tokens.numpy()])
+    intervals = []
+    for k, row in enumerate(logits):
+        before = text[: len(previous_tokens) + k]
+        intervals.append(uniform_interval(int(tokens[k]), token_distribution(row, sampling, before, first_index + k)))
+    low, high = torch.tensor(intervals, dtype=torch.float64).T
+    return UniformIntervals(low, high)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -105,9 +105,9 @@ def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeyp
     )
 
 
-@pytest.mark.parametrize("distributions", [0.0, 0.5])
-def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, distributions):
-    made = course(target, states, circuit="hmm", laws=distributions)
+@pytest.mark.parametrize("laws", [0.0, 0.5])
+def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, laws):
+    made = course(target, states, circuit="hmm", laws=laws)
     made.loss(0).backward()
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.parameters())
     optimiser = torch.optim.Adam(made.module.parameters(), lr=0.01)

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import runpy
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, tokenize_template
 from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
 from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.training.data.infill_texts import read_programs
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks.any_subset import (
@@ -34,7 +34,6 @@ from saltus.training.tasks.any_subset import (
 )
 from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "assd.py"
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
 
 
@@ -481,7 +480,7 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
     folder = Path(saltus.__file__).parent
     small = {"steps": 2, "links": 2, "batch": 4, "length": 48, "vocabulary": 400, "hidden": 64, "layers": 1}
     sizes = [word for name, value in small.items() for word in (f"--{name}", str(value))]
-    command = ["train", "assd", "--recipe", str(RECIPE), "--", "--code", str(folder), *sizes, *more]
+    command = ["train", "assd", "--", "--code", str(folder), *sizes, *more]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     engine = saltus.load(str(tmp_path / "model"), "plain", profile=False)
@@ -500,15 +499,14 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
 
 
 def test_programs_come_from_lines_of_json(tmp_path):
-    recipe = runpy.run_path(str(RECIPE))
     rows = [{"text": "Add.", "code": "def f(a, b):\r\n\treturn a + b\u2028"}, {"code": "x = 1"}]
     file = tmp_path / "programs.jsonl"
     file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8")
-    assert list(recipe["programs"](file)) == ['"""Add."""\ndef f(a, b):\n    return a + b\n', "x = 1\n"]
+    assert list(read_programs(file)) == ['"""Add."""\ndef f(a, b):\n    return a + b\n', "x = 1\n"]
     for broken in ("{", '{"text": "none"}', "3"):
         file.write_text(broken)
-        with pytest.raises(SystemExit, match="holds no programs"):
-            list(recipe["programs"](file))
+        with pytest.raises(ValueError, match="holds no programs"):
+            list(read_programs(file))
 
 
 @pytest.mark.parametrize("method", ["plain", "assd"])

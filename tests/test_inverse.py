@@ -4,13 +4,22 @@ import numpy as np
 import pytest
 import torch
 
+import ptp_lab
+from ptp_lab import (
+    SkippedTokens,
+    Student,
+    distillation_loss,
+    draft_window,
+    num_correct,
+    prepend_start_position,
+    sample_window_starts,
+)
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.uniform_intervals import SkippedTokens, pick_tokens, prepend_start_position, uniform_intervals
-from saltus.training.data.window_packing import gather_windows, pack_windows, query_uniforms, sample_window_starts
+from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
+from saltus.training.data.window_packing import gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks import inverse_autoregression, losses
-from saltus.training.tasks.distillation import Objective, distillation_loss, draft_window, num_correct
-from saltus.training.tasks.student import Student
+from saltus.training.tasks import losses
+from saltus.training.tasks.distillation import DistillationSettings
 
 VOCAB, WINDOW = 4, 4
 STEPS = torch.tensor([[0.0, 0.7, 0.3, 0.0]]) + 1e-6  # from a token to the next ones, round a ring
@@ -49,9 +58,7 @@ def batch(rows: int = 3, windows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_inverted_uniforms_make_the_student_write_the_text():
     network, (texts, splits) = student(spread=0.3), batch()
-    uniforms, counted = inverse_autoregression.infer_uniforms(
-        network, texts, splits, WINDOW, seeded_generator(6, "place")
-    )
+    uniforms, counted = ptp_lab.infer_uniforms(network, texts, splits, WINDOW, seeded_generator(6, "place"))
     assert counted.all()
     distributions = network(pack_windows(texts, splits, query_uniforms(uniforms, "categorical")))
     assert torch.equal(pick_tokens(uniforms, distributions), gather_windows(texts, splits, WINDOW))
@@ -62,16 +69,16 @@ def test_inverted_uniforms_make_the_student_write_the_text():
 def test_a_student_that_verifies_itself_writes_the_same_text_with_any_window(window):
     network, uniforms = student(spread=0.3), torch.from_numpy(seeded_generator(7, "u").random(18))
     context = torch.tensor([[network.start_token, 2, 0]])
-    plain, calls = inverse_autoregression.self_speculative_decode(network, context, uniforms, 1)
+    plain, calls = ptp_lab.self_speculative_decode(network, context, uniforms, 1)
     assert (len(plain), calls) == (18, 36)
-    text, calls = inverse_autoregression.self_speculative_decode(network, context, uniforms, window)
+    text, calls = ptp_lab.self_speculative_decode(network, context, uniforms, window)
     assert torch.equal(text, plain)
     assert calls <= 36
 
 
 def test_its_own_laws_use_one_auxiliary_at_a_time():
     network, (texts, _) = student(spread=0.3), batch()
-    together = inverse_autoregression.verifier_logits(network, texts, 5)
+    together = ptp_lab.verifier_logits(network, texts, 5)
     assert together.shape == (3, 16, VOCAB)
     for k in range(5, 21):
         alone = network(pack_windows(texts[:, :k], torch.full((3, 1), k), torch.full((3, 1, 1), torch.nan)))
@@ -90,7 +97,7 @@ def independent(uniforms: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "loss"), [("one-hot", "ce"), ("categorical", "kl")])
 def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form, loss, tmp_path):
-    network, objective, skipped = student(), Objective(form, loss, WINDOW), SkippedTokens()
+    network, objective, skipped = student(), DistillationSettings(form, loss, WINDOW), SkippedTokens()
 
     def taught(step: int) -> torch.Tensor:
         generator = seeded_generator(0, "step", step)
@@ -120,14 +127,12 @@ def test_inverse_training_reaches_the_entropy_of_the_data(tmp_path):
         generator = seeded_generator(0, "step", step)
         rows = network.prepend_start_token(texts[torch.from_numpy(generator.integers(len(texts), size=48))])
         splits = sample_window_starts(len(rows), rows.shape[1], 3, WINDOW, generator)
-        return inverse_autoregression.loss(network, rows, splits, WINDOW, generator, skipped)
+        return ptp_lab.inverse_loss(network, rows, splits, WINDOW, generator, skipped)
 
     train(network, taught, Schedule(200, 4e-3, warm_up=20, every=200), tmp_path / "run.pt", {})
     held = network.prepend_start_token(written(torch.from_numpy(seeded_generator(2, "data").random((500, 12))))[0])
     last = 13 - WINDOW  # where the last window of a text begins
-    nats = losses.cross_entropy(
-        inverse_autoregression.verifier_logits(network, held[:, :last], 2), held[:, 2 : last + 1]
-    ).mean()
+    nats = losses.cross_entropy(ptp_lab.verifier_logits(network, held[:, :last], 2), held[:, 2 : last + 1]).mean()
     entropy = float(-(STEPS * STEPS.log()).sum())
     assert entropy < nats + 0.02
     assert nats < entropy + 0.05

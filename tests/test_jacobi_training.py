@@ -417,7 +417,7 @@ def test_texts_of_another_model_and_of_one_block_are_refused(written, tiny_folde
     short = [replace(one, completion=one.completion[:6], calls=one.calls[:1]) for one in texts]
     with pytest.raises(ValueError, match="fewer than two texts of more than a block"):
         JacobiTrainingTask(tiny("Llama"), short, None, window_settings=LESSONS)
-    with pytest.raises(ValueError, match="gone on with by --model"):
+    with pytest.raises(ValueError, match="give a trained model by --model"):
         JacobiTrainingTask(tiny("Llama"), texts, None, BlockNoise(window=2), window_settings=LESSONS).initialize_from(
             room / "adapter"
         )

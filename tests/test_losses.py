@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from ptp_lab import masked_mean
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import Objective
+from saltus.training.tasks.distillation import DistillationSettings
 
 LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
@@ -66,10 +67,10 @@ def test_a_certain_law_has_finite_losses_and_gradients():
 
 def test_the_mean_is_over_the_tokens_that_count():
     values = torch.tensor([1.0, 2.0, torch.inf])
-    assert losses.masked_mean(values, torch.tensor([True, True, False])) == 1.5
-    assert losses.masked_mean(values, torch.tensor([False, False, False])) == 0
+    assert masked_mean(values, torch.tensor([True, True, False])) == 1.5
+    assert masked_mean(values, torch.tensor([False, False, False])) == 0
 
 
 def test_a_one_hot_student_is_not_compared_by_its_laws():
     with pytest.raises(ValueError, match="take ce or bce"):
-        Objective("one-hot", "kl")
+        DistillationSettings("one-hot", "kl")

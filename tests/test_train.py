@@ -17,6 +17,7 @@ from saltus.cli.app import app
 from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.objectives import OBJECTIVES
 from saltus.training.tasks.drafter import DrafterTrainingTask
 from test_cli import complaint, lines, saltus_
 
@@ -275,10 +276,10 @@ def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
 
     chosen = recipes.read_recipe(recipe)
     engine = saltus.load(str(folder), "plain")
-    run = TrainingRun(chosen, engine.network, "tiny", recipe.parent)
-    for _ in run.collect(select_teacher_texts(chosen, teacher)):
+    run = TrainingRun(chosen, select_teacher_texts(chosen, teacher), engine.network, "tiny", recipe.parent)
+    for _ in run.collect():
         pass
-    cuts = run.make_task(()).window_dataset
+    cuts = run.make_task().window_dataset
     assert len(cuts.training_table) + len(cuts.validation_table) == 20
 
     def prompts(texts) -> set[tuple[int, ...]]:
@@ -366,7 +367,7 @@ def test_recipes_that_come_with_it_are_sound_and_listed():
     )
     for name in recipes.shipped_recipes():
         found = recipes.read_recipe(recipes.find_recipe(name))
-        assert [method for method in said if f"{name} " in said[method]] == [found.method]
+        assert [method for method in said if f"{name} " in said[method]] == [OBJECTIVES[found.kind].method]
         assert found.about
         assert found.time
     assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")

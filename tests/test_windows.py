@@ -3,17 +3,16 @@
 import pytest
 import torch
 
+from ptp_lab import Student, sample_window_starts
 from saltus.core.forward import NO_TOKEN
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_packing import (
     gather_windows,
     pack_windows,
     query_uniforms,
-    sample_window_starts,
     valid_prefix,
 )
 from saltus.training.tasks.losses import cross_entropy
-from saltus.training.tasks.student import Student
 
 VOCAB, WINDOW = 7, 4
 

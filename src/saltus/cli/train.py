@@ -1,4 +1,4 @@
-"""Train what drafts: recipes in files, on texts that the model wrote itself."""
+"""`saltus train`: train what drafts, by a recipe, on texts that the model wrote."""
 
 from __future__ import annotations
 
@@ -37,102 +37,68 @@ def train_(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="What a recipe in Python is given.")]
+def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+INSTEAD = "Instead of the recipe's."
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of a recipe in Python.")]
 RecipeName = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        "-r",
-        metavar="NAME",
-        help="A recipe of --list, or a .toml or .py file.",
-        rich_help_panel=RECIPE_PANEL,
-    ),
+    str, _option(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a setting of it, such as rank=32; may be repeated.",
-        rich_help_panel=RECIPE_PANEL,
+    _option(
+        RECIPE_PANEL, "--set", metavar="KEY=VALUE", help="Change a setting of it, such as rank=32; may be repeated."
     ),
 ]
-Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="N", min=1, help="Instead of its own.", rich_help_panel=RECIPE_PANEL)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", "-s", metavar="N", min=0, help="Instead of its own.", rich_help_panel=RECIPE_PANEL),
-]
-Model = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="Instead of its own.", rich_help_panel=RECIPE_PANEL)
-]
+Steps = Annotated[int | None, _option(RECIPE_PANEL, "--steps", metavar="N", min=1, help=INSTEAD)]
+Seed = Annotated[int | None, _option(RECIPE_PANEL, "--seed", "-s", metavar="N", min=0, help=INSTEAD)]
+Model = Annotated[str | None, _option(RECIPE_PANEL, "--model", "-m", metavar="MODEL", help=INSTEAD)]
 Teacher = Annotated[
     Path | None,
-    typer.Option(
+    _option(
+        WORK_PANEL,
         "--teacher",
         metavar="PATH",
         help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind;"
-        " for jacobi a folder of [i]saltus collect jacobi[/i]. "
-        "[dim]\\[default: WORK/teacher][/dim]",
-        rich_help_panel=WORK_PANEL,
+        " for jacobi a folder of [i]saltus collect jacobi[/i]. [dim]\\[default: WORK/teacher][/dim]",
     ),
 ]
 Work = Annotated[
     Path | None,
-    typer.Option(
+    _option(
+        WORK_PANEL,
         "--work",
         metavar="DIR",
         help="States, checkpoint and curves (tensorboard). [dim]\\[default: runs/NAME][/dim]",
-        rich_help_panel=WORK_PANEL,
     ),
 ]
 InitialFolder = Annotated[
     Path | None,
-    typer.Option(
+    _option(
+        WORK_PANEL,
         "--from",
         metavar="DIR",
-        help="Go on with what such a recipe trained before, in a work folder of its own: on more texts, say.",
-        rich_help_panel=WORK_PANEL,
+        help="Start with the weights of an earlier result, in another work folder; for example with more texts.",
     ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="What was trained. [dim]\\[default: WORK/KIND][/dim]",
-        rich_help_panel=o.OUTPUT_PANEL,
-    ),
+    _option(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]"),
 ]
-ListRecipes = Annotated[
-    bool, typer.Option("--list", help="Show the recipes that come with Saltus.", rich_help_panel=RECIPE_PANEL)
-]
+ListRecipes = Annotated[bool, _option(RECIPE_PANEL, "--list", help="Show the recipes that come with Saltus.")]
 
+RESUMES = """[dim]Give the same command again after an interruption: it continues from the last
+    checkpoint, and the result is the same.[/dim]"""
+PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
-@train.command()
-def ptp(
-    arguments: Arguments = None,
-    recipe: RecipeName = "smollm2",
-    change: Overrides = None,
-    steps: Steps = None,
-    seed: Seed = None,
-    model: Model = None,
-    device: o.Device = "auto",
-    teacher: Teacher = None,
-    work: Work = None,
-    begin: InitialFolder = None,
-    out: Out = None,
-    show: ListRecipes = False,
-) -> None:
-    """Train a drafter, or an adapter, for the method ptp.
+    {RESUMES}
 
-    [dim]Give the same command again after an interruption: it goes on from the last
-    checkpoint, with the outcome that it would have had.[/dim]
-
-    The model first reads the teacher's texts once; what it understood of them is
-    kept. A drafter is a small network beside the model, an adapter a low-rank
-    part of it that acts on guesses alone. Neither can change a text.
+    The model first reads the teacher's texts once; its hidden states, or the
+    intervals of uniforms, are cached on disk. A drafter is a small network beside
+    the model. An adapter is a low-rank part of it that acts on draft positions
+    alone. Neither can change a text.
 
     [bold]Examples[/bold]
 
@@ -144,37 +110,15 @@ def ptp(
 
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
-    [bold]A recipe[/bold] is a TOML file; one in Python is a program, run with what stands
+    [bold]A recipe[/bold] is a TOML file. A recipe in Python is a program, run with the arguments
     behind [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
     """
-    if show:
-        _list_recipes("ptp")
-        return
-    _run_recipe("ptp", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the next tokens.
 
+    {RESUMES}
 
-@train.command()
-def mtpc(
-    arguments: Arguments = None,
-    recipe: RecipeName = "smollm2-heads",
-    change: Overrides = None,
-    steps: Steps = None,
-    seed: Seed = None,
-    model: Model = None,
-    device: o.Device = "auto",
-    teacher: Teacher = None,
-    work: Work = None,
-    begin: InitialFolder = None,
-    out: Out = None,
-    show: ListRecipes = False,
-) -> None:
-    """Train heads for the method mtpc: the joint law of the next tokens.
-
-    [dim]Give the same command again after an interruption: it goes on from the last
-    checkpoint, with the outcome that it would have had.[/dim]
-
-    The model first reads the teacher's texts once; what it understood of them is
-    kept, and the heads learn from that alone. They cannot change a text.
+    The model first reads the teacher's texts once; its hidden states are cached
+    on disk, and the heads are trained on them alone. They cannot change a text.
 
     [bold]Examples[/bold]
 
@@ -186,35 +130,13 @@ def mtpc(
 
     Afterwards: saltus generate --method mtpc --option mtpc.model=ff "Who?"
     """
-    if show:
-        _list_recipes("mtpc")
-        return
-    _run_recipe("mtpc", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parallel (Jacobi Forcing).
 
+    {RESUMES}
 
-@train.command()
-def jacobi(
-    arguments: Arguments = None,
-    recipe: RecipeName = "smollm2-jacobi",
-    change: Overrides = None,
-    steps: Steps = None,
-    seed: Seed = None,
-    model: Model = None,
-    device: o.Device = "auto",
-    teacher: Teacher = None,
-    work: Work = None,
-    begin: InitialFolder = None,
-    out: Out = None,
-    show: ListRecipes = False,
-) -> None:
-    """Train a model, or an adapter of it, to decode blocks in parallel (Jacobi Forcing).
-
-    [dim]Give the same command again after an interruption: it goes on from the last
-    checkpoint, with the outcome that it would have had.[/dim]
-
-    It learns from [bold]saltus collect jacobi[/bold]. An adapter acts on guesses alone, and the
-    untouched model verifies: no text changes. With [i]--set trains=model[/i] the whole
-    model is trained, and texts are those of the trained model.
+    Its texts are those of [bold]saltus collect jacobi[/bold]. An adapter acts on draft positions
+    alone, and the unchanged model verifies: no text changes. With [i]--set trains=model[/i]
+    the whole model is trained, and texts are those of the trained model.
 
     [bold]Examples[/bold]
 
@@ -229,24 +151,68 @@ def jacobi(
     Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
     or saltus generate --model tuned --method jacobi "Who?"
     """
-    if show:
-        _list_recipes("jacobi")
-        return
-    _run_recipe("jacobi", recipe, arguments, change, steps, seed, model, device, teacher, work, begin, out)
+
+
+def _add_command(method: str, default_recipe: str, help: str) -> None:
+    """Add `saltus train METHOD`, which trains by a recipe."""
+
+    def command(
+        arguments: Arguments = None,
+        recipe: RecipeName = default_recipe,
+        change: Overrides = None,
+        steps: Steps = None,
+        seed: Seed = None,
+        model: Model = None,
+        device: o.Device = "auto",
+        teacher: Teacher = None,
+        work: Work = None,
+        begin: InitialFolder = None,
+        out: Out = None,
+        show: ListRecipes = False,
+    ) -> None:
+        if show:
+            _list_recipes(method)
+            return
+        from saltus.training.objectives import OBJECTIVES
+        from saltus.training.recipe import find_recipe, read_recipe
+
+        file = find_recipe(recipe)
+        if file.suffix == ".py":
+            _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
+            return
+        if arguments:
+            raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
+        chosen = read_recipe(file, change or ())
+        if (own := OBJECTIVES[chosen.kind].method) != method:
+            raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
+        chosen = replace(
+            chosen,
+            model=model or chosen.model,
+            schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
+            lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
+        )
+        work = work or Path("runs", file.stem)
+        _train(chosen, file.stem, _teacher_path(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
+
+    train.command(method, help=help)(command)
+
+
+_add_command("ptp", "smollm2", PTP_HELP)
+_add_command("mtpc", "smollm2-heads", MTPC_HELP)
+_add_command("jacobi", "smollm2-jacobi", JACOBI_HELP)
 
 
 @train.command()
 def assd(
     arguments: Arguments = None,
     recipe: Annotated[
-        str,
-        typer.Option("--recipe", "-r", metavar="FILE", help="A recipe in Python.", rich_help_panel=RECIPE_PANEL),
-    ] = "recipes/assd.py",
+        str, _option(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="assd, or a recipe in Python, a .py file.")
+    ] = "assd",
 ) -> None:
     """Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
 
-    [dim]Give the same command again after an interruption: it goes on from the last
-    checkpoint, with the outcome that it would have had.[/dim]
+    [dim]Give the same command again after an interruption: it continues from the last
+    checkpoint, and the result is the same.[/dim]
 
     [bold]Examples[/bold]
 
@@ -258,105 +224,64 @@ def assd(
 
     Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
     """
+    if recipe == "assd":
+        from saltus.training.assd import main
+
+        main(arguments or ())
+        return
     file = Path(recipe)
     if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"there is no program {recipe}; give --recipe a .py file, such as this one of the repository")
+        raise ValueError(f"there is no program {recipe}; leave out --recipe, or give it a .py file")
     _run_program(file, arguments or ())
 
 
-def _run_recipe(
-    method: str,
-    recipe: str,
-    arguments: Sequence[str] | None,
-    change: Sequence[str] | None,
-    steps: int | None,
-    seed: int | None,
-    model: str | None,
-    device: str,
-    teacher: Path | None,
-    work: Path | None,
-    begin: Path | None,
-    out: Path | None,
-) -> None:
-    from saltus.training.recipe import find_recipe, read_recipe
-
-    file = find_recipe(recipe)
-    if file.suffix == ".py":
-        _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
-        return
-    if arguments:
-        raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
-    chosen = read_recipe(file, change or ())
-    if chosen.method != method:
-        raise ValueError(f"recipe {file.stem} is for {chosen.method}; give it to saltus train {chosen.method}")
-    chosen = replace(
-        chosen,
-        model=model or chosen.model,
-        schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
-        lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
-    )
-    work = work or Path("runs", file.stem)
-    _train(chosen, file.stem, _teacher_path(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
-
-
 def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
-    """The texts to learn from. Errors: ValueError that says how to get them."""
-    found = teacher or work / "teacher"
-    if not found.exists():
-        kinds = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
-        what = "jacobi" if recipe.kind == "forcing" else "text"
+    """The teacher's texts. Errors: ValueError with the command that writes them."""
+    path = teacher or work / "teacher"
+    if not path.exists():
+        from saltus.training.objectives import OBJECTIVES
+
+        temperatures = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
         raise ValueError(
-            f"there is no teacher text in {found}; let the model write it first:"
-            f" saltus collect {what} --model {recipe.model} --prompts FILE {kinds} --out {found}"
+            f"there is no teacher text in {path}; let the model write it first:"
+            f" saltus collect {OBJECTIVES[recipe.kind].collect_command} --model {recipe.model} --prompts FILE"
+            f" {temperatures} --out {path}"
         )
-    return found
+    return path
 
 
 def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None, out: Path, device: str) -> None:
-    from saltus.training.run import TrainingRun, check_teacher_model, select_teacher_texts
+    from saltus.training.run import open_run, select_teacher_texts
 
     samples, tensorboard = select_teacher_texts(recipe, teacher), summary_writer()
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
+    from saltus.evaluation.reports.environment import git_commit, machine_info
     from saltus.training.loop.checkpoint import lock_folder
 
-    engine = open_engine(recipe.model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
-    check_teacher_model(teacher, engine.network.model, recipe.model)
-    student = _load_student(recipe, engine, device)
-    run = TrainingRun(recipe, engine.network, recipe.model, work, begin, student, engine.tokenizer)
+    def load_engine(model: str) -> Any:
+        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
+
+    run = open_run(recipe, samples, teacher, work, begin, load_engine)
     with lock_folder(work):
-        _collect_with_progress(run, samples)
-        course = run.make_task(samples)
-        found = _train_with_progress(run, course, tensorboard)
-        tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
-        course.save(out, _training_card(recipe, name, begin, len(samples), tokens, found))
-    counted = found["held_out_tokens_per_call"]
-    rates = ", ".join(f"{each} {value:.2f}" for each, value in counted.items())
+        _collect_with_progress(run)
+        task = run.make_task()
+        results = _train_with_progress(run, task, tensorboard)
+        run.save(task, out, name, results, {"machine": machine_info(), "commit": git_commit()})
+    rates = ", ".join(f"{name} {value:.2f}" for name, value in results["held_out_tokens_per_call"].items())
     print_note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
 
 
-def _load_student(recipe: Any, teacher: Any, device: str) -> Any:
-    """The model that is to draft for the teacher, where that is another. Errors: ValueError for another vocabulary."""
-    if recipe.kind != "adapter" or not recipe.adapter.student:
-        return None
-    from saltus.cli.open_engine import open_engine
-    from saltus.networks.loading.checkpoints import require_same_vocabulary
-
-    student = open_engine(recipe.adapter.student, "plain", None, dtype=recipe.dtype, device=device, exact=False)
-    require_same_vocabulary(teacher.target, student.target)
-    return student.network.model
-
-
-def _collect_with_progress(run: Any, samples: Sequence[Any]) -> None:
+def _collect_with_progress(run: Any) -> None:
     from saltus.cli.progress import progress_meter
 
     try:
-        with progress_meter(len(samples), "reading") as tell:
-            for done in run.collect(list(samples)):
-                tell(done, "texts")
+        with progress_meter(len(run.samples), "reading") as show:
+            for done in run.collect():
+                show(done, "texts")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted; what was read is kept in {run.data_folder}, the same command goes on"
+            f"interrupted; texts read so far are kept in {run.data_folder}, the same command goes on"
         ) from None
 
 
@@ -365,14 +290,14 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
     from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_meter
 
-    curves = TrainingLog(tensorboard, run.work_folder / "tensorboard", run.queries_per_step(task))
+    curves = TrainingLog(tensorboard, run.work_folder / "tensorboard", task.queries_per_step)
     steps, saved = run.recipe.schedule.steps, 0
 
-    def watch(step: int, loss: float) -> None:
+    def on_step(step: int, loss: float) -> None:
         curves.step(step, loss)
-        tell(step, curves.status_line)
+        show(step, curves.status_line)
 
-    def report(progress: Any) -> None:
+    def on_checkpoint(progress: Any) -> None:
         nonlocal saved
         saved = progress.step
         curves.checkpoint(progress)
@@ -382,8 +307,8 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
             )
 
     try:
-        with progress_meter(steps, "training") as tell:
-            return run.train(task, report, watch)
+        with progress_meter(steps, "training") as show:
+            return run.train(task, on_checkpoint, on_step)
     except KeyboardInterrupt:
         at = f" at step {curves.last_step:,}" if curves.last_step else ""
         last = "the last checkpoint" if run.checkpoint_path.exists() else "the beginning"
@@ -393,36 +318,18 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
         curves.close()
 
 
-def _training_card(
-    recipe: Any, name: str, begin: Path | None, texts: int, tokens: int, found: dict[str, Any]
-) -> dict[str, Any]:
-    from saltus.evaluation.reports.environment import git_commit, machine_info
-
-    return {
-        "recipe": {"name": name, **recipe.settings},
-        **({} if begin is None else {"begun_with": str(begin)}),
-        "teacher_texts": texts,
-        "teacher_tokens": tokens,
-        "steps": recipe.schedule.steps,
-        "seed": recipe.lessons.seed,
-        **found,
-        "machine": machine_info(),
-        "commit": git_commit(),
-    }
-
-
 def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None:
-    """As python would run it."""
+    """Run a recipe in Python as a main program. Errors: ValueError if an option for TOML recipes is given."""
     import runpy
 
     if any(option is not None for option in options):
         raise ValueError(f"{file} is a program, and takes its own options; put them behind --")
-    before = sys.argv, sys.path[:]
+    old_argv, old_path = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = [str(file), *arguments], [str(file.resolve().parent)]
     try:
         runpy.run_path(str(file), run_name="__main__")
     finally:
-        sys.argv, sys.path[:] = before
+        sys.argv, sys.path[:] = old_argv, old_path
 
 
 def _list_recipes(method: str) -> None:
@@ -430,6 +337,7 @@ def _list_recipes(method: str) -> None:
     from rich.table import Table
 
     from saltus.cli.coloured_text import terminal
+    from saltus.training.objectives import OBJECTIVES
     from saltus.training.recipe import RECIPES_FOLDER, read_recipe, shipped_recipes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -437,6 +345,6 @@ def _list_recipes(method: str) -> None:
         table.add_column(head, no_wrap=head == "recipe")
     for name in shipped_recipes():
         recipe = read_recipe(RECIPES_FOLDER / f"{name}.toml")
-        if recipe.method == method:
+        if OBJECTIVES[recipe.kind].method == method:
             table.add_row(name, recipe.about, recipe.time)
     terminal(soft_wrap=False).print(table)

@@ -1,1 +1,1 @@
-"""Teach networks to draft: the uniforms of a text, windows packed in one forward, losses, and a loop that resumes."""
+"""Training of draft models: datasets, tasks with their losses, recipes, and a loop that resumes."""

@@ -1,1 +1,1 @@
-"""Datasets: texts that a model wrote, its hidden states, and the batches made of them."""
+"""Datasets: texts that a model wrote, its hidden states, and training batches."""

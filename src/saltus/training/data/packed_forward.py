@@ -1,4 +1,4 @@
-"""Read packed windows with any causal model of Transformers: the same attention as at decoding, with gradients."""
+"""Forward a packed batch through any causal model of Transformers: the attention of decoding, with gradients."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from saltus.networks.adapters.gated_lora import Adapter, Gate, gated_adapter
 from saltus.networks.draft_models.drafter import MASKED_SCORE
 from saltus.networks.models.causal import PLACEHOLDER_TOKEN
 from saltus.networks.models.exact import attention
-from saltus.training.data.window_packing import PackedBatch
+from saltus.training.data.window_packing import PackedBatch, pack_rows
 
 
 def prepare_model(model: Any) -> Any:
-    """The model as `said` reads it: frozen, without dropout, and with the attention that a call is told of."""
+    """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `networks.models.exact`."""
     attention.install_attention(model)
     return model.requires_grad_(False).eval()
 
 
 def pack_causal(tokens: Int[Tensor, "batch length"]) -> PackedBatch:
-    """Texts as they are, without queries."""
+    """Texts without queries, with a causal mask."""
     batch, length = tokens.shape
     mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-    none = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=tokens.device)
-    positions = torch.arange(length, device=tokens.device).expand(batch, -1)
-    return PackedBatch(tokens, none, positions, mask, length, 0, 0)
+    return pack_rows(tokens, mask)
 
 
 def packed_logits(
@@ -46,19 +44,19 @@ def packed_logits(
     temperatures: Float[Tensor, "batch windows"] | None = None,
     recompute: bool = False,
 ) -> Float[Tensor, "kept vocab"]:
-    """Logits of the rows to keep, which count through the whole batch, in one call of a `prepared` model.
+    """Logits of some rows, in float32 or better, in one call of a model that `prepare_model` returned.
 
-    In float32 or better. Queries, if there are any, are served by the adapter, which is told the windows' temperatures.
-    `recompute`: layers keep what they read alone, and are computed again for the gradients.
+    Row indices count through the whole batch. With an adapter, its weights act on the queries, conditioned on the
+    windows' temperatures. `recompute` checkpoints the activations: less memory, more time.
     """
-    seen = _PackedAttention(packed)
+    packed_attention = _PackedAttention(packed)
     gate = None if temperatures is None else query_gate(packed, temperatures)
 
     @contextmanager
     def during() -> Iterator[None]:
-        """All that a layer needs around it, also when it is computed again."""
+        """The context in which a layer is computed, also when it is computed again."""
         with (
-            attention.attention_context(seen),
+            attention.attention_context(packed_attention),
             gated_adapter(model, adapter, gate) if adapter and gate else nullcontext(),
         ):
             yield
@@ -74,17 +72,17 @@ def packed_logits(
 
 
 def query_gate(packed: PackedBatch, temperatures: Float[Tensor, "batch windows"]) -> Gate:
-    """The queries of all windows, and what they are told."""
+    """The query rows of all windows, with their uniforms and temperatures."""
     batch, length = packed.tokens.shape
     rows = torch.arange(batch * length, device=packed.tokens.device).view(batch, length)[:, packed.context_length :]
-    conditioning = temperatures.repeat(1, packed.window_size)  # rows stand depth by depth
+    row_temperatures = temperatures.repeat(1, packed.window_size)  # rows are sorted by depth
     tokens, uniforms = (part[:, packed.context_length :].flatten() for part in (packed.tokens, packed.uniforms))
-    return Gate(rows.flatten(), uniforms, conditioning.flatten(), tokens != NO_TOKEN)
+    return Gate(rows.flatten(), uniforms, row_temperatures.flatten(), tokens != NO_TOKEN)
 
 
 @dataclass(eq=False)
 class _PackedAttention:
-    """Attention by the mask of packed windows: an additive one, [batch, 1, rows, columns], for each sliding window."""
+    """Attention with a packed batch's mask: an additive mask [batch, 1, rows, columns] for each sliding window."""
 
     packed: PackedBatch
     additive_masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
@@ -110,7 +108,7 @@ class _PackedAttention:
 
 @contextmanager
 def _keep_rows(model: Any, row_indices: Int[Tensor, "kept"]) -> Iterator[None]:
-    """While open, the decoder gives out the chosen rows alone, as one text: no others reach the vocabulary."""
+    """While open, the decoder returns only these rows, as one text; the LM head computes no others."""
 
     def choose(module, inputs, out):
         out.last_hidden_state = out.last_hidden_state.flatten(0, 1)[row_indices][None]
@@ -125,13 +123,13 @@ def _keep_rows(model: Any, row_indices: Int[Tensor, "kept"]) -> Iterator[None]:
 
 @contextmanager
 def _gradient_checkpointing(model: Any, layer_context) -> Iterator[None]:
-    """While open, layers are checkpointed (Chen et al. 2016), whatever mode they are in: dropout stays off."""
+    """While open, activations of layers are checkpointed (Chen et al. 2016), also in eval mode: dropout stays off."""
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for layer in layers:
-        again = partial(
+        checkpointed = partial(
             checkpoint, layer.forward, use_reentrant=False, context_fn=lambda: (nullcontext(), layer_context())
         )
-        layer.forward = again
+        layer.forward = checkpointed
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Read how Jacobi decoding came to its texts: every iterate of every block (Jacobi Forcing, §2.1)."""
+"""Trajectories of Jacobi decoding: texts with every iterate of every block (Jacobi Forcing, §2.1)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from saltus.training.data.teacher_texts import read_metadata, read_rows, shard_p
 
 @dataclass(frozen=True)
 class Trajectory(Sample):
-    """A text, and for each call the number of tokens decided before it and its guesses for those behind."""
+    """A text, and for each call the number of tokens decided before it and its guesses for the next ones."""
 
     block_size: int
-    seed: int  # of the uniforms that picked it
+    seed: int  # of the uniforms that picked the text
     calls: Sequence[Sequence[int]]
 
     def iterates_by_block(self) -> list[list[list[int]]]:
-        """The iterates of each block, first to last; the last is what was decided. The text's end cuts them off."""
+        """The iterates of each block, in order; the last one is the text. They are truncated at the text's end."""
         text, found = list(self.completion), []
         for start in range(0, len(text), self.block_size):
             stop = min(start + self.block_size, len(text))
@@ -35,20 +35,20 @@ class Trajectory(Sample):
 
 
 def read_trajectories(folder: Path) -> list[Trajectory]:
-    """All of a folder of `saltus collect jacobi`.
+    """All texts of a folder of `saltus collect jacobi`.
 
     Errors: ValueError where it holds none, where files are missing or cut short, and where iterates contradict texts.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of trajectories; write one with saltus collect jacobi")
-    papers = read_metadata(folder)
-    if not papers.get("block"):
+    metadata = read_metadata(folder)
+    if not metadata.get("block"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
     found = []
-    for file in shard_paths(folder, papers):
+    for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
-            one = Trajectory(prompt, text, temperature, papers["block"], row["seed"], row["iterates"])
+            one = Trajectory(prompt, text, temperature, metadata["block"], row["seed"], row["iterates"])
             if not _is_consistent(one):
                 raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")
             found.append(one)
@@ -56,21 +56,21 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
 
 
 def _is_consistent(trajectory: Trajectory) -> bool:
-    """Every call decided a token or more, and guessed within its block."""
+    """True if every call decided one token or more, and guessed within its block."""
     if not all(trajectory.calls) or bool(trajectory.calls) != bool(trajectory.completion):
         return False
     if not trajectory.calls:
         return True
     decided = [call[0] for call in trajectory.calls]
-    rising = all(
+    increasing = all(
         before < after for before, after in zip(decided, [*decided[1:], len(trajectory.completion)], strict=True)
     )
     within = all(len(call) - 1 <= trajectory.block_size - call[0] % trajectory.block_size for call in trajectory.calls)
-    return rising and within and decided[0] == 0
+    return increasing and within and decided[0] == 0
 
 
 def trajectories_digest(trajectories: Sequence[Trajectory]) -> str:
-    """What tells these texts and the ways to them from others."""
+    """A digest of the texts and of their iterates."""
     digest = blake2b(digest_size=16)
     for one in trajectories:
         digest.update(json.dumps([one.block_size, one.seed, [*one.prompt], [*one.completion], [*one.calls]]).encode())

@@ -1,21 +1,20 @@
-"""Find the uniforms under which a teacher writes a given text: the edges of every token, and a place between them."""
+"""The uniforms under which a teacher writes a given text: an interval for every token, and a point inside it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional
 
-from saltus.core.sampling import LIKELY_THRESHOLD, Sampling, token_distribution, uniform_interval
+from saltus.core.sampling import LIKELY_THRESHOLD
 
-TokenOrder = Literal["pick", "token"]  # the order of the tokens in Pick: core.sampling's, or that of their ids
-MAX_EXAMPLES = 5  # skipped tokens that are shown
-INTERVAL_MARGIN = 2.0**-20  # of an interval, kept free at both ends, so that rounding cannot leave it
+TokenOrder = Literal["pick", "token"]  # the order of the tokens in Pick: that of core.sampling, or token ids
+INTERVAL_MARGIN = 2.0**-20  # of an interval, excluded at both ends, so that rounding cannot leave it
+ROWS_PER_CHUNK = 64  # distributions over a vocabulary in float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,60 +25,12 @@ class UniformIntervals:
     high: Float[Tensor, "*shape"]
 
 
-@dataclass
-class SkippedTokens:
-    """The tokens that were left out, since their edges do not contain them by numerics."""
-
-    num_tokens: int = 0
-    num_skipped: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def record(self, valid: Bool[Tensor, "*shape"], tokens: Int[Tensor, "*shape"], intervals: UniformIntervals) -> None:
-        """Count those that do not hold, and keep the first few to show."""
-        self.num_tokens += valid.numel()
-        if valid.all():
-            return
-        lost = ~valid
-        self.num_skipped += int(lost.sum())
-        rows = zip(*(part[lost].tolist() for part in (tokens, intervals.low, intervals.high)), strict=True)
-        for token, low, high in list(rows)[: MAX_EXAMPLES - len(self.examples)]:
-            self.examples.append(f"{token} in [{low:.17g}, {high:.17g})")
-
-    def __str__(self) -> str:
-        shown = f": {'; '.join(self.examples)}" if self.examples else ""
-        skipped = f"{self.num_skipped:,} of {self.num_tokens:,} tokens"
-        return f"{skipped} were skipped, since their edges do not contain them{shown}"
-
-
-def text_uniform_intervals(
-    logits: Float[Tensor, "length vocab"],
-    tokens: Int[Tensor, "length"],
-    sampling: Sampling,
-    previous_tokens: np.ndarray | None = None,
-    first_index: int = 0,
-) -> UniformIntervals:
-    """[F_{k,t−1}, F_{k,t}) of every token of a text, by the one sampling pipeline (PTP, Eq. 9); row k is token k's law.
-
-    `before`: the tokens before them, which a repetition penalty reads. `first`: the first one's number among the new
-    tokens. It goes row by row: some 0.1 ms a token for large vocabularies.
-    """
-    previous_tokens = np.empty(0, dtype=np.int64) if previous_tokens is None else previous_tokens
-    text = np.concatenate([previous_tokens, tokens.cpu().numpy()])
-    rows = logits.detach().cpu()
-    edges = np.zeros((len(rows), 2))
-    for k, row in enumerate(rows):
-        here = len(previous_tokens) + k
-        edges[k] = uniform_interval(int(text[here]), token_distribution(row, sampling, text[:here], first_index + k))
-    low, high = torch.from_numpy(edges).T
-    return UniformIntervals(low.contiguous(), high.contiguous())
-
-
 def sorted_cumulative(
     logits: Float[Tensor, "*shape vocab"], temperature: float = 1.0, token_order: TokenOrder = "pick"
 ) -> tuple[Int[Tensor, "*shape vocab"], Float[Tensor, "*shape vocab"]]:
-    """The tokens in the order of Pick, and their running sums, which end at 1: `law` for whole tensors, in float64.
+    """The tokens in the order of Pick, and their cumulative probabilities, in float64.
 
-    For small vocabularies and no sampling setting but a temperature; tested to agree with `law`, `pick`, `interval`.
+    Whole tensors, with temperature as the only sampling setting. Tests compare it with `core.sampling`.
     """
     weights = _weights(logits, temperature)
     keys = (
@@ -96,7 +47,10 @@ def uniform_intervals(
     temperature: float = 1.0,
     token_order: TokenOrder = "pick",
 ) -> UniformIntervals:
-    """`text_edges` for whole tensors, but for the last digits; float64 sums over the tokens picked before, unsorted."""
+    """[F_{t−1}, F_t) of every token, F being its row's cumulative probabilities in Pick's order (PTP, Eq. 9).
+
+    It sums without sorting, so the last digits may differ from `core.sampling.uniform_interval`.
+    """
     weights = _weights(logits, temperature)
     own = weights.gather(-1, tokens[..., None])
     before = torch.arange(weights.shape[-1], device=weights.device) < tokens[..., None]
@@ -108,19 +62,11 @@ def uniform_intervals(
 
 
 def _weights(logits: Float[Tensor, "*shape vocab"], temperature: float) -> Float[Tensor, "*shape vocab"]:
-    """Unnormalised, 1 for the likeliest token, as `law` has them."""
+    """Unnormalized probabilities, 1 for the likeliest token, as in `core.sampling`."""
     scores = logits.detach().float()
     if temperature != 1:
         scores = scores / temperature
     return (scores - scores.amax(-1, keepdim=True)).double().exp()
-
-
-def prepend_start_position(
-    intervals: UniformIntervals, distributions: Float[Tensor, "batch length vocab"]
-) -> tuple[UniformIntervals, Float[Tensor, "batch begun vocab"]]:
-    """Edges and laws of texts that a starting token now stands before; what is there for it is not to be read."""
-    low, high = (functional.pad(part, (1, 0)) for part in (intervals.low, intervals.high))
-    return UniformIntervals(low, high), functional.pad(distributions, (0, 0, 1, 0))
 
 
 def pick_tokens(
@@ -129,18 +75,24 @@ def pick_tokens(
     temperature: float = 1.0,
     token_order: TokenOrder = "pick",
 ) -> Int[Tensor, "*shape"]:
-    """`pick` for whole tensors: the first token whose running sum exceeds u (PTP, Eq. 2)."""
-    ids, sums = sorted_cumulative(logits, temperature, token_order)
-    rank = torch.searchsorted(sums, uniforms[..., None].double().contiguous(), right=True)
-    return ids.gather(-1, rank.clamp_max(sums.shape[-1] - 1))[..., 0]
+    """The first token whose cumulative probability exceeds u (PTP, Eq. 2); `core.sampling.pick` for whole tensors."""
+    picked = []
+    for u, rows in zip(
+        uniforms.flatten().split(ROWS_PER_CHUNK), logits.flatten(0, -2).split(ROWS_PER_CHUNK), strict=True
+    ):
+        ids, sums = sorted_cumulative(rows, temperature, token_order)
+        rank = torch.searchsorted(sums, u[:, None].double().contiguous(), right=True)
+        picked.append(ids.gather(-1, rank.clamp_max(sums.shape[-1] - 1))[..., 0])
+    return torch.cat(picked).view(uniforms.shape)
 
 
 def sample_uniforms(
     intervals: UniformIntervals, generator: np.random.Generator, beta: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A uniform for every token, at a Beta(b, b) place between its edges (PTP, App. D), and whether they contain it.
+    """A uniform for every token at a Beta(b, b) point of its interval (PTP, App. D); False where rounding leaves it.
 
-    b = 1 is uniform, less is nearer to the edges; infinite is the middle. Both results have the shape of the edges.
+    b = 1 is the uniform distribution, smaller b is nearer to the ends, infinity the middle. Both results have the
+    shape of the intervals. Errors: ValueError unless b > 0.
     """
     if not beta > 0:
         raise ValueError(f"b is {beta}, but Beta(b, b) needs a positive number; 1 places u uniformly")

@@ -1,7 +1,7 @@
-"""Pack many windows of a text into one forward: the context once, and each window's queries see what they would alone.
+"""Many windows of a text in one forward: the context once, and for each window the queries that it would have alone.
 
-A window begins at a split: its query d predicts the token at split + d and stands at that position, in the place of
-the token it predicts. It sees the context before the split, and the queries of its own window up to itself.
+The query at depth d of a window that starts at s predicts token s + d and stands at that token's position. It attends
+to the context before s and to the queries of its own window up to itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -21,24 +20,18 @@ UniformConditioning = Literal["one-hot", "categorical", "independent"]
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One forward. Rows: the context, then the queries, depth by depth and in a depth window by window.
+    """One forward. Rows: the context, then the queries sorted by depth and, within a depth, by window.
 
-    So the first rows never see the later ones, and a prefix of the rows can be read first and kept in a memory.
+    So early rows never attend to later ones, and a prefix of the rows can be computed first and cached.
     """
 
     tokens: Int[Tensor, "batch length"]
-    uniforms: Float[Tensor, "batch length"]  # NaN: none is given
+    uniforms: Float[Tensor, "batch length"]  # NaN: none
     positions: Int[Tensor, "batch length"]
-    mask: Bool[Tensor, "batch length columns"]  # may the row see the column?
+    mask: Bool[Tensor, "batch length columns"]  # True where the row attends to the column
     context_length: int
     num_windows: int
     window_size: int
-
-    def row_slice(self, start: int, stop: int) -> PackedBatch:
-        """Some of the rows, and of the columns those that they may see."""
-        part = slice(start, stop)
-        tokens, uniforms, positions = (rows[:, part] for rows in (self.tokens, self.uniforms, self.positions))
-        return replace(self, tokens=tokens, uniforms=uniforms, positions=positions, mask=self.mask[:, part, :stop])
 
     def to(self, device: torch.device) -> PackedBatch:
         moved = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
@@ -50,12 +43,38 @@ class PackedBatch:
         return queries.transpose(1, 2)
 
 
+def pack_rows(
+    context: Int[Tensor, "batch context"],
+    mask: Bool[Tensor, "batch length columns"],
+    queries: Int[Tensor, "batch queries"] | None = None,
+    query_positions: Int[Tensor, "batch queries"] | None = None,
+    uniforms: Float[Tensor, "batch queries"] | None = None,
+    context_length: int | None = None,
+    num_windows: int = 0,
+    window_size: int = 0,
+) -> PackedBatch:
+    """Context rows at positions 0, 1, …, then query rows. Without uniforms all are NaN."""
+    tokens, device = context, context.device
+    positions = torch.arange(context.shape[1], device=device).expand(len(context), -1)
+    if queries is not None and query_positions is not None:
+        tokens, positions = torch.cat([context, queries], 1), torch.cat([positions, query_positions], 1)
+    dtype = torch.float64 if uniforms is None else uniforms.dtype
+    all_uniforms = torch.full(tokens.shape, torch.nan, dtype=dtype, device=device)
+    if uniforms is not None:
+        all_uniforms[:, context.shape[1] :] = uniforms
+    length = context.shape[1] if context_length is None else context_length
+    return PackedBatch(tokens, all_uniforms, positions, mask, length, num_windows, window_size)
+
+
 def pack_windows(
     context_tokens: Int[Tensor, "batch context"],
     window_starts: Int[Tensor, "batch windows"],
     uniforms: Float[Tensor, "batch windows window"],
 ) -> PackedBatch:
-    """Each window sees the first `split` tokens of the context. NaN among the uniforms: that query is given none."""
+    """Each window attends to the context before its start. A query whose uniform is NaN is conditioned on none.
+
+    Errors: ValueError for a start of 0, or behind the context.
+    """
     batch, windows, window = uniforms.shape
     if int(window_starts.max()) > context_tokens.shape[1] or int(window_starts.min()) < 1:
         raise ValueError(
@@ -68,41 +87,21 @@ def pack_windows(
     queries = len(depths)
     mask = torch.zeros(batch, length + queries, length + queries, dtype=torch.bool, device=device)
     mask[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    before = torch.arange(length, device=device) < window_starts[:, numbers, None]
-    mask[:, length:, :length] = before
+    mask[:, length:, :length] = torch.arange(length, device=device) < window_starts[:, numbers, None]
     mask[:, length:, length:] = (numbers[:, None] == numbers) & (depths[:, None] >= depths)
-    inputs = uniforms.transpose(1, 2).flatten(1)
-    return PackedBatch(
-        tokens=torch.cat([context_tokens, torch.full((batch, queries), NO_TOKEN, device=device)], 1),
-        uniforms=torch.cat([torch.full((batch, length), torch.nan, dtype=inputs.dtype, device=device), inputs], 1),
-        positions=torch.cat(
-            [torch.arange(length, device=device).expand(batch, -1), window_starts[:, numbers] + depths], 1
-        ),
-        mask=mask,
-        context_length=length,
+    return pack_rows(
+        context_tokens,
+        mask,
+        torch.full((batch, queries), NO_TOKEN, device=device),
+        window_starts[:, numbers] + depths,
+        uniforms.transpose(1, 2).flatten(1),
         num_windows=windows,
         window_size=window,
     )
 
 
-def sample_window_starts(
-    batch_size: int, length: int, num_windows: int, window_size: int, generator: np.random.Generator, first: int = 1
-) -> Int[Tensor, "batch windows"]:
-    """Where windows begin: at random, whole windows only, spread over the text (one in each of equal parts).
-
-    Errors: a text shorter than `first` + window tokens.
-    """
-    room = length - window_size - first + 1
-    if room < 1:
-        raise ValueError(
-            f"a text of {length} tokens has no room for a window of {window_size} after {first}; take longer texts"
-        )
-    places = (np.arange(num_windows) + generator.random((batch_size, num_windows))) / num_windows
-    return torch.from_numpy(first + (places * room).astype(np.int64))
-
-
 def gather_windows(rows: Tensor, window_starts: Int[Tensor, "batch windows"], window_size: int) -> Tensor:
-    """What stands at the windows' positions: [batch, length, …] to [batch, windows, window, …]."""
+    """The rows at the windows' positions: [batch, length, …] to [batch, windows, window, …]."""
     places = window_starts[:, :, None] + torch.arange(window_size, device=window_starts.device)
     return rows[torch.arange(len(rows), device=rows.device)[:, None, None], places]
 
@@ -110,10 +109,10 @@ def gather_windows(rows: Tensor, window_starts: Int[Tensor, "batch windows"], wi
 def query_uniforms(
     uniforms: Float[Tensor, "*shape window"], conditioning: UniformConditioning
 ) -> Float[Tensor, "*shape window"]:
-    """The uniforms that each query of a window is given.
+    """The uniform that each query of a window is conditioned on.
 
-    one-hot: its own token's (O-PTP, Eq. 5). categorical: that of the token before it, the first none (C-PTP, Eq. 7).
-    independent: none.
+    one-hot: that of its own token (O-PTP, Eq. 5). categorical: that of the token before it, none for the first
+    (C-PTP, Eq. 7). independent: none.
     """
     if conditioning == "one-hot":
         return uniforms
@@ -122,5 +121,5 @@ def query_uniforms(
 
 
 def valid_prefix(valid: Bool[Tensor, "*shape window"]) -> Bool[Tensor, "*shape window"]:
-    """Which tokens of a window count: those up to the first whose uniform does not say it, which misleads the later."""
+    """True up to the first invalid token of a window; later tokens are conditioned on a wrong uniform."""
     return valid.to(torch.uint8).cummin(-1).values.bool()

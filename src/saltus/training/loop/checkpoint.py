@@ -1,4 +1,4 @@
-"""Keep a run's state on disk so that no moment of dying can damage it."""
+"""Files that an interruption at any moment cannot damage: atomic writes, checkpoints, locked folders."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from filelock import FileLock, Timeout
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Written under another name, brought to the disk, then renamed: the file is always the old one or the new one."""
+    """Write under another name, sync to disk, then rename: the file is always the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Put a run's state there."""
+    """Write a run's state, atomically."""
     write_atomically(path, lambda file: torch.save(state, file))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """The state, or None where none was saved. Errors: a file that is damaged."""
+    """The state, or None where none was saved. Errors: ValueError for a damaged file."""
     if not path.exists():
         return None
     try:
@@ -47,7 +47,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Work in a folder that no other process works in meanwhile. Errors: ValueError where one does."""
+    """While open, no other process can lock the folder. Errors: ValueError if one holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:

@@ -1,4 +1,4 @@
-"""Train matrices by orthogonal steps: Muon (Jordan et al. 2024), which needs fewer of them than AdamW."""
+"""Muon (Jordan et al. 2024): orthogonalized momentum for weight matrices; it needs fewer steps than AdamW."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-NEWTON_SCHULZ_COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # a x + b x³ + c x⁵ takes singular values of (0, 1] to about 1 in a few rounds
+NEWTON_SCHULZ_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a x + b x³ + c x⁵ maps singular values in (0, 1] to about 1
 NEWTON_SCHULZ_STEPS = 5
 ADAMW_RMS = 0.2  # root mean square of an entry of AdamW's steps, per unit of the rate (Liu et al. 2025)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made orthogonal: all directions of a matrix learn alike, not only those with large gradients.
+    """Orthogonalized momentum, for weights of two dimensions: steps are as large in directions with small gradients.
 
-    For weights of two dimensions. A rate means what it means to AdamW (Liu et al. 2025, §2.2). PyTorch's own Muon
-    computes in bfloat16, which is slow on processors without it; this one does so where it is told (`half`).
+    The learning rate has AdamW's scale (Liu et al. 2025, §2.2). Our own, since torch.optim.Muon always computes in
+    bfloat16, which is slow on processors without it; this one does so only with `use_bfloat16`.
     """
 
     def __init__(
@@ -41,23 +37,23 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step, with Nesterov's momentum."""
+        """One step, with Nesterov momentum."""
         assert closure is None
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                past = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                past.lerp_(weight.grad, 1 - momentum)
-                ahead = weight.grad.lerp(past, momentum)
-                direction = orthogonalize(ahead.bfloat16() if self.use_bfloat16 else ahead).to(weight.dtype)
+                average = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                average.lerp_(weight.grad, 1 - momentum)
+                nesterov = weight.grad.lerp(average, momentum)
+                direction = orthogonalize(nesterov.bfloat16() if self.use_bfloat16 else nesterov).to(weight.dtype)
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(direction, alpha=-rate * ADAMW_RMS * math.sqrt(max(weight.shape)))
 
 
 def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-    """Its nearest matrix with singular values of about 1 (0.7 to 1.2), by Newton and Schulz's iteration."""
+    """The nearest matrix with singular values of about 1 (0.7 to 1.2), by Newton-Schulz iteration."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / (x.norm() + 1e-7)

@@ -1,8 +1,12 @@
-"""Run training steps that can be killed at any moment and go on from the last checkpoint, with the same outcome."""
+"""A training loop that can be killed at any moment and resumes from its last checkpoint with an identical outcome.
+
+It is our own, since trainers such as that of Transformers bring their own data order, random state and checkpoints.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,9 +22,9 @@ from saltus.training.loop.muon import Muon
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast: a linear warm-up, then a cosine down to a tenth of the rate.
+    """Steps and learning rate: a linear warm-up, then a cosine down to a tenth of the rate. Fields are keys of recipes.
 
-    `muon` is for the weights that a module calls its `matrices`, where it has some; all others are AdamW's.
+    The optimizer `muon` trains the weights in the module's attribute `matrices`; AdamW trains all others.
     """
 
     steps: int
@@ -30,7 +34,7 @@ class Schedule:
     every: int = 200  # steps between checkpoints
     decay: float = 0.01
     optimiser: Literal["adamw", "muon"] = "adamw"
-    half: bool = False  # Muon multiplies in bfloat16: for processors that do so natively
+    half: bool = False  # Muon computes in bfloat16, for processors that do so natively
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.every < 1:
@@ -44,14 +48,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. Times in seconds; the loss is the mean since the last checkpoint."""
+    """The state of a run at a checkpoint. Times in seconds; the loss is the mean since the last checkpoint."""
 
     step: int
     steps: int
     loss: float
-    seconds: float  # of training, those before an interruption included
+    seconds: float  # of training, including those before an interruption
     seconds_left: float
-    metrics: dict[str, float] = field(default_factory=dict)  # by the examination
+    metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation
 
 
 def train(
@@ -64,11 +68,11 @@ def train(
     evaluate: Callable[[], dict[str, float]] = dict,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """Train in place; the mean losses between checkpoints. `loss(step)` must depend on the step and the weights alone.
+    """Train in place; returns the mean losses between checkpoints.
 
-    Before each checkpoint `examine` is asked; what it found is kept there, with step and loss, under `exams`. `watch`
-    is told every step, counted from 1, and its loss. `settings` say what the run is. Errors: a checkpoint of another
-    run at `path`, or a damaged one.
+    `loss(step)` must depend on the step and the weights alone. A checkpoint holds the result of `evaluate`, with step
+    and loss, under "exams". `on_step(step, loss)` counts from 1. `settings` identify the run. Errors: ValueError for a
+    checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
     """
     optimisers = _make_optimizers(module, schedule)
     settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
@@ -80,22 +84,22 @@ def train(
                 f"{checkpoint_path} belongs to a run with other settings; delete it, or keep runs in another folder"
             )
         module.load_state_dict(state["module"])
-        for optimiser, own in zip(optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(own)
+        for optimiser, optimiser_state in zip(optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(optimiser_state)
         step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
     began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
     while step < schedule.steps:
-        own = _optimizer_step(module, optimisers, loss(step), schedule.learning_rate(step), schedule.clip)
-        total += own
+        step_loss = _optimizer_step(module, optimisers, loss(step), schedule.learning_rate(step), schedule.clip)
+        total += step_loss
         step += 1
-        on_step(step, own)
+        on_step(step, step_loss)
         if step % schedule.every == 0 or step == schedule.steps:
             curve.append(total / (step - saved))
             if not math.isfinite(curve[-1]):
                 raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
-            found = evaluate()
-            exams.append({"step": step, "loss": curve[-1], **found})
+            metrics = evaluate()
+            exams.append({"step": step, "loss": curve[-1], **metrics})
             seconds = time.perf_counter() - began
             state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
             save_checkpoint(
@@ -103,11 +107,21 @@ def train(
                 state | {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams},
             )
             on_checkpoint(
-                Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), found)
+                Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), metrics)
             )
             saved, total = step, 0.0
     module.eval()
     return curve
+
+
+def print_progress(progress: Progress) -> None:
+    """An `on_checkpoint` that prints a line to stderr."""
+    metrics = "".join(f", {name} {value:.2f}" for name, value in progress.metrics.items())
+    print(
+        f"step {progress.step:,} of {progress.steps:,}: loss {progress.loss:.3f}{metrics};"
+        f" {progress.seconds / 60:.1f} min, {progress.seconds_left / 60:.1f} left",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:

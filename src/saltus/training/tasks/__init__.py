@@ -1,1 +1,1 @@
-"""What is trained: one task for each kind of drafter, with its loss and its evaluation."""
+"""Training tasks: the losses and evaluations of each kind of drafter."""

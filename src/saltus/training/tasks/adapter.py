@@ -1,8 +1,7 @@
-"""Teach a gated adapter of any causal model to draft: many windows of queries behind one reading of a text (PTP)."""
+"""Training of a gated adapter of a causal model: many windows of queries behind one context (PTP)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
@@ -22,154 +21,142 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
 from saltus.training.data.window_packing import PackedBatch, pack_windows, query_uniforms
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import Objective, num_correct, token_loss
-from saltus.training.tasks.training_task import evaluate_greedy_and_sampled
+from saltus.training.tasks.distillation import DistillationSettings, token_loss
+from saltus.training.tasks.training_task import WindowTrainingTask
 
-ROWS_PER_CHUNK = 64  # laws of a vocabulary in float64 at a time
-IGNORED_TOKEN = -1  # in the place of a token that does not count
+
+def load_initial_adapter(
+    folder: Path, model: Any, model_name: str, settings: GatedLoraSettings, ignore_window: bool = False
+) -> Adapter:
+    """A saved adapter of this model. Errors: ValueError if its settings are others."""
+    adapter = load_adapter(folder, model, model_fingerprint(model), model_name)
+    found = replace(adapter.settings, window=settings.window) if ignore_window else adapter.settings
+    if found != settings:
+        raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
+    return adapter
 
 
 @dataclass(eq=False)
-class AdapterTrainingTask:
-    """A `Course`: the adapter's weights are trained, on windows whose uniforms pick what the model wrote.
+class AdapterTrainingTask(WindowTrainingTask):
+    """An adapter, on windows whose uniforms pick the tokens that the model wrote.
 
-    A window is a group of queries as `core.riding.Rider` hangs it behind an accepted path. Its *first* query stands
-    at the place of the token that the verifier itself supplies, and drafts nothing. The later ones read from it which
-    token that is: it is told this token's uniform (O-PTP; in C-PTP the second query is). It is trained all the same,
-    to say the token, so that it knows it. The second query brings the first draft, and the weights of the loss fall
-    from there.
+    At decoding `FusedPtpDrafter` appends a window of queries to an accepted path. The *first* query stands at the
+    position of the token that the verifier itself produces, so it drafts nothing. It is trained to predict that token
+    all the same, so that later queries can attend to it: it is conditioned on this token's uniform (O-PTP; in C-PTP
+    the second query is). The second query makes the first draft, and the loss is discounted from there.
 
-    The model is frozen, and read by our attention from now on. With a `teacher` it is a student, which learns to draft
-    that model's texts; then the first query drafts too. `lessons.slots` is the longest context in tokens, and
-    `objective.b` places the uniforms. `recompute` saves memory for time; `autocast` computes in bfloat16.
+    The model is frozen and uses our attention from now on. With a `teacher` it is a student model that learns to
+    draft the teacher's texts; then the first query makes a draft too. The recipe's `slots` is the longest context in
+    tokens. `recompute` saves memory for time; `autocast` computes in bfloat16.
     """
 
     model: Any  # of Hugging Face
     corpus: Corpus
     gating: GatedLoraSettings = field(default_factory=GatedLoraSettings)
-    objective: Objective = field(default_factory=Objective)
+    distillation: DistillationSettings = field(default_factory=DistillationSettings)
     window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(texts=2, windows=32))
     name: str = "its model"
     recompute: bool = False
     autocast: bool = False
-    teacher: Any = None  # of Hugging Face, and of the same vocabulary; None: the model itself
+    teacher: Any = None  # of Hugging Face, with the same vocabulary; None: the model itself
     teacher_name: str = ""
     module: Adapter = field(init=False)
     window_dataset: WindowDataset = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.objective.window < 2:
+        if self.distillation.window < 2:
             raise ValueError("window is 1, but a group's first query drafts nothing; take 2 or more")
-        self.gating = replace(self.gating, window=self.objective.window)
-        self.window_settings = replace(self.window_settings, placement=self.objective.beta)
+        self.gating = replace(self.gating, window=self.distillation.window)
+        self.window_settings = replace(self.window_settings, placement=self.distillation.beta)
         self.window_dataset = WindowDataset(
-            self.corpus, self.window_settings, self.objective.window, True, self.predicts_distributions
+            self.corpus, self.window_settings, self.distillation.window, True, self.predicts_distributions
         )
         self.module = new_adapter(prepare_model(self.model), self.gating, self.window_settings.seed)
         if self.teacher is not None:
             prepare_model(self.teacher)
 
     def initialize_from(self, folder: Path) -> None:
-        """Go on with an adapter. Errors: ValueError where its settings are others."""
-        adapter = load_adapter(folder, self.model, model_fingerprint(self.model), self.name)
-        if adapter.settings != self.gating:
-            raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
-        self.module.copy_weights_from(adapter)
+        """Start with a saved adapter. Errors: ValueError if its settings are others."""
+        self.module.copy_weights_from(load_initial_adapter(folder, self.model, self.name, self.gating))
 
     @property
     def _num_undrafted_queries(self) -> int:
-        """The first queries that draft nothing."""
+        """The number of leading queries that make no draft."""
         return int(self.teacher is None)
 
     @property
     def predicts_distributions(self) -> bool:
-        """Are tokens picked from the student's laws, and not its argmax?"""
-        return self.objective.form != "one-hot"
+        """True if tokens are picked from the adapter's distributions; False if its argmax is the draft."""
+        return self.distillation.form != "one-hot"
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """The mean over the windows' tokens that count, later ones discounted."""
-        cut = self.window_dataset.training_batch(step).to(self.model.device)
-        packed, rows = self._pack(cut)
+        """The mean over the windows' valid tokens, later ones discounted."""
+        batch = self.window_dataset.training_batch(step).to(self.model.device)
+        packed, rows = self._pack(batch)
         with self._dropout(step), self._autocast():
             logits = packed_logits(
-                self.model, packed, rows[cut.loss_mask], self.module, cut.temperatures, self.recompute
+                self.model, packed, rows[batch.loss_mask], self.module, batch.temperatures, self.recompute
             )
-        depths = torch.arange(self.objective.window, device=logits.device).expand(cut.loss_mask.shape)[cut.loss_mask]
+        depths = torch.arange(self.distillation.window, device=logits.device)
+        depths = depths.expand(batch.loss_mask.shape)[batch.loss_mask]
         weights = self.window_settings.discount ** (depths - self._num_undrafted_queries).clamp_min(0)
-        return (self._token_losses(logits, cut) * weights).sum() / weights.sum().clamp_min(1)
-
-    def evaluate(self) -> dict[str, float]:
-        """Tokens per call on held-out texts, as `Rider` counts them: right drafts, and one of the verifier's own."""
-        return evaluate_greedy_and_sampled(self.module, self._tokens_per_call)
+        return (self._token_losses(logits, batch) * weights).sum() / weights.sum().clamp_min(1)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.loading.adapter_files.load_adapter`."""
-        made = {"form": self.objective.form, "window": self.objective.window}
+        training: dict[str, Any] = {**card, "form": self.distillation.form, "window": self.distillation.window}
         if self.teacher is not None:
-            made["student_of"] = self.teacher_name
-        save_adapter(self.module, folder, model_fingerprint(self.model), self.name, {**card, **made})
+            training["student_of"] = self.teacher_name
+        save_adapter(self.module, folder, model_fingerprint(self.model), self.name, training)
 
     def _pack(self, batch: Batch) -> tuple[PackedBatch, Int[Tensor, "batch windows window"]]:
-        """The windows in one forward, and where in the whole batch the row of each query is."""
-        packed = pack_windows(batch.tokens, batch.window_starts, query_uniforms(batch.uniforms, self.objective.form))
+        """The windows in one forward, and the index of each query's row, counted through the batch."""
+        packed = pack_windows(batch.tokens, batch.window_starts, query_uniforms(batch.uniforms, self.distillation.form))
         numbers = torch.arange(packed.tokens.numel(), device=batch.tokens.device)
         return packed, packed.queries_by_window(numbers.view(packed.tokens.shape))
 
     def _token_losses(self, logits: Float[Tensor, "counted vocab"], batch: Batch) -> Float[Tensor, "counted"]:
-        """The loss of each query that counts. At temperature 0 the teacher's law is one token: cross-entropy."""
+        """The loss of each valid query; cross-entropy at temperature 0, where the teacher has one token."""
         tokens, temperatures = batch.targets[batch.loss_mask], self._query_temperatures(batch)[batch.loss_mask]
         if self.predicts_distributions:
             logits = _scale_by_temperature(logits, temperatures)
-        if self.objective.loss not in ("kl", "reverse-kl"):
-            return token_loss(logits, tokens, None, self.objective.loss)
-        distributions = _scale_by_temperature(self._teacher_logits(batch), temperatures)
+        if self.distillation.loss not in ("kl", "reverse-kl"):
+            return token_loss(logits, tokens, None, self.distillation.loss)
+        teacher_logits = _scale_by_temperature(self._teacher_logits(batch), temperatures)
         return torch.where(
             temperatures == 0,
             losses.cross_entropy(logits, tokens),
-            token_loss(logits, tokens, distributions, self.objective.loss),
+            token_loss(logits, tokens, teacher_logits, self.distillation.loss),
         )
 
     @torch.no_grad()
-    def _teacher_logits(self, cut: Batch) -> Float[Tensor, "counted vocab"]:
-        """The teacher's logits for the tokens that count: those after the token before each."""
-        batch, slots = cut.tokens.shape
-        before = cut.window_starts[..., None] + torch.arange(
-            -1, self.objective.window - 1, device=cut.window_starts.device
-        )
-        rows = torch.arange(batch, device=cut.window_starts.device)[:, None, None] * slots + before
+    def _teacher_logits(self, batch: Batch) -> Float[Tensor, "counted vocab"]:
+        """The teacher's logits for the valid tokens: those after the token before each."""
+        batch_size, slots = batch.tokens.shape
+        device = batch.window_starts.device
+        before = batch.window_starts[..., None] + torch.arange(-1, self.distillation.window - 1, device=device)
+        rows = torch.arange(batch_size, device=device)[:, None, None] * slots + before
+        teacher = self.model if self.teacher is None else self.teacher
         with self._autocast():
-            return packed_logits(
-                self.model if self.teacher is None else self.teacher, pack_causal(cut.tokens), rows[cut.loss_mask]
-            )
+            return packed_logits(teacher, pack_causal(batch.tokens), rows[batch.loss_mask])
 
-    @torch.no_grad()
-    def _tokens_per_call(self, greedy: bool) -> float:
-        """NaN without such texts."""
-        found = []
-        for cut in self.window_dataset.validation_batches(greedy):
-            cut = cut.to(self.model.device)
-            right = torch.where(cut.loss_mask, self._drafted_tokens(cut), IGNORED_TOKEN)
-            drafts = slice(self._num_undrafted_queries, None)
-            found.append(
-                1 + num_correct(right[..., drafts].flatten(0, 1), cut.targets[..., drafts].flatten(0, 1)).double()
-            )
-        return float(torch.cat(found).mean()) if found else math.nan
+    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+        batch = batch.to(self.model.device)
+        matches = batch.loss_mask & (self._drafted_tokens(batch) == batch.targets)
+        return matches[..., self._num_undrafted_queries :].flatten(0, 1)
 
     def _drafted_tokens(self, batch: Batch) -> Int[Tensor, "batch windows window"]:
-        """What each query says: the argmax (Eq. 5), or the pick of its token's uniform from its law (Eq. 7)."""
+        """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7)."""
         packed, rows = self._pack(batch)
         with self._autocast():
             logits = packed_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
-        said_likeliest = logits.argmax(-1).view(rows.shape)
+        likeliest = logits.argmax(-1).view(rows.shape)
         if not self.predicts_distributions:
-            return said_likeliest
-        logits, uniforms = (
-            _scale_by_temperature(logits, self._query_temperatures(batch).flatten()),
-            batch.uniforms.flatten().nan_to_num(),
-        )
-        parts = zip(uniforms.split(ROWS_PER_CHUNK), logits.split(ROWS_PER_CHUNK), strict=True)
-        picked = torch.cat([pick_tokens(*part) for part in parts]).view(rows.shape)
-        return torch.where(self._query_temperatures(batch) == 0, said_likeliest, picked)
+            return likeliest
+        temperatures = self._query_temperatures(batch)
+        logits = _scale_by_temperature(logits, temperatures.flatten())
+        picked = pick_tokens(batch.uniforms.flatten().nan_to_num(), logits).view(rows.shape)
+        return torch.where(temperatures == 0, likeliest, picked)
 
     def _query_temperatures(self, batch: Batch) -> Float[Tensor, "batch windows window"]:
         return batch.temperatures[..., None].expand(batch.loss_mask.shape)
@@ -179,7 +166,7 @@ class AdapterTrainingTask:
 
     @contextmanager
     def _dropout(self, step: int) -> Iterator[None]:
-        """Dropout has no randomness but the step's, and leaves that of others as it is."""
+        """While open, dropout draws from the step's own generator; the global generators stay as they were."""
         if not self.gating.dropout:
             yield
             return
@@ -194,5 +181,5 @@ class AdapterTrainingTask:
 def _scale_by_temperature(
     logits: Float[Tensor, "rows vocab"], temperatures: Float[Tensor, "rows"]
 ) -> Float[Tensor, "rows vocab"]:
-    """At the temperatures that tokens are picked at; as they are where that is 0."""
+    """Logits divided by their temperature; unchanged where that is 0."""
     return logits / torch.where(temperatures == 0, 1.0, temperatures).to(logits.dtype)[:, None]

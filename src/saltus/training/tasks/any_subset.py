@@ -1,10 +1,11 @@
-"""Teach a decoder to fill holes anywhere: the law of any holes given the rest, in one packed call (ASSD, Eq. 7)."""
+"""Training of any-subset models: the distributions of all holes given the rest, in one packed call (ASSD, Eq. 7)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,42 +14,42 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.models.any_subset import ANY_SUBSET
-from saltus.training.data.packed_forward import packed_logits, prepare_model
+from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.window_packing import PackedBatch
+from saltus.training.data.window_packing import PackedBatch, pack_rows
+from saltus.training.tasks.training_task import TrainingTask
 
 HoleOrder = Literal["lattice", "any"]
-"""Holes are decided from left to right (Eq. 4), or in any permutation, which the paper's ablation compares."""
+"""Holes are decided from left to right (Eq. 4), or in a random permutation (the paper's ablation)."""
 
 HOLE_FRACTION_RANGES = {"few": (0.05, 0.6), "narrow": (0.9, 0.99), "wide": (0.05, 0.99)}
-"""Shares of a text that are holes, at the end of the warm-up."""
+"""The fraction of a text that is holes, after the warm-up."""
 
-INITIAL_HOLE_FRACTION = 0.15  # share of a text that is holes, at first
-MAX_EXTRA_BLANKS = 24  # blanks behind what fills a hole, at most, and as many more as its tokens
-LENGTH_JITTER = 24  # tokens by which lengths are blurred before texts of like length are taken together
+INITIAL_HOLE_FRACTION = 0.15  # at step 0
+MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks behind them
+LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
 
 
 @dataclass(frozen=True)
 class HoleSettings:
-    """Which tokens of a text are holes: how many, whether they stand together, and whether they are all needed."""
+    """Which tokens of a text are holes: how many, in spans or scattered, and with blanks behind them or not."""
 
     fraction_range: Literal["few", "narrow", "wide"] = "wide"
-    warm_up_fraction: float = 0.2  # share of the steps in which holes grow from 15 % of a text
-    span_probability: float = (
-        0.5  # share of the texts whose holes are a few spans, as users' are; else they stand anywhere
-    )
+    warm_up_fraction: float = 0.2  # fraction of the steps in which holes grow from 15 % of a text
+    span_probability: float = 0.5  # of a text whose holes are a few spans, as users' are; else they are scattered
     order: HoleOrder = "lattice"
-    # share of the texts with spans whose holes end in blanks, as they do that are too long: at first, and from half on
+    # of blanks at the ends of a text's spans, as in holes that are too long; in the two halves of the steps
     blank_probability: tuple[float, float] = (0.4, 0.9)
     blank_token: int | None = None
-    newline_token: int | None = None  # a token; spans are then whole lines, as in code
+    newline_token: int | None = None  # if given, spans are whole lines, as in code
 
     def hole_fractions(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
-        """Of so many texts: evenly spread over the range, in random order, so that no batch misses a part of it."""
+        """The fraction of each text: evenly spread over the range in every batch, in random order."""
         low, high = HOLE_FRACTION_RANGES[self.fraction_range]
-        grown = min(progress / self.warm_up_fraction, 1.0) if self.warm_up_fraction else 1.0
-        low, high = (INITIAL_HOLE_FRACTION + (end - INITIAL_HOLE_FRACTION) * grown for end in (low, high))
+        warm = min(progress / self.warm_up_fraction, 1.0) if self.warm_up_fraction else 1.0
+        low, high = (INITIAL_HOLE_FRACTION + (end - INITIAL_HOLE_FRACTION) * warm for end in (low, high))
         places = (generator.random() + np.arange(count)) / count % 1
         return generator.permutation(low + (high - low) * places)
 
@@ -58,11 +59,8 @@ class HoleSettings:
         fraction: float,
         generator: np.random.Generator,
         blank_probability: float = 0.0,
-    ) -> tuple[Int[np.ndarray, "laid"], Bool[np.ndarray, "laid"]]:
-        """A text and which of its tokens are holes; if these are spans, `open_` is the chance that they end in blanks.
-
-        The first and the last token are never holes: they begin and end texts.
-        """
+    ) -> tuple[Int[np.ndarray, "with_blanks"], Bool[np.ndarray, "with_blanks"]]:
+        """The text, perhaps with blanks, and True for each hole. The first and the last token are never holes."""
         holes = np.zeros(len(text), dtype=bool)
         if generator.random() >= self.span_probability:
             holes[1:-1] = random_holes(len(text) - 2, fraction, generator)
@@ -74,7 +72,7 @@ class HoleSettings:
             ends = inner == self.newline_token
             lines = np.cumsum(ends) - ends  # the number of each token's line
             chosen = np.append(span_holes(int(lines[-1]) + 1, fraction, generator), False)
-            holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of the last one is given
+            holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of a span's last line is given
             holes = holes if holes.any() else np.arange(len(text)) == 1
         if not blank_probability or self.blank_token is None or generator.random() >= blank_probability:
             return text, holes
@@ -87,7 +85,7 @@ class HoleSettings:
     def decoding_ranks(
         self, holes: Bool[np.ndarray, "length"], generator: np.random.Generator
     ) -> Int[np.ndarray, "length"]:
-        """When each token is decided: 0 for those given, then from 1 on."""
+        """The order in which tokens are decided: 0 for given tokens, then 1, 2, …"""
         places = np.flatnonzero(holes)
         order = places if self.order == "lattice" else generator.permutation(places)
         ranks = np.zeros(len(holes), dtype=np.int64)
@@ -96,14 +94,14 @@ class HoleSettings:
 
 
 def random_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
-    """So large a share of the places, each alone; one at least."""
+    """Scattered holes, this fraction of the positions; one at least."""
     holes = np.zeros(length, dtype=bool)
     holes[generator.permutation(length)[: _num_holes(length, fraction)]] = True
     return holes
 
 
 def span_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
-    """So large a share of the places, in one to four spans."""
+    """Holes in one to four spans, this fraction of the positions; one at least."""
     count = _num_holes(length, fraction)
     holes = np.zeros(length, dtype=bool)
     pieces = int(generator.integers(1, min(4, count) + 1))
@@ -123,40 +121,42 @@ def _num_holes(length: int, fraction: float) -> int:
 
 def pack_holes(
     tokens: Int[Tensor, "batch length"], ranks: Int[Tensor, "batch length"], mask_token: int, num_unknown: int = 0
-) -> tuple[PackedBatch, Int[Tensor, "asked"], Int[Tensor, "asked"]]:
-    """Content rows, then a query row for each hole; the rows that are asked, through the batch, and their tokens.
+) -> tuple[PackedBatch, Int[Tensor, "holes"], Int[Tensor, "holes"]]:
+    """Content rows, then a query row for each hole; also the rows of the holes, counted through the batch, and tokens.
 
-    Content sees what was decided before it, and itself; what was given (rank 0) sees all that was. A query sees what
-    was decided before its hole, but for the last `lag` holes, and itself. Tokens of rank −1 are no part of the text:
-    nothing sees them, and they and queries to spare see themselves alone.
+    Content attends to tokens of its own or a lower rank. A query attends to itself and to the tokens decided before
+    its hole, except the last `num_unknown` holes. Tokens of rank −1 are padding: nothing attends to them, and they and
+    spare queries attend to themselves alone.
     """
     batch, length = tokens.shape
     holes = ranks > 0
+    positions, is_hole = _hole_positions(holes)
+    total = length + positions.shape[1]
+    mask = torch.zeros(batch, total, total, dtype=torch.bool, device=tokens.device)
+    mask[:, :length, :length] = ranks[:, None, :] <= ranks[:, :, None]
+    first_unknown = (ranks.gather(1, positions) - num_unknown).clamp_min(1)
+    mask[:, length:, :length] = (ranks[:, None, :] < first_unknown[:, :, None]) & is_hole[:, :, None]
+    mask[:, :, :length] &= (ranks >= 0)[:, None]
+    mask |= torch.eye(total, dtype=torch.bool, device=tokens.device)
+    packed = pack_rows(tokens, mask, torch.full_like(positions, mask_token), positions, context_length=total)
+    rows = F.pad(is_hole, (length, 0)).flatten().nonzero()[:, 0]
+    return packed, rows, tokens.gather(1, positions)[is_hole]
+
+
+def _hole_positions(
+    holes: Bool[Tensor, "batch length"],
+) -> tuple[Int[Tensor, "batch most"], Bool[Tensor, "batch most"]]:
+    """The holes' positions, filled up with others to the largest number of holes; True for those of holes."""
     most = int(holes.sum(1).max())
-    places = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, :most]  # of the holes, then of others
-    real = holes.gather(1, places)
-    inputs = ranks.gather(1, places)
-    content = ranks[:, None, :] <= ranks[:, :, None]
-    visible = torch.zeros(batch, length + most, length + most, dtype=torch.bool, device=tokens.device)
-    visible[:, :length, :length] = content
-    knew = (inputs - num_unknown).clamp_min(1)
-    visible[:, length:, :length] = (ranks[:, None, :] < knew[:, :, None]) & real[:, :, None]
-    visible[:, :, :length] &= (ranks >= 0)[:, None]
-    visible |= torch.eye(length + most, dtype=torch.bool, device=tokens.device)
-    rows = torch.cat([tokens, torch.full_like(places, mask_token)], 1)
-    positions = torch.cat([torch.arange(length, device=tokens.device).expand(batch, -1), places], 1)
-    none = torch.full(rows.shape, torch.nan, dtype=torch.float64, device=tokens.device)
-    wanted = torch.zeros_like(rows, dtype=torch.bool)
-    wanted[:, length:] = real
-    keep = wanted.flatten().nonzero()[:, 0]
-    return PackedBatch(rows, none, positions, visible, length + most, 0, 0), keep, tokens.gather(1, places)[real]
+    positions = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, :most]
+    return positions, holes.gather(1, positions)
 
 
 @dataclass(eq=False)
-class AnySubsetTrainingTask:
-    """Fill the holes of texts, each given the text and the holes before it.
+class AnySubsetTrainingTask(TrainingTask):
+    """Predict each hole of a text given the rest of the text and the holes decided before it.
 
-    Texts have three tokens or more; `held_out` ones are examined. Of the `steps` the holes' warm-up is a share.
+    Texts have three tokens or more. The warm-up of the holes is a fraction of `num_steps`.
     """
 
     model: Any  # a Llama of Hugging Face, whose configuration names its mask
@@ -167,6 +167,7 @@ class AnySubsetTrainingTask:
     hole_settings: HoleSettings = field(default_factory=HoleSettings)
     autocast: bool = False
     seed: int = 0
+    tokenizer: Any = None  # saved with the model
     module: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,33 +176,48 @@ class AnySubsetTrainingTask:
         setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """Nats of a hole, on average."""
+        """The mean cross-entropy of a hole, in nats."""
         generator = seeded_generator(self.seed, "holes", step)
-        texts = [self.texts[place] for place in sample_similar_lengths(self.lengths, self.batch_size, generator)]
-        shares = self.hole_settings.hole_fractions(self.batch_size, step / self.num_steps, generator)
-        logits, wanted = self.hole_logits(
-            *self.make_batch(texts, shares, generator, self.hole_settings.blank_probability[2 * step >= self.num_steps])
+        blank_probability = self.hole_settings.blank_probability[2 * step >= self.num_steps]
+        return F.cross_entropy(
+            *self.hole_logits(*self.sample_batch(generator, step / self.num_steps, blank_probability))
         )
-        return F.cross_entropy(logits, wanted)
+
+    def sample_batch(
+        self, generator: np.random.Generator, progress: float, blank_probability: float
+    ) -> tuple[Int[Tensor, "batch padded"], Int[Tensor, "batch padded"]]:
+        """A random training batch, as from `make_batch`, when this fraction of the steps is done."""
+        texts = [self.texts[index] for index in sample_similar_lengths(self.lengths, self.batch_size, generator)]
+        fractions = self.hole_settings.hole_fractions(self.batch_size, progress, generator)
+        return self.make_batch(texts, fractions, generator, blank_probability)
+
+    def validation_parts(self) -> list[Sequence[Int[np.ndarray, "_"]]]:
+        """At most four batches of held-out texts."""
+        size = self.batch_size
+        return [part for start in range(0, 4 * size, size) if len(part := self.validation_texts[start : start + size])]
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Bits of a hole, of held-out texts, where so large a part is holes, without blanks, decided as at use."""
+        """Bits of a hole in held-out texts of which 20 % or 95 % is holes, without blanks, decided left to right."""
         self.module.eval()
-        found = {}
-        for share in (0.2, 0.95):
+        metrics = {}
+        for fraction in (0.2, 0.95):
             generator = seeded_generator(1, "exam")
-            parts = [
-                self.validation_texts[i : i + self.batch_size] for i in range(0, 4 * self.batch_size, self.batch_size)
-            ]
             nats = []
-            for part in filter(None, parts):
-                tokens, ranks = self.make_batch(part, [share] * len(part), generator)
-                logits, wanted = self.hole_logits(tokens, lattice_ranks(ranks))
-                nats.append(float(F.cross_entropy(logits, wanted)))
-            found[f"bits at {share:.0%}"] = float(np.mean(nats)) / math.log(2)
+            for part in self.validation_parts():
+                tokens, ranks = self.make_batch(part, [fraction] * len(part), generator)
+                nats.append(float(F.cross_entropy(*self.hole_logits(tokens, lattice_ranks(ranks)))))
+            metrics[f"bits at {fraction:.0%}"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
-        return found
+        return metrics
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """A folder for `saltus.load`, in bfloat16, without a pairwise correction and, so far, without a card."""
+        self.model.to(torch.bfloat16)
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        (folder / PAIRWISE_CORRECTION_FILE).unlink(missing_ok=True)  # of an earlier model in this folder
 
     def make_batch(
         self,
@@ -209,56 +225,72 @@ class AnySubsetTrainingTask:
         fractions: Sequence[float] | np.ndarray,
         generator: np.random.Generator,
         blank_probability: float = 0.0,
-    ) -> tuple[Int[Tensor, "batch laid"], Int[Tensor, "batch laid"]]:
-        """Tokens, padded behind their ends, and ranks (see `pack_holes`)."""
-        laid = [
-            self.hole_settings.place_holes(text, float(share), generator, blank_probability)
-            for text, share in zip(texts, fractions, strict=True)
+    ) -> tuple[Int[Tensor, "batch padded"], Int[Tensor, "batch padded"]]:
+        """Tokens, padded at their ends, and ranks (see `pack_holes`)."""
+        examples = [
+            self.hole_settings.place_holes(text, float(fraction), generator, blank_probability)
+            for text, fraction in zip(texts, fractions, strict=True)
         ]
-        tokens = torch.zeros(len(laid), max(len(text) for text, _ in laid), dtype=torch.long)
+        tokens = torch.zeros(len(examples), max(len(text) for text, _ in examples), dtype=torch.long)
         ranks = torch.full_like(tokens, -1)
-        for row, (text, holes) in enumerate(laid):
+        for row, (text, holes) in enumerate(examples):
             tokens[row, : len(text)] = torch.from_numpy(text)
             ranks[row, : len(text)] = torch.from_numpy(self.hole_settings.decoding_ranks(holes, generator))
         return tokens.to(self.model.device), ranks.to(self.model.device)
 
     def hole_logits(
-        self, tokens: Int[Tensor, "batch laid"], ranks: Int[Tensor, "batch laid"], num_unknown: int = 0
-    ) -> tuple[Float[Tensor, "asked vocab"], Int[Tensor, "asked"]]:
-        """Logits of the holes, text by text in deciding order's places, and their tokens."""
-        mask = int(getattr(self.model.config, ANY_SUBSET)["mask"])
-        packed, keep, wanted = pack_holes(tokens, ranks, mask, num_unknown)
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "holes vocab"], Int[Tensor, "holes"]]:
+        """Logits of the holes, text by text in the order of their positions, and their tokens."""
+        mask_token = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        packed, rows, targets = pack_holes(tokens, ranks, mask_token, num_unknown)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = packed_logits(self.model, packed, keep)
-        return logits.float(), wanted
+            logits = packed_logits(self.model, packed, rows)
+        return logits.float(), targets
 
 
 @dataclass(eq=False)
 class XlnetTrainingTask(AnySubsetTrainingTask):
-    """The same, for an XLNet of Hugging Face: its two streams are told who sees whom (Yang et al. 2019)."""
+    """The same for an XLNet of Hugging Face, whose two streams have a mask of their own (Yang et al. 2019)."""
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(text) for text in self.texts])
         self.module = self.model.requires_grad_(True)
 
     def hole_logits(
-        self, tokens: Int[Tensor, "batch laid"], ranks: Int[Tensor, "batch laid"], num_unknown: int = 0
-    ) -> tuple[Float[Tensor, "asked vocab"], Int[Tensor, "asked"]]:
-        """Logits of the holes and their tokens; content lags as queries do, since the streams share their mask."""
-        holes = ranks > 0
-        knew = (ranks - num_unknown).clamp_min(1)
-        hidden = (ranks[:, None, :] >= knew[:, :, None]) | (ranks < 0)[:, None, :]
-        places = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, : int(holes.sum(1).max())]
-        mapping = F.one_hot(places, tokens.shape[1])
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "holes vocab"], Int[Tensor, "holes"]]:
+        """As above, but `num_unknown` holds for content rows too, since the streams share their mask."""
+        first_unknown = (ranks - num_unknown).clamp_min(1)
+        hidden = (ranks[:, None, :] >= first_unknown[:, :, None]) | (ranks < 0)[:, None, :]
+        positions, is_hole = _hole_positions(ranks > 0)
+        mapping = F.one_hot(positions, tokens.shape[1])
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.model(
                 input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
             ).logits
-        real = holes.gather(1, places)
-        return logits[real].float(), tokens.gather(1, places)[real]
+        return logits[is_hole].float(), tokens.gather(1, positions)[is_hole]
 
 
-def lattice_ranks(ranks: Int[Tensor, "batch laid"]) -> Int[Tensor, "batch laid"]:
+@dataclass(eq=False)
+class LeftToRightTrainingTask(AnySubsetTrainingTask):
+    """A causal model on the same texts, to compare with."""
+
+    def hole_logits(
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "tokens vocab"], Int[Tensor, "tokens"]]:
+        """Logits of all tokens but the first, and the tokens."""
+        is_token = ranks[:, 1:] >= 0
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), is_token.flatten().nonzero()[:, 0])
+        return logits.float(), tokens[:, 1:][is_token]
+
+    def evaluate(self) -> dict[str, float]:
+        """Bits of a token."""
+        return {"bits": super().evaluate()["bits at 20%"]}
+
+
+def lattice_ranks(ranks: Int[Tensor, "batch padded"]) -> Int[Tensor, "batch padded"]:
     """The same holes, decided in lattice order."""
     holes = ranks > 0
     return torch.where(holes, holes.cumsum(1), ranks)
@@ -267,9 +299,9 @@ def lattice_ranks(ranks: Int[Tensor, "batch laid"]) -> Int[Tensor, "batch laid"]
 def sample_similar_lengths(
     lengths: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator
 ) -> Int[np.ndarray, "count"]:
-    """Texts of about one length, so that little of a batch is padding; each text is as likely as any other.
+    """Indices of texts with similar lengths, so that a batch has little padding; every text is equally likely.
 
-    For that the longest and the shortest are neighbours, too, now and then.
+    The texts are neighbours in the order of their jittered lengths, which wraps around.
     """
     order = np.argsort(lengths + generator.uniform(0, LENGTH_JITTER, len(lengths)))
     first = int(generator.integers(len(lengths)))

@@ -1,12 +1,11 @@
-"""Teach heads the joint law of the next tokens on cached states: overlapping windows, discounted (MtPC, §4.1)."""
+"""Training of heads, a joint distribution of the next tokens, on cached states of overlapping windows (MtPC, §4.1)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,174 +13,145 @@ from torch import Tensor
 
 from saltus.networks.draft_models.circuits import CircuitFilter
 from saltus.networks.draft_models.context_layers import select_hidden_states
-from saltus.networks.draft_models.heads import CircuitParameters, HeadModel, HeadShape, new_head_model
-from saltus.networks.loading.drafter_files import load_heads, model_fingerprint, save_drafter
-from saltus.training.data.hidden_states import HiddenStateCorpus
+from saltus.networks.draft_models.heads import CircuitParameters, HeadModel, new_head_model
+from saltus.networks.loading.drafter_files import load_heads
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
+from saltus.training.data.window_dataset import Batch
+from saltus.training.tasks.cached_state_task import CachedStateTask
 from saltus.training.tasks.circuit_likelihood import token_log_probabilities
-from saltus.training.tasks.distillation import num_correct
-from saltus.training.tasks.drafter import IGNORED_TOKEN, draft_vocabulary_indices, most_frequent_tokens
-from saltus.training.tasks.training_task import evaluate_greedy_and_sampled
 
 EXTENSIBLE_CIRCUITS = (("cp", "hmm"), ("cp", "btree"))  # from circuits with components to richer ones
 
 
 @dataclass(eq=False)
-class HeadsTrainingTask:
-    """A `Course`: heads for the `vocabulary` most frequent tokens, on what their target has read.
+class HeadsTrainingTask(CachedStateTask):
+    """Heads of a circuit.
 
-    A window's tokens are counted up to the first that is not drafted, or to the end of the text; those behind are
-    marginalised out, which for a circuit means leaving them away. Errors: ValueError for states of another target.
+    The loss covers the tokens of a window up to the first that is not drafted, or to the end of the text. The tokens
+    behind are marginalized: their factors are left out.
     """
 
-    target: Any  # of Hugging Face
-    corpus: HiddenStateCorpus
-    shape: HeadShape
-    vocabulary_size: int = 8192
-    window_settings: WindowSettings = field(default_factory=WindowSettings)
-    target_name: str = "its target"
+    kind: ClassVar[str] = "heads"
     module: HeadModel = field(init=False)
-    window_dataset: WindowDataset = field(init=False)
-    draft_indices: Int[Tensor, "vocab"] = field(init=False)  # of tokens among those drafted
 
-    def __post_init__(self) -> None:
-        if self.corpus.target_fingerprint != model_fingerprint(self.target):
-            raise ValueError(f"these are states of another model than {self.target_name}; collect them anew")
+    def _check_corpus(self) -> None:
+        super()._check_corpus()
         if missing := set(self.shape.taps) - set(self.corpus.hidden_state_layers):
             raise ValueError(f"these states are without those after layer {min(missing)}; collect them anew")
+
+    def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> HeadModel:
         self.target.requires_grad_(False)
-        self.window_dataset = WindowDataset(self.corpus, self.window_settings, self.shape.window)
-        tokens = most_frequent_tokens(self.corpus, self.vocabulary_size)
-        self._set_module(
-            new_head_model(self.shape, tokens, self.target, seeded_generator(self.window_settings.seed, "weights"))
-        )
+        generator = seeded_generator(self.window_settings.seed, "weights")
+        return new_head_model(self.shape, draft_tokens, self.target, generator)
 
     def initialize_from(self, folder: Path) -> None:
-        """Go on with heads, their own tokens included; richer circuits go on with the law that poorer ones had.
+        """Start with saved heads and their vocabulary; a richer circuit starts with the distribution of a poorer one.
 
-        Any goes on from FF, and HMM and BTree from CP, nearly (see `new_heads`); adapted layers may come
-        to them. Errors: ValueError where shapes do not fit.
+        FF initializes any circuit, and CP initializes HMM and BTree approximately (see `new_head_model`). The recipe
+        may add adapted layers. Errors: ValueError if the shapes do not fit.
         """
         heads = load_heads(folder, self.target, self.target_name).float()
         old, new = replace(heads.shape, stay=self.shape.stay), self.shape
         if not old.layers:
             old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
         if old.circuit == "ff":
-            kept = ("window", "told", "own", "layers", "lora")
-            fits = all(getattr(old, name) == getattr(new, name) for name in kept)
+            names = ("window", "told", "own", "layers", "lora")
+            fits = all(getattr(old, name) == getattr(new, name) for name in names)
         else:
-            alike = replace(old, circuit=new.circuit) == new
-            fits = alike and (old == new or (old.circuit, new.circuit) in EXTENSIBLE_CIRCUITS)
+            same_sizes = replace(old, circuit=new.circuit) == new
+            fits = same_sizes and (old == new or (old.circuit, new.circuit) in EXTENSIBLE_CIRCUITS)
         if not fits:
             raise ValueError(f"the recipe's heads cannot go on from {folder}, made as {old}; take what made them")
-        module = new_head_model(new, heads.tokens, self.target, seeded_generator(self.window_settings.seed, "weights"))
+        module = self._new_module(heads.tokens)
         with torch.no_grad():
             for name, weight in heads.state_dict().items():
                 own = module.state_dict()[name]
-                if own.shape == weight.shape or name == "own":  # every component begins with the only one's
+                if own.shape == weight.shape or name == "own":  # every component starts as the only one of FF
                     own.copy_(weight)
-                elif old.circuit == "cp":  # sums, the start's first, which is all that CP has
+                elif old.circuit == "cp":  # sums: CP has only that of the start, which comes first
                     own[: len(weight)] = weight
         self._set_module(module)
 
-    def _set_module(self, module: HeadModel) -> None:
-        self.draft_indices = draft_vocabulary_indices(module.tokens, self.corpus)
-        self.module = module.to(self.target.device)
-
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """The mean of −log q(token | those before it in its window) over what counts, discounted (MtPC, Eq. 4).
+        """The discounted mean of −log q(token | those before it in its window) (MtPC, Eq. 4).
 
-        To that comes, by `lessons.laws`, the cross-entropy of each such law with the target's own there.
+        Plus, weighted by the recipe's `laws`, the cross-entropy between the target's own distribution and each q.
         """
-        cut = self.window_dataset.training_batch(step)
-        tokens, counted = self._draft_targets(cut)
+        batch = self.window_dataset.training_batch(step)
+        tokens, counted = self._draft_targets(batch)
         depths = torch.arange(counted.shape[-1], device=counted.device)
         weights = self.window_settings.discount**depths * (counted & (depths < self.shape.num_draft_tokens))
         losses = torch.zeros_like(weights)
         if self.window_settings.laws:
-            for place, distribution in enumerate(self._log_distributions(cut, tokens)):
-                own = tokens[..., place].clamp_min(0)
-                losses[..., place] = -distribution.gather(-1, own[..., None])[..., 0]
-                losses[..., place] -= self.window_settings.laws * (
-                    self._target_distribution(cut, place) * distribution
+            for depth, log_probabilities in enumerate(self._log_distributions(batch, tokens)):
+                own = tokens[..., depth].clamp_min(0)
+                losses[..., depth] = -log_probabilities.gather(-1, own[..., None])[..., 0]
+                losses[..., depth] -= self.window_settings.laws * (
+                    self._target_distribution(batch, depth) * log_probabilities
                 ).sum(-1)
         else:
-            found, reader, begun = self._start_reader(cut)
-            for place in range(self.shape.num_draft_tokens):
-                leaf = token_log_probabilities(self.module, found, begun + place, tokens[:, place].clamp_min(0))
-                losses[..., place] = -(reader.state_log_weights + leaf).logsumexp(-1)
-                reader.observe(leaf)
+            parameters, circuit_filter, first = self._start_filter(batch)
+            for depth in range(self.shape.num_draft_tokens):
+                leaf = token_log_probabilities(self.module, parameters, first + depth, tokens[:, depth].clamp_min(0))
+                losses[..., depth] = -(circuit_filter.state_log_weights + leaf).logsumexp(-1)
+                circuit_filter.observe(leaf)
         return (losses * weights).sum() / weights.sum().clamp_min(1)
 
-    def evaluate(self) -> dict[str, float]:
-        """Tokens per call on held-out texts: the leading right drafts, and the target's own token."""
-        return evaluate_greedy_and_sampled(self.module, self._tokens_per_call)
-
-    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
-        """A folder for `saltus.networks.loading.drafter_files.load_heads`."""
-        save_drafter("heads", self.module, folder, self.target_name, model_fingerprint(self.target), card)
-
     def _draft_targets(self, batch: Batch) -> tuple[Int[Tensor, "windows window"], Bool[Tensor, "windows window"]]:
-        """The windows' tokens as places among those drafted, and which of them count."""
+        """The windows' tokens as indices in the draft vocabulary, and which of them have a loss."""
         tokens = self.draft_indices[batch.targets].flatten(0, 1)
         counted = (batch.loss_mask.flatten(0, 1) & (tokens >= 0)).to(torch.uint8).cummin(-1).values.bool()
         return tokens.to(self.target.device), counted.to(self.target.device)
 
-    def _start_reader(self, batch: Batch) -> tuple[CircuitParameters, CircuitFilter[Tensor], int]:
-        """What the heads say of the windows, a reader of them, and at which position their tokens begin."""
-        here = batch.corpus_rows.gather(1, batch.window_starts - 1).flatten()  # of the last token before each window
-        found = self.module(self._last_hidden_states(batch, here), self.corpus.tokens[here].to(self.target.device))
-        reader = CircuitFilter(self.shape.circuit_structure, found.initial, found.transitions)
+    def _start_filter(self, batch: Batch) -> tuple[CircuitParameters, CircuitFilter[Tensor], int]:
+        """The windows' circuits, a filter of each, and the position of a window's first unknown token."""
+        last_rows = batch.corpus_rows.gather(1, batch.window_starts - 1).flatten()  # of the token before each window
+        last_tokens = self.corpus.tokens[last_rows]
+        parameters = self.module(self._last_hidden_states(batch, last_rows), last_tokens.to(self.target.device))
+        circuit_filter = CircuitFilter(self.shape.circuit_structure, parameters.initial, parameters.transitions)
         if self.shape.told:
-            return found, reader, 0
-        first = self.draft_indices[self.corpus.tokens[here]].to(self.target.device)  # the text's last token, and known
-        leaf = token_log_probabilities(self.module, found, 0, first.clamp_min(0))
-        reader.observe(torch.where(first[:, None] >= 0, leaf, 0.0))
-        return found, reader, 1
+            return parameters, circuit_filter, 0
+        first = self.draft_indices[last_tokens].to(self.target.device)  # position 0 is the text's last token
+        leaf = token_log_probabilities(self.module, parameters, 0, first.clamp_min(0))
+        circuit_filter.observe(torch.where(first[:, None] >= 0, leaf, 0.0))
+        return parameters, circuit_filter, 1
 
     def _log_distributions(
         self, batch: Batch, tokens: Int[Tensor, "windows window"]
     ) -> Iterator[Float[Tensor, "windows draft"]]:
-        """The log-law of each place of the windows, given the tokens before it, one by one."""
-        found, reader, begun = self._start_reader(batch)
-        for place in range(self.shape.num_draft_tokens):
-            distributions = self.module.log_probabilities(found, begun + place)
-            yield (reader.state_log_weights[..., None] + distributions).logsumexp(-2)
-            if place + 1 < self.shape.num_draft_tokens:
-                own = tokens[:, place].clamp_min(0)[:, None, None].expand(-1, distributions.shape[1], 1)
-                reader.observe(distributions.gather(-1, own)[..., 0])
+        """Log-probabilities at each position of the windows, given the tokens before it, position by position."""
+        parameters, circuit_filter, first = self._start_filter(batch)
+        for depth in range(self.shape.num_draft_tokens):
+            by_state = self.module.log_probabilities(parameters, first + depth)
+            yield (circuit_filter.state_log_weights[..., None] + by_state).logsumexp(-2)
+            if depth + 1 < self.shape.num_draft_tokens:
+                own = tokens[:, depth].clamp_min(0)[:, None, None].expand(-1, by_state.shape[1], 1)
+                circuit_filter.observe(by_state.gather(-1, own)[..., 0])
 
     def _last_hidden_states(
         self, batch: Batch, last_token_rows: Int[Tensor, "windows"]
     ) -> Float[Tensor, "windows hidden"]:
-        """The states before each window's last known token, as adapted layers see the text where there are some."""
+        """The hidden states before each window's last known token, after the adapted layers if there are some."""
         device, upper = self.target.device, self.module.upper
         if upper is None:
             return self.corpus.hidden_states[last_token_rows - 1][..., -self.shape.hidden :].to(device)
         below = select_hidden_states(
             self.corpus.hidden_states[batch.corpus_rows - 1], self.corpus.hidden_state_layers, self.shape.taps
         )
-        read = upper(below.to(device, upper.lora_layers[0].down.dtype))
-        return read.gather(1, (batch.window_starts - 1)[..., None].expand(-1, -1, read.shape[-1]).to(device)).flatten(
-            0, 1
-        )
+        states = upper(below.to(device, upper.lora_layers[0].down.dtype))
+        last = (batch.window_starts - 1)[..., None].expand(-1, -1, states.shape[-1]).to(device)
+        return states.gather(1, last).flatten(0, 1)
 
     @torch.no_grad()
     def _target_distribution(self, batch: Batch, position: int) -> Float[Tensor, "windows draft"]:
-        """The target's own law of a window's token, among those drafted; of none behind its text's end that counts."""
+        """The target's distribution of a window's token over the drafted tokens; arbitrary behind a text's end."""
         last = batch.corpus_rows.gather(1, batch.window_starts - 1).flatten() + position
         states = self.corpus.hidden_states[last.clamp_max(len(self.corpus.tokens) - 1)][..., -self.shape.hidden :]
         unembedding = self.module.unembedding
         return (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float().softmax(-1)
 
-    @torch.inference_mode()
-    def _tokens_per_call(self, greedy: bool) -> float:
-        """NaN without such texts."""
-        found = []
-        for cut in self.window_dataset.validation_batches(greedy):
-            tokens, counted = self._draft_targets(cut)
-            said = torch.stack([distribution.argmax(-1) for distribution in self._log_distributions(cut, tokens)], -1)
-            right = torch.where(counted[:, : said.shape[1]], said, IGNORED_TOKEN - 1)
-            found.append(1 + num_correct(right, tokens[:, : said.shape[1]]).double())
-        return float(torch.cat(found).mean()) if found else math.nan
+    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+        tokens, counted = self._draft_targets(batch)
+        drafts = torch.stack([logs.argmax(-1) for logs in self._log_distributions(batch, tokens)], -1)
+        length = drafts.shape[1]
+        return counted[:, :length] & (drafts == tokens[:, :length])

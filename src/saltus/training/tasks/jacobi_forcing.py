@@ -1,4 +1,4 @@
-"""Teach a model, or a gated adapter of it, to see through wrong guesses: progressive consistency (Jacobi Forcing)."""
+"""Training of a model, or of a gated adapter, to predict the text from wrong iterates (Jacobi Forcing)."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from torch import Tensor, nn
 
 from saltus.core.noise import Noise
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
-from saltus.networks.loading.adapter_files import load_adapter, save_adapter
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.adapter_files import save_adapter
+from saltus.networks.loading.drafter_files import METADATA_FILE, model_fingerprint
 from saltus.networks.loading.target_drafters import JACOBI_FORM
 from saltus.training.data.block_packing import BlockNoise, PackedBlocks, pack_blocks
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.trajectories import Trajectory
+from saltus.training.data.trajectories import Trajectory, trajectories_digest
 from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import WindowSettings, select_validation
 from saltus.training.tasks import losses
+from saltus.training.tasks.adapter import load_initial_adapter
 from saltus.training.tasks.distillation import token_loss
-from saltus.training.tasks.training_task import evaluate_greedy_and_sampled
+from saltus.training.tasks.training_task import TrainingTask
 
-ROWS_PER_CHUNK = 64  # laws of a vocabulary in float64 at a time
-DECODING_NOISE = BlockNoise("any", "clean")  # what a call finds: some iterate, behind decided text
+DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, behind decided text
 
 
 @dataclass(eq=False)
-class JacobiTrainingTask:
-    """A `Course`: from an iterate of a block, say the text (Eq. 8, 9).
+class JacobiTrainingTask(TrainingTask):
+    """From an iterate of a block, predict the text (Eq. 8, 9).
 
-    The loss is the divergence of what rows behind a wrong guess say from what the text's own rows say, which give no
-    gradient there. With a `gating` an adapter is trained, which acts on the guesses' rows alone; the model is frozen,
-    and verifies. Without one the model itself is trained, and `text_weight` times a loss of its text keeps it from
-    drifting: cross-entropy (`anchor` "text", Eq. 9), or how far its laws are from those of the model as it was ("laws",
-    ours, which keeps a second copy). `lessons.discount` is the weight of a row relative to the one before it behind the
-    same wrong guess, and `lessons.slots` the longest text in tokens.
+    The loss is KL(text rows, detached ‖ iterate rows), over the iterate rows that attend to a wrong token. With a
+    `gating` an adapter is trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it
+    the model itself is trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor`
+    "text", Eq. 9), or the divergence from the initial model ("laws", ours; it keeps a second copy of the model). The
+    recipe's `discount` is the weight of a row relative to the one before it in a block with the same wrong token, and
+    its `slots` is the longest text in tokens.
     """
 
     model: Any  # of Hugging Face
@@ -59,17 +59,16 @@ class JacobiTrainingTask:
     autocast: bool = False
     tokenizer: Any = None
     module: nn.Module = field(init=False)
-    reference_model: Any = field(init=False, default=None)  # the model as it was
+    reference_model: Any = field(init=False, default=None)  # the initial model
     training_trajectories: list[Trajectory] = field(init=False)
     validation_trajectories: list[Trajectory] = field(init=False)
 
     def __post_init__(self) -> None:
-        texts = [
-            short for one in self.trajectories if (short := _truncate(one, self.window_settings.slots)) is not None
-        ]
+        slots = self.window_settings.slots
+        texts = [short for one in self.trajectories if (short := _truncate(one, slots)) is not None]
         if len(texts) < 2:
             raise ValueError(
-                f"there are fewer than two texts of more than a block within {self.window_settings.slots} tokens to"
+                f"there are fewer than two texts of more than a block within {slots} tokens to"
                 " learn from and to hold out; collect more or longer ones, or raise lessons.slots"
             )
         blocks = -(-max(len(one.completion) for one in texts) // texts[0].block_size)
@@ -78,16 +77,12 @@ class JacobiTrainingTask:
                 f"the noise's window is {self.noise.window} blocks, but the longest text has {blocks} of"
                 f" {texts[0].block_size} tokens; take a smaller window, or collect longer texts"
             )
-        chosen = select_validation(
-            [np.asarray(one.prompt).tobytes() for one in texts],
-            self.window_settings.held_out,
-            self.window_settings.seed,
-        )
-        self.validation_trajectories = [one for one, out in zip(texts, chosen, strict=True) if out]
-        own = [one for one, out in zip(texts, chosen, strict=True) if not out]
-        self.training_trajectories = sorted(
-            own, key=lambda one: len(one.prompt) + len(one.completion)
-        )  # like lengths share a batch
+        prompts = [np.asarray(one.prompt).tobytes() for one in texts]
+        held_out = select_validation(prompts, self.window_settings.held_out, self.window_settings.seed)
+        self.validation_trajectories = [one for one, out in zip(texts, held_out, strict=True) if out]
+        own = [one for one, out in zip(texts, held_out, strict=True) if not out]
+        # sorted, so that texts of a batch have similar lengths
+        self.training_trajectories = sorted(own, key=lambda one: len(one.prompt) + len(one.completion))
         prepare_model(self.model)
         if self.gating is None:
             self.reference_model = copy.deepcopy(self.model) if self.anchor == "laws" else None
@@ -100,17 +95,24 @@ class JacobiTrainingTask:
     def adapter(self) -> Adapter | None:
         return self.module if isinstance(self.module, Adapter) else None
 
+    @property
+    def queries_per_step(self) -> int:
+        tokens = sum(len(one.completion) for one in self.training_trajectories)
+        return self.window_settings.texts * tokens // len(self.training_trajectories)
+
+    def dataset_digest(self) -> str:
+        return trajectories_digest(self.trajectories)
+
     def initialize_from(self, folder: Path) -> None:
-        """Go on with an adapter. Errors: ValueError where its settings are others, or where a model is trained."""
+        """Start with a saved adapter. Errors: ValueError if its settings are others, or where a model is trained."""
         if self.adapter is None:
-            raise ValueError("a model is gone on with by --model, not by --from")
-        found = load_adapter(folder, self.model, model_fingerprint(self.model), self.name)
-        if replace(found.settings, window=self.adapter.settings.window) != self.adapter.settings:
-            raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
-        self.adapter.copy_weights_from(found)
+            raise ValueError("--from is for adapters; give a trained model by --model")
+        self.adapter.copy_weights_from(
+            load_initial_adapter(folder, self.model, self.name, self.adapter.settings, ignore_window=True)
+        )
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """The mean over the rows behind wrong guesses, and that over the text."""
+        """The mean over the rows that attend to wrong tokens, plus that over the text."""
         generator = seeded_generator(self.window_settings.seed, "blocks", step)
         count = min(self.window_settings.texts, len(self.training_trajectories))
         first = int(generator.integers(len(self.training_trajectories) - count + 1))
@@ -118,57 +120,52 @@ class JacobiTrainingTask:
         return self.batch_loss(texts, [self.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts])
 
     def batch_loss(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]]) -> Float[Tensor, ""]:
-        """Of these iterates of these texts."""
+        """The loss of these iterates of these texts."""
         blocks = self._pack(texts, iterates, self.noise)
-        counted, anchored = (
-            blocks.sees_wrong_token & blocks.has_next_token,
-            self.adapter is None and self.text_weight > 0,
-        )
-        read = blocks.has_next_token if anchored else counted  # rows of the text that are asked
-        noisy, text = blocks.iterate_rows[counted], blocks.text_rows[read]
-        logits = self._logits(blocks, texts, torch.cat([noisy, text]))
-        guessed, now = logits[: len(noisy)], logits[len(noisy) :]
-        follows, weights = blocks.token_ids.roll(-1, 1), self._row_weights(blocks)[counted]
-        own = token_loss(guessed, follows[counted], now[counted[read]].detach(), self.loss_name) * weights
-        total = own.sum() / weights.sum().clamp_min(1e-9)
-        if anchored:
-            kept = (
-                losses.cross_entropy(now, follows[read])
+        counted = blocks.sees_wrong_token & blocks.has_next_token
+        has_text_loss = self.adapter is None and self.text_weight > 0
+        text_rows_used = blocks.has_next_token if has_text_loss else counted
+        iterate_rows = blocks.iterate_rows[counted]
+        logits = self._logits(blocks, texts, torch.cat([iterate_rows, blocks.text_rows[text_rows_used]]))
+        iterate_logits, text_logits = logits[: len(iterate_rows)], logits[len(iterate_rows) :]
+        next_tokens, weights = blocks.token_ids.roll(-1, 1), self._row_weights(blocks)[counted]
+        targets = text_logits[counted[text_rows_used]].detach()
+        row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name) * weights
+        total = row_losses.sum() / weights.sum().clamp_min(1e-9)
+        if has_text_loss:
+            text_losses = (
+                losses.cross_entropy(text_logits, next_tokens[text_rows_used])
                 if self.reference_model is None
-                else self._reference_divergence(blocks, now)
+                else self._reference_divergence(blocks, text_logits)
             )
-            total = total + self.text_weight * kept.mean()
+            total = total + self.text_weight * text_losses.mean()
         return total
 
     def _reference_divergence(self, blocks: PackedBlocks, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
-        """How far the laws along the text are from those of the model as it was."""
+        """The KL divergence along the text from the initial model's distributions."""
         packed = blocks.packed
         length = packed.tokens.shape[1]
         rows = blocks.text_rows[blocks.has_next_token]
         with torch.no_grad(), self._autocast():
-            distributions = packed_logits(
+            reference_logits = packed_logits(
                 self.reference_model,
                 pack_causal(packed.tokens[:, : packed.context_length]),
                 rows // length * packed.context_length + rows % length,
             )
-        return losses.kl_divergence(distributions, logits)
-
-    def evaluate(self) -> dict[str, float]:
-        """What the call after this one will decide, the verifier's own token included, on held-out texts."""
-        return evaluate_greedy_and_sampled(self.module, self._tokens_per_call)
+        return losses.kl_divergence(reference_logits, logits)
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.loading.adapter_files.load_adapter`, or a model for `saltus.load`."""
         block = self.training_trajectories[0].block_size
         if self.adapter is not None:
-            made = {**card, "form": JACOBI_FORM, "window": block}
-            save_adapter(self.adapter, folder, model_fingerprint(self.model), self.name, made)
+            training = {**card, "form": JACOBI_FORM, "window": block}
+            save_adapter(self.adapter, folder, model_fingerprint(self.model), self.name, training)
             return
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        papers = {"trained_from": self.name, "training": {**card, "block": block}}
-        Path(folder, "saltus.json").write_text(json.dumps(papers, indent=2) + "\n")
+        metadata = {"trained_from": self.name, "training": {**card, "block": block}}
+        Path(folder, METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n")
 
     def _pack(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]], noise: BlockNoise) -> PackedBlocks:
         prompts, completions = [one.prompt for one in texts], [one.completion for one in texts]
@@ -177,18 +174,18 @@ class JacobiTrainingTask:
     def _logits(
         self, blocks: PackedBlocks, texts: Sequence[Trajectory], row_indices: Int[Tensor, "kept"]
     ) -> Float[Tensor, "kept vocab"]:
-        temperatures = torch.tensor(
-            [[one.temperature] for one in texts], dtype=torch.float64, device=row_indices.device
-        )
-        conditioning = None if self.adapter is None else temperatures
+        temperatures = None
+        if self.adapter is not None:
+            temperatures = torch.tensor([[one.temperature] for one in texts], dtype=torch.float64)
+            temperatures = temperatures.to(row_indices.device)
         with self._autocast():
-            return packed_logits(self.model, blocks.packed, row_indices, self.adapter, conditioning, self.recompute)
+            return packed_logits(self.model, blocks.packed, row_indices, self.adapter, temperatures, self.recompute)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _row_weights(self, blocks: PackedBlocks) -> Float[Tensor, "batch slots"]:
-        """Discounted by how many rows of the same block were misled before."""
+        """Discounted by the number of earlier rows in the same block that attend to a wrong token."""
         size = self.training_trajectories[0].block_size
         batch, slots = blocks.sees_wrong_token.shape
         padded = nn.functional.pad(blocks.sees_wrong_token.long(), (0, -slots % size)).view(batch, -1, size)
@@ -197,41 +194,40 @@ class JacobiTrainingTask:
 
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
-        """NaN without such texts."""
+        """The mean number of tokens that the next call decides, the verifier's own token included."""
         chosen = [one for one in self.validation_trajectories if (one.temperature == 0) == greedy]
-        found = [count for number, one in enumerate(chosen) for count in self._tokens_per_block(one, number)]
-        return float(np.mean(found)) if found else math.nan
+        counts = [count for number, one in enumerate(chosen) for count in self._tokens_per_block(one, number)]
+        return float(np.mean(counts)) if counts else math.nan
 
     def _tokens_per_block(self, trajectory: Trajectory, number: int) -> Iterator[int]:
-        """For each block an iterate that is not its text: one token, and as many as the answers get right behind it."""
+        """For each block an iterate with a wrong token: one token, plus the correct predictions right behind it."""
         blocks = trajectory.iterates_by_block()
         iterate = DECODING_NOISE.choose_iterates(
             [iterates[:-1] or iterates for iterates in blocks], seeded_generator(1, "exam", number)
         )
         packed = self._pack([trajectory], [iterate], DECODING_NOISE)
-        answers = self._predicted_tokens(trajectory, self._logits(packed, [trajectory], packed.iterate_rows[0]))
-        right, wrong = (
-            answers[:-1] == np.array(trajectory.completion[1:]),
-            np.array(iterate) != np.array(trajectory.completion),
-        )
+        predicted = self._predicted_tokens(trajectory, self._logits(packed, [trajectory], packed.iterate_rows[0]))
+        correct = predicted[:-1] == np.array(trajectory.completion[1:])
+        wrong = np.array(iterate) != np.array(trajectory.completion)
         for start in range(0, len(iterate), trajectory.block_size):
-            here = np.flatnonzero(wrong[start : start + trajectory.block_size])
-            if len(here):
-                behind = right[start + here[0] : start + trajectory.block_size - 1]
+            first_wrong = np.flatnonzero(wrong[start : start + trajectory.block_size])[:1]
+            if len(first_wrong):
+                behind = correct[start + first_wrong[0] : start + trajectory.block_size - 1]
                 yield 1 + int(np.cumprod(behind).sum())
 
-    def _predicted_tokens(self, trajectory: Trajectory, logits: Float[Tensor, "slots vocab"]) -> np.ndarray:
-        """The token that each row says comes next, by the text's own uniforms."""
+    def _predicted_tokens(
+        self, trajectory: Trajectory, logits: Float[Tensor, "slots vocab"]
+    ) -> Int[np.ndarray, "slots"]:
+        """The next token of each row, picked by the text's own uniforms."""
         if trajectory.temperature == 0:
             return logits.argmax(-1).cpu().numpy()
         places = len(trajectory.prompt) + 1 + np.arange(len(logits))
         uniforms = torch.from_numpy(Noise(trajectory.seed).uniforms("text", places)).to(logits.device)
-        parts = zip(uniforms.split(ROWS_PER_CHUNK), logits.split(ROWS_PER_CHUNK), strict=True)
-        return torch.cat([pick_tokens(*part, trajectory.temperature) for part in parts]).cpu().numpy()
+        return pick_tokens(uniforms, logits, trajectory.temperature).cpu().numpy()
 
 
 def _truncate(trajectory: Trajectory, max_length: int) -> Trajectory | None:
-    """Its beginning, if that is more than a block; whole blocks, where it is not all."""
+    """Its beginning, in whole blocks if it is truncated; None unless that is more than one block."""
     size = len(trajectory.completion)
     if len(trajectory.prompt) + size > max_length:
         size = max(max_length - len(trajectory.prompt), 0) // trajectory.block_size * trajectory.block_size

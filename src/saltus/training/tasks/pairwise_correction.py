@@ -1,10 +1,11 @@
-"""Teach what tokens say of the one behind them, where a law was asked for without knowing them: the links of `assd`."""
+"""Training of the pairwise correction of `assd`: it adapts logits to tokens that they were computed without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.drafting.pairwise_correction import PairwiseCorrection
-from saltus.networks.models.any_subset import LINK_TENSORS
+from saltus.networks.models.any_subset import LINK_TENSORS, save_pairwise_correction
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.tasks.any_subset import AnySubsetTrainingTask, lattice_ranks, sample_similar_lengths
+from saltus.training.tasks.any_subset import AnySubsetTrainingTask, lattice_ranks
+from saltus.training.tasks.training_task import TrainingTask
 
 
 class PairwiseCorrectionModel(nn.Module):
-    """What is changed by neighbours: nothing, at first."""
+    """A correction of logits of rank `rank`; initially zero. The parameters' names are keys of checkpoints."""
 
     def __init__(self, vocab: int, hidden: int, rank: int, seed: int = 0) -> None:
         super().__init__()
@@ -38,20 +40,19 @@ class PairwiseCorrectionModel(nn.Module):
         left: Int[Tensor, "rows"],
         second_left: Int[Tensor, "rows"],
     ) -> Float[Tensor, "rows vocab"]:
-        """Logits behind these tokens, as `Links` has them; `before` is −1 where the law knew it."""
+        """Logits behind these two tokens, as `PairwiseCorrection` computes them; second_left −1: it was known."""
         weights = 1 + hidden_states @ self.told
-        said = self.left[left] + torch.where(second_left[:, None] >= 0, self.before[second_left.clamp_min(0)], 0.0)
-        return logits * weights[:, -1:] + (said * weights[:, :-1]) @ self.right.T
+        second = torch.where(second_left[:, None] >= 0, self.before[second_left.clamp_min(0)], 0.0)
+        return logits * weights[:, -1:] + ((self.left[left] + second) * weights[:, :-1]) @ self.right.T
 
     def correction(self) -> PairwiseCorrection:
         return PairwiseCorrection(*(getattr(self, name).detach().cpu().numpy() for name in LINK_TENSORS))
 
 
 @dataclass(eq=False)
-class PairwiseCorrectionTrainingTask:
-    """Bring laws of holes that do not know the last 1 to `ahead` tokens near those that do; the model stays.
-
-    Drafts of such laws are accepted as often as the two overlap.
+class PairwiseCorrectionTrainingTask(TrainingTask):
+    """A low-rank correction, so that holes predicted without the last 1 to `max_unknown` tokens match predictions
+    with them. The model stays. The acceptance rate of drafts is the overlap of the two distributions.
     """
 
     base_task: AnySubsetTrainingTask
@@ -61,54 +62,50 @@ class PairwiseCorrectionTrainingTask:
 
     def __post_init__(self) -> None:
         self.base_task.module.requires_grad_(False).eval()
-        words = self.base_task.model.get_output_embeddings().weight
-        vocab, hidden = words.shape
-        self.module = PairwiseCorrectionModel(vocab, hidden, self.rank, self.base_task.seed).to(words.device)
+        unembedding = self.base_task.model.get_output_embeddings().weight
+        vocab, hidden = unembedding.shape
+        self.module = PairwiseCorrectionModel(vocab, hidden, self.rank, self.base_task.seed).to(unembedding.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """Cross-entropy, in nats, of holes whose left neighbour is one; its least is the entropy of their own laws."""
-        course, generator = self.base_task, seeded_generator(self.base_task.seed, "links", step)
-        texts = [course.texts[place] for place in sample_similar_lengths(course.lengths, course.batch_size, generator)]
-        shares = course.hole_settings.hole_fractions(course.batch_size, 1.0, generator)
-        tokens, ranks = course.make_batch(texts, shares, generator, course.hole_settings.blank_probability[1])
-        own, (logits, *conditioning) = self._batch_logits(
-            tokens, ranks, int(generator.integers(1, self.max_unknown + 1))
-        )
-        if not len(own):
-            return self.module.right.sum() * 0
-        return F.cross_entropy(self.module(logits, *conditioning), own)
+        """Cross-entropy, in nats, of holes right behind a hole; its minimum is the entropy of the full predictions."""
+        base, generator = self.base_task, seeded_generator(self.base_task.seed, "links", step)
+        tokens, ranks = base.sample_batch(generator, 1.0, base.hole_settings.blank_probability[1])
+        num_unknown = int(generator.integers(1, self.max_unknown + 1))
+        targets, inputs = self._batch_logits(tokens, ranks, num_unknown)
+        return F.cross_entropy(self.module(*inputs), targets) if len(targets) else self.module.right.sum() * 0
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Of held-out texts, half of them holes: how often a draft is accepted behind one that was."""
-        course, generator = self.base_task, seeded_generator(1, "exam")
-        alone, linked = [], []
-        for start in range(0, 4 * course.batch_size, course.batch_size):
-            texts = course.validation_texts[start : start + course.batch_size]
-            if not texts:
-                break
-            tokens, ranks = course.make_batch(texts, [0.5] * len(texts), generator)
-            own, (logits, *conditioning) = self._batch_logits(tokens, ranks, self.max_unknown // 2)
-            for found, drafted in ((alone, logits), (linked, self.module(logits, *conditioning))):
-                found += torch.minimum(own, drafted.softmax(-1)).sum(-1).tolist()
-        return {"accepted without links": float(np.mean(alone)), "with": float(np.mean(linked))}
+        """Acceptance rates behind an accepted draft, in held-out texts of which half is holes."""
+        generator = seeded_generator(1, "exam")
+        uncorrected, corrected = [], []
+        for texts in self.base_task.validation_parts():
+            tokens, ranks = self.base_task.make_batch(texts, [0.5] * len(texts), generator)
+            targets, inputs = self._batch_logits(tokens, ranks, self.max_unknown // 2)
+            for rates, logits in ((uncorrected, inputs[0]), (corrected, self.module(*inputs))):
+                rates += torch.minimum(targets, logits.softmax(-1)).sum(-1).tolist()
+        return {"accepted without links": float(np.mean(uncorrected)), "with": float(np.mean(corrected))}
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """Write the correction into the folder of its model."""
+        save_pairwise_correction(self.module.correction(), folder)
 
     @torch.no_grad()
     def _batch_logits(self, tokens: Tensor, ranks: Tensor, num_unknown: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Holes behind holes: their own laws, and what drafts are of: logits, states, the tokens that they lack."""
+        """Of holes behind holes: the full predictions, and the correction's inputs (logits, states, two tokens)."""
         ranks = lattice_ranks(ranks)
-        behind, left, before = consecutive_holes(tokens, ranks, num_unknown)
-        own = self.base_task.hole_logits(tokens, ranks)[0][behind].softmax(-1)
+        behind, left, second_left = consecutive_holes(tokens, ranks, num_unknown)
+        targets = self.base_task.hole_logits(tokens, ranks)[0][behind].softmax(-1)
         with _capture_hidden_states(self.base_task.model) as states:
             logits = self.base_task.hole_logits(tokens, ranks, num_unknown)[0][behind]
-        return own, (logits, states[0].flatten(0, -2)[behind].float(), left, before)
+        return targets, (logits, states[0].flatten(0, -2)[behind].float(), left, second_left)
 
 
 @contextmanager
 def _capture_hidden_states(model: Any) -> Iterator[list[Tensor]]:
-    """While open, the states that logits are of are kept."""
+    """While open, the inputs of the LM head are appended to the list."""
     states: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: states.append(given[0]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     try:
         yield states
     finally:
@@ -116,19 +113,18 @@ def _capture_hidden_states(model: Any) -> Iterator[list[Tensor]]:
 
 
 def consecutive_holes(
-    tokens: Int[Tensor, "batch laid"], ranks: Int[Tensor, "batch laid"], num_unknown: int
-) -> tuple[Bool[Tensor, "asked"], Int[Tensor, "behind"], Int[Tensor, "behind"]]:
-    """Which of the holes stand right behind the hole that is decided before them, and the tokens to their left.
+    tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int
+) -> tuple[Bool[Tensor, "holes"], Int[Tensor, "behind"], Int[Tensor, "behind"]]:
+    """True for holes right behind the hole that is decided before them, and the two tokens to their left.
 
-    Those two to the left are −1 where they were known to a law that lags so far behind.
+    The second of these is −1 where a prediction without the last `num_unknown` holes knows it.
     """
-    (left, left_rank), (before, before_rank) = (_shift_right(tokens, ranks, by) for by in (1, 2))
+    (left, left_rank), (second, second_rank) = (_shift_right(tokens, ranks, by) for by in (1, 2))
     behind = (ranks > 1) & (left_rank == ranks - 1)
-    unknown = (before_rank > 0) & (before_rank >= (ranks - num_unknown).clamp_min(1))
-    before = torch.where(unknown, before, -1)
-    return behind[ranks > 0], left[behind], before[behind]
+    unknown = (second_rank > 0) & (second_rank >= (ranks - num_unknown).clamp_min(1))
+    return behind[ranks > 0], left[behind], torch.where(unknown, second, -1)[behind]
 
 
 def _shift_right(tokens: Tensor, ranks: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """To each place the token and the rank that stand so far to its left; rank 0 where nothing does."""
+    """The token and the rank `by` positions to the left of each position; rank 0 at the beginning."""
     return F.pad(tokens, (by, 0))[:, : tokens.shape[1]], F.pad(ranks, (by, 0))[:, : ranks.shape[1]]

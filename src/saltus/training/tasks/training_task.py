@@ -1,44 +1,76 @@
-"""Say what a training run needs of whatever it trains: a loss for every step, an examination, and a folder."""
+"""The interface of a training task: a loss for every step, an evaluation, and a folder for the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
 
 
-@runtime_checkable
-class TrainingTask(Protocol):
-    """Something to train by `training.loop.train`."""
+class TrainingTask(ABC):
+    """What `training.run.train_task` trains: a module, with everything that its objective needs."""
+
+    module: Any  # the nn.Module whose weights are trained
 
     @property
-    def module(self) -> nn.Module:
-        """What is trained."""
-        ...
+    def queries_per_step(self) -> int:
+        """About how many rows of a step have a loss; 0 if unknown."""
+        return 0
+
+    def dataset_digest(self) -> str:
+        """A digest of the texts that a resumed run must have; empty if the files of the work folder identify them."""
+        return ""
 
     def initialize_from(self, folder: Path) -> None:
-        """Go on with what was saved there, before any step. Errors: ValueError where it does not fit."""
-        ...
+        """Start with the weights of a saved result. Errors: ValueError if they do not fit."""
+        raise ValueError(f"{type(self).__name__} cannot start from {folder}; leave out --from")
 
+    @abstractmethod
     def loss(self, step: int) -> Tensor:
-        """Of a step: a function of the step and the weights alone."""
-        ...
+        """The loss of a step: a function of the step number and the weights alone."""
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out tokens per call of chains, "greedy" and "sampled", the verifier's own token counted."""
-        ...
+        """Tokens per call on held-out texts, written greedily and sampled, without dropout."""
+        training = self.module.training
+        self.module.eval()
+        metrics = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}
+        self.module.train(training)
+        return metrics
 
+    def _tokens_per_call(self, greedy: bool) -> float:
+        """Correct leading drafts of a chain, plus the verifier's own token; NaN without such texts."""
+        raise NotImplementedError
+
+    @abstractmethod
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
-        """Keep what was trained, for use; the card says how it was made."""
-        ...
+        """Write the result for use; the card describes how it was made."""
 
 
-def evaluate_greedy_and_sampled(module: nn.Module, tokens_per_call: Callable[[bool], float]) -> dict[str, float]:
-    """A course's report: what is counted on greedy texts (True) and on sampled ones, without dropout."""
-    training = module.training
-    module.eval()
-    found = {"greedy": tokens_per_call(True), "sampled": tokens_per_call(False)}
-    module.train(training)
-    return found
+class WindowTrainingTask(TrainingTask):
+    """A task whose batches are windows of texts."""
+
+    window_settings: WindowSettings
+    window_dataset: Any  # a WindowDataset, made by the subclass
+
+    @property
+    def queries_per_step(self) -> int:
+        return self.window_settings.texts * self.window_settings.windows * self.window_dataset.window
+
+    @torch.no_grad()
+    def _tokens_per_call(self, greedy: bool) -> float:
+        dataset: WindowDataset = self.window_dataset
+        matches = [self._matching_drafts(batch) for batch in dataset.validation_batches(greedy)]
+        counts = [1 + match.to(torch.int64).cumprod(-1).sum(-1).double() for match in matches]
+        return float(torch.cat(counts).mean()) if counts else math.nan
+
+    @abstractmethod
+    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+        """True where the module's draft is the target token; False for tokens outside the loss mask."""

@@ -1,0 +1,176 @@
+"""Train a small any-subset model, on stories or on code: it fills holes anywhere (saltus infill).
+
+    saltus train assd -- --text stories.txt --text tales.csv --out my-stories
+    saltus infill -m my-stories "Once upon a time there was a [[3]] who [[…]]. They lived happily."
+
+    saltus train assd -- --code /usr/lib/python3.12 --length 320 --batch 8 --out my-code
+    saltus infill -m my-code --file program.py
+
+`--text` is a plain text with <|endoftext|> or empty lines between its stories, or a table (.csv) with columns
+document_id and text, a sentence a row. `--code` is a folder, whose Python functions are the texts (without tests and
+installed packages), or a file of JSON lines with a program each (`code`, and its description, `text`), as MBPP is. A
+hundredth of the texts is held out. The same command continues an interrupted run.
+
+Tokens are byte-level pieces, and the end of a line is a token of its own: every text can be restored exactly, and a
+missing line is a hole between two tokens. White space in stories becomes single spaces. `blank` tokens may follow the
+text of a hole, so that the model learns to end a hole of unknown length by itself.
+
+`--from` starts with the weights of such a model or of an XLNet, which keeps its own tokens and has no blanks.
+`--left-to-right` trains a causal model of the same size on the same texts, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from saltus.networks.loading.checkpoints import fills_holes
+from saltus.networks.models.any_subset import ANY_SUBSET
+from saltus.training.data import infill_texts
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.training_loop import Schedule, print_progress
+from saltus.training.run import train_task
+from saltus.training.tasks.any_subset import (
+    HOLE_FRACTION_RANGES,
+    AnySubsetTrainingTask,
+    HoleSettings,
+    LeftToRightTrainingTask,
+    XlnetTrainingTask,
+)
+from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
+from saltus.training.tasks.training_task import TrainingTask
+
+HELD_OUT = 0.01  # fraction of the texts
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="saltus train assd --", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--text", type=Path, action="append", default=[], help="of stories")
+    add("--code", type=Path, action="append", default=[], help="a folder of Python programs, or .jsonl")
+    add("--work", type=Path, help="checkpoints; default: a folder beside the model")
+    add("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
+    add("--steps", type=int, default=3000)
+    add("--batch", type=int, default=16, help="texts of a step")
+    add("--length", type=int, default=192, help="tokens of a text")
+    add("--vocabulary", type=int, default=4096)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=6)
+    add("--rate", type=float, help="learning rate; default 0.003, or 0.0001 with --from")
+    add("--from", dest="begin", type=Path, help="a folder: an XLNet, or a model of this command")
+    add("--spread", choices=list(HOLE_FRACTION_RANGES), default="wide", help="fraction of a text that is holes")
+    add("--spans", type=float, default=0.5, help="fraction of the texts whose holes are spans")
+    add("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
+    add("--left-to-right", action="store_true", help="a causal model, to compare with")
+    add("--links", type=int, default=800, help="steps for the pairwise correction of drafts, after the model")
+    add("--half", action="store_true", help="compute in bfloat16: twice as fast with AVX512-BF16")
+    add("--every", type=int, default=100, help="steps between checkpoints")
+    add("--seed", type=int, default=0)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train by these command-line arguments. Errors: ValueError; KeyboardInterrupt with a message."""
+    options = _parser().parse_args(arguments)
+    if options.left_to_right and options.begin:
+        raise ValueError("--left-to-right starts without weights; leave out --from")
+    texts = _read_texts(options)
+    model, tokenizer = _load_model(options.begin) if options.begin else _new_model(options, texts)
+    task = _make_task(options, model, tokenizer, texts)
+    settings = {key: str(value) for key, value in vars(options).items() if key not in ("work", "out", "every")}
+    optimiser, rate = ("adamw", 1e-4) if options.begin else ("muon", 3e-3)
+    work = options.work or options.out.with_name(options.out.name + "-work")
+    work.mkdir(parents=True, exist_ok=True)
+    schedule = Schedule(
+        options.steps, options.rate or rate, every=options.every, optimiser=optimiser, half=options.half
+    )
+    tasks: list[TrainingTask] = [task]
+    _train(task, schedule, work / "checkpoint.pt", settings)
+    if type(task) is AnySubsetTrainingTask and options.links:
+        correction = PairwiseCorrectionTrainingTask(task)
+        print(f"pairwise correction, in {options.links:,} steps", file=sys.stderr)
+        _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings)
+        tasks.append(correction)
+    for one in tasks:
+        one.save(options.out, {})
+    print(f"written: {options.out}", file=sys.stderr)
+
+
+def _train(task: TrainingTask, schedule: Schedule, checkpoint_path: Path, settings: dict[str, Any]) -> None:
+    try:
+        train_task(task, schedule, checkpoint_path, settings, print_progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; the same command goes on from the last checkpoint") from None
+
+
+def _read_texts(options: argparse.Namespace) -> list[str]:
+    """All texts, in random order."""
+    texts = [story for file in options.text for story in infill_texts.read_stories(file)]
+    texts += dict.fromkeys(one for source in options.code for one in infill_texts.read_programs(source))
+    if len(texts) < 200:
+        raise ValueError(f"only {len(texts)} stories or functions; give longer texts, by --text or --code")
+    return [texts[index] for index in seeded_generator(options.seed, "texts").permutation(len(texts))]
+
+
+def _new_model(options: argparse.Namespace, texts: Sequence[str]) -> tuple[Any, Any]:
+    """An untrained model, and a tokenizer made of the texts."""
+    tokenizer = infill_texts.train_tokenizer(texts, options.vocabulary)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=options.hidden, intermediate_size=int(options.hidden * 8 / 3) // 32 * 32,
+        num_hidden_layers=options.layers, num_attention_heads=max(options.hidden // 64, 1),
+        max_position_embeddings=4 * options.length, bos_token_id=infill_texts.BOS, eos_token_id=infill_texts.EOS,
+        pad_token_id=infill_texts.PAD, tie_word_embeddings=True,
+    )  # fmt: skip
+    if not options.left_to_right:
+        setattr(config, ANY_SUBSET, {"mask": infill_texts.MASK, "blank": infill_texts.BLANK})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                generator = seeded_generator(options.seed, name)
+                weight.copy_(torch.from_numpy(generator.normal(0, 0.02, tuple(weight.shape))))
+    return model, tokenizer
+
+
+def _load_model(folder: Path) -> tuple[Any, Any]:
+    """A trained model, in float32, and its tokenizer. Errors: ValueError for a causal model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not fills_holes(model):
+        raise ValueError(f"{folder} holds a causal model; start with an XLNet or an any-subset model")
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _make_task(options: argparse.Namespace, model: Any, tokenizer: Any, texts: Sequence[str]) -> AnySubsetTrainingTask:
+    """The task on these texts, of which the first ones are held out. Errors: ValueError for texts too short."""
+    start, end = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    num_held_out = max(int(len(texts) * HELD_OUT), 1)
+
+    def tokenize(some: Sequence[str]) -> list[np.ndarray]:
+        ids = tokenizer(some, add_special_tokens=False).input_ids
+        return [part for one in ids for part in infill_texts.split_tokens([*start, *one, *end], options.length)]
+
+    training, held_out = tokenize(texts[num_held_out:]), tokenize(texts[:num_held_out])
+    if not (training and held_out):
+        raise ValueError(f"no text that is held out has {infill_texts.MIN_TOKENS} tokens; give longer texts")
+    mean = sum(map(len, training)) / len(training)
+    print(f"{len(training):,} texts of {mean:.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
+    newline = None
+    if options.code and infill_texts.NEWLINE_PIECE in tokenizer.get_vocab():
+        newline = tokenizer.convert_tokens_to_ids(infill_texts.NEWLINE_PIECE)
+    blank = (getattr(model.config, ANY_SUBSET, None) or {}).get("blank")
+    holes = HoleSettings(
+        options.spread, span_probability=options.spans, order=options.order, blank_token=blank, newline_token=newline
+    )
+    task = XlnetTrainingTask if model.config.model_type == "xlnet" else AnySubsetTrainingTask
+    if options.left_to_right:
+        task = LeftToRightTrainingTask
+    return task(model, training, held_out, options.steps, options.batch, holes, options.half, options.seed, tokenizer)

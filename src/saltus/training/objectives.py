@@ -1,0 +1,152 @@
+"""The objectives that a recipe's kind selects: which texts each one needs, what it caches of them, and its task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
+from saltus.training.data.teacher_texts import read_teacher_texts
+from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
+from saltus.training.data.trajectories import Trajectory, read_trajectories
+from saltus.training.settings import Recipe
+from saltus.training.tasks.adapter import AdapterTrainingTask
+from saltus.training.tasks.cached_state_task import CachedStateTask
+from saltus.training.tasks.drafter import DrafterTrainingTask
+from saltus.training.tasks.heads import HeadsTrainingTask
+from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
+from saltus.training.tasks.training_task import TrainingTask
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingInputs:
+    """A recipe, the teacher's texts, the loaded models, and the work folder."""
+
+    recipe: Recipe
+    samples: Sequence[Sample]
+    network: Any  # the target, a CausalNetwork
+    model_name: str
+    work_folder: Path
+    student: Any = None  # the Hugging Face model that `Objective.student_name` names
+    tokenizer: Any = None  # saved with a trained model
+
+    @property
+    def data_folder(self) -> Path:
+        """What is cached of the teacher's texts."""
+        return self.work_folder / OBJECTIVES[self.recipe.kind].data_folder
+
+
+class Objective(ABC):
+    """One way to train something that drafts."""
+
+    method: str  # that drafts with the result
+    collect_command: str = "text"  # of `saltus collect`, which writes its texts
+    data_folder: str = "states"  # inside the work folder
+    has_matrices: bool = False  # weights for the optimizer muon
+    unused_window_keys: frozenset[str] = frozenset()
+    unused_keys_hint: str = ""
+
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        """Errors: ValueError for settings that mean nothing here. `window_keys` are those that the recipe gives."""
+        if unused := sorted(self.unused_window_keys & set(window_keys)):
+            raise ValueError(self.unused_keys_hint.format(unused[0]))
+        if recipe.schedule.optimiser == "muon" and not self.has_matrices:
+            raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimiser adamw")
+
+    def read_texts(self, path: Path) -> Sequence[Sample]:
+        """The teacher's texts. Errors: ValueError."""
+        return read_teacher_texts(path)
+
+    def student_name(self, recipe: Recipe) -> str:
+        """The model to train where it is not the target; else empty."""
+        return ""
+
+    @abstractmethod
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        """Cache what training needs of the texts in the data folder; yields how many texts are done."""
+
+    @abstractmethod
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        """The task, before its first step."""
+
+
+class CachedStateObjective(Objective):
+    """A small network trained on the target's hidden states, which are computed once: a drafter (PTP), heads (MtPC)."""
+
+    has_matrices = True
+
+    def __init__(self, method: str, task: type[CachedStateTask]) -> None:
+        self.method, self.task = method, task
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        recipe, network = inputs.recipe, inputs.network
+        network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
+        return collect_hidden_states(network, inputs.samples, inputs.data_folder, recipe.temperatures)
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        recipe, model = inputs.recipe, inputs.network.model
+        settings, corpus = getattr(recipe, recipe.kind), load_hidden_states(inputs.data_folder)
+        return self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.lessons, inputs.model_name)
+
+
+class AdapterObjective(Objective):
+    """A gated adapter of the target or of a student (PTP), trained on texts and their uniform intervals."""
+
+    method = "ptp"
+    data_folder = "edges"
+    unused_window_keys = frozenset({"laws"})
+    unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
+
+    def student_name(self, recipe: Recipe) -> str:
+        return recipe.adapter.student
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        recipe = inputs.recipe
+        return collect_uniform_intervals(
+            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots
+        )
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        settings, windows = inputs.recipe.adapter, inputs.recipe.lessons
+        model, name, teacher = inputs.network.model, inputs.model_name, None
+        if inputs.student is not None:
+            model, name, teacher = inputs.student, settings.student, model
+        return AdapterTrainingTask(
+            model, load_uniform_intervals(inputs.data_folder), settings.gating,
+            settings.distillation(windows.placement), windows, name, settings.recompute, settings.autocast, teacher,
+            inputs.model_name,
+        )  # fmt: skip
+
+
+class JacobiForcingObjective(Objective):
+    """A model or an adapter trained on the iterates of Jacobi decoding; nothing is cached."""
+
+    method = "jacobi"
+    collect_command = "jacobi"
+    unused_window_keys = frozenset({"windows", "placement", "laws", "greedy"})
+    unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
+
+    def read_texts(self, path: Path) -> Sequence[Sample]:
+        return read_trajectories(path)
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        return iter((len(inputs.samples),))
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        settings = inputs.recipe.forcing
+        return JacobiTrainingTask(
+            inputs.network.model, [one for one in inputs.samples if isinstance(one, Trajectory)], settings.gating,
+            settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.lessons,
+            inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
+        )  # fmt: skip
+
+
+OBJECTIVES: dict[str, Objective] = {  # by a recipe's kind
+    "drafter": CachedStateObjective("ptp", DrafterTrainingTask),
+    "adapter": AdapterObjective(),
+    "heads": CachedStateObjective("mtpc", HeadsTrainingTask),
+    "forcing": JacobiForcingObjective(),
+}

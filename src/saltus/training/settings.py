@@ -1,0 +1,179 @@
+"""The settings of a training run, as a recipe's TOML file holds them. The names of fields are its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from saltus.networks.adapters.gated_lora import GatedLoraSettings
+from saltus.networks.adapters.uniform_embedding import KINDS
+from saltus.networks.draft_models.drafter import DrafterShape
+from saltus.networks.draft_models.heads import HeadShape
+from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSchedule
+from saltus.training.data.window_dataset import WindowSettings
+from saltus.training.data.window_packing import UniformConditioning
+from saltus.training.loop.training_loop import Schedule
+from saltus.training.tasks.distillation import DistillationSettings, Loss
+
+Kind = Literal["drafter", "adapter", "heads", "forcing"]
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """A small network beside the target, with attention heads of the target's size."""
+
+    layers: int = 2
+    intermediate: int = 768
+    taps: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
+    window: int = 6  # tokens of a draft
+    vocabulary: int = 8192  # the most frequent tokens, which are drafted
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    told: bool = True  # conditioned on the temperature
+    informed: bool = True  # conditioned on uniforms; False is independent prediction
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "intermediate", "window", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a drafter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if self.embedding not in KINDS:
+            raise ValueError(f"a drafter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    def shape(self, target: Any) -> DrafterShape:
+        """The shape for a Hugging Face model. Errors: ValueError for layers that it does not have."""
+        config = target.config.get_text_config()
+        if wrong := [tap for tap in self.taps if not 0 < tap < config.num_hidden_layers]:
+            raise ValueError(f"taps has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer")
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return DrafterShape(
+            config.hidden_size, self.intermediate, self.taps, self.layers, heads, kv_heads,
+            self.window, self.embedding, self.told, self.informed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """A gated LoRA of the target, or of a student: another model, which drafts for the target."""
+
+    student: str = ""  # a model with the target's vocabulary; empty: the target itself
+    rank: int = 64
+    alpha: float | None = None  # default: the rank
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    told: bool = True  # conditioned on the temperature
+    form: UniformConditioning = "one-hot"
+    loss: Loss = "ce"
+    window: int = 16  # queries of a window; the first drafts nothing
+    recompute: bool = False  # checkpoint activations: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.gating and self.distillation(1.0)  # they raise errors for their settings now
+        if self.window < 2:
+            raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
+
+    @property
+    def gating(self) -> GatedLoraSettings:
+        alpha = float(self.rank) if self.alpha is None else self.alpha
+        return GatedLoraSettings(self.rank, alpha, self.dropout, self.targets, self.embedding, self.told, self.window)
+
+    def distillation(self, beta: float) -> DistillationSettings:
+        return DistillationSettings(self.form, self.loss, self.window, beta)
+
+
+@dataclass(frozen=True)
+class HeadsSettings:
+    """Heads: the joint distribution of the next tokens, from the target's last hidden state."""
+
+    circuit: Literal["ff", "cp", "hmm", "btree"] = "btree"
+    window: int = 8  # positions of the joint distribution
+    rank: int = 8  # states of each latent; ff has one
+    directions: int = 16  # of the subspace in which components differ
+    own: bool = False  # an unembedding for every position and component; for small vocabularies
+    told: bool = True  # conditioned on the text's last token; else this token is position 0 of the window
+    contextual: bool = True  # sum weights depend on the text
+    homogeneous: bool = False  # all steps of a circuit share one table
+    stay: float = 6.0  # initial logit for a latent to have its parent's state; 0: no preference
+    layers: int = 0  # the target's last layers, which heads apply once more, adapted
+    lora: int = 16  # rank of their adaptation
+    vocabulary: int = 8192  # the most frequent tokens, which are drafted
+
+    def __post_init__(self) -> None:
+        if self.vocabulary < 1:
+            raise ValueError(f"heads' vocabulary is {self.vocabulary}, but must be 1 or more")
+        assert self._shape(1)  # it raises errors for its settings now
+
+    def _shape(self, hidden: int) -> HeadShape:
+        own = {one.name for one in fields(self)}
+        return HeadShape(hidden, **{one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name in own})
+
+    def shape(self, target: Any) -> HeadShape:
+        """The shape for a Hugging Face model. Errors: ValueError for more layers than it has."""
+        config = target.config.get_text_config()
+        if not 0 <= self.layers < config.num_hidden_layers:
+            count = config.num_hidden_layers
+            raise ValueError(f"heads adapt {self.layers} layers, but the model has {count}; take fewer")
+        taps = (config.num_hidden_layers - self.layers,) if self.layers else ()
+        return replace(self._shape(config.hidden_size), taps=taps)
+
+
+@dataclass(frozen=True)
+class JacobiForcingSettings:
+    """Jacobi Forcing of a gated LoRA, whose drafts the unchanged model verifies, or of the model itself."""
+
+    trains: Literal["adapter", "model"] = "adapter"
+    rank: int = 16
+    alpha: float | None = None  # default: the rank
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
+    mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
+    window: int = 8  # blocks in which the noise rises
+    loss: Literal["kl", "ce"] = "kl"
+    text_weight: float = 1.0  # of the loss that limits the drift of a trained model
+    anchor: Literal["text", "laws"] = "text"  # that loss: cross-entropy of the text, or divergence from the model
+    recompute: bool = False  # checkpoint activations: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.noise and GatedLoraSettings(self.rank, self._alpha)  # they raise errors for their settings now
+        if self.text_weight < 0:
+            raise ValueError(f"text_weight is {self.text_weight}, but must be 0 or more")
+
+    @property
+    def _alpha(self) -> float:
+        return float(self.rank) if self.alpha is None else self.alpha
+
+    @property
+    def gating(self) -> GatedLoraSettings | None:
+        return GatedLoraSettings(self.rank, self._alpha, targets=self.targets) if self.trains == "adapter" else None
+
+    @property
+    def noise(self) -> BlockNoise:
+        return BlockNoise(self.schedule, self.mask, self.window)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run: for which model, on what, and how long. The kind names its objective and its own section."""
+
+    kind: Kind
+    schedule: Schedule
+    about: str = ""
+    time: str = ""  # that it takes, and where
+    model: str = "smollm2-135m"
+    dtype: str = "auto"  # of the target while it reads texts
+    temperatures: tuple[float, ...] = (0.7, 1.0)  # besides 0
+    teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
+    lessons: WindowSettings = field(default_factory=WindowSettings)  # the key is kept for recipes that exist
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    adapter: AdapterSettings = field(default_factory=AdapterSettings)
+    heads: HeadsSettings = field(default_factory=HeadsSettings)
+    forcing: JacobiForcingSettings = field(default_factory=JacobiForcingSettings)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All settings that can change the result, as checkpoints and cards hold them."""
+        omitted = ("about", "time", *(kind for kind in get_args(Kind) if kind != self.kind))
+        return {name: value for name, value in asdict(self).items() if name not in omitted}

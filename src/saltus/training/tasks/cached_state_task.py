@@ -1,0 +1,69 @@
+"""What the tasks on cached hidden states share: the drafted vocabulary, the target's own distributions, files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+from saltus.training.data.hidden_states import HiddenStateCorpus
+from saltus.training.data.window_dataset import WindowDataset, WindowSettings
+from saltus.training.tasks.training_task import WindowTrainingTask
+
+IGNORED_TOKEN = -100  # in place of a token that is not drafted, or that does not exist
+
+
+@dataclass(eq=False)
+class CachedStateTask(WindowTrainingTask):
+    """A small module for the `vocabulary_size` most frequent tokens, trained on a target's hidden states.
+
+    Errors: ValueError for states of another target or of other layers.
+    """
+
+    kind: ClassVar[str]  # of its files
+
+    target: Any  # of Hugging Face
+    corpus: HiddenStateCorpus
+    shape: Any  # a DrafterShape or a HeadShape
+    vocabulary_size: int = 8192
+    window_settings: WindowSettings = field(default_factory=WindowSettings)
+    target_name: str = "its target"
+    module: Any = field(init=False)
+    window_dataset: WindowDataset = field(init=False)
+    draft_indices: Int[Tensor, "vocab"] = field(init=False)  # of tokens in the draft vocabulary
+
+    def __post_init__(self) -> None:
+        self._check_corpus()
+        self.window_dataset = WindowDataset(self.corpus, self.window_settings, self.shape.window)
+        self._set_module(self._new_module(most_frequent_tokens(self.corpus, self.vocabulary_size)))
+
+    def _check_corpus(self) -> None:
+        if self.corpus.target_fingerprint != model_fingerprint(self.target):
+            raise ValueError(f"these are states of another model than {self.target_name}; collect them anew")
+
+    @abstractmethod
+    def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> nn.Module:
+        """An untrained module for these tokens."""
+
+    def _set_module(self, module: Any) -> None:
+        tokens = module.tokens
+        self.draft_indices = torch.full((int(max(self.corpus.tokens.max(), tokens.max())) + 1,), IGNORED_TOKEN)
+        self.draft_indices[tokens] = torch.arange(len(tokens))
+        self.module = module.to(self.target.device)
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """A folder for `saltus.networks.loading.drafter_files`."""
+        save_drafter(self.kind, self.module, folder, self.target_name, model_fingerprint(self.target), card)
+
+
+def most_frequent_tokens(corpus: HiddenStateCorpus, count: int) -> Int[Tensor, "draft"]:
+    """The ids of the most frequent tokens, ascending; tokens that never occur are left out."""
+    counts = torch.bincount(corpus.tokens)
+    return counts.argsort(descending=True)[: min(count, int((counts > 0).sum()))].sort().values
