@@ -44,8 +44,8 @@ def test_linked_pages_exist():
 def test_the_example_method_of_the_docs_offers_branches():
     example = {"__name__": __name__}
     exec(blocks("python", (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))[0], example)
-    offer = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
-    (branch,) = offer(continuation([5, 6, 7], length=4), None, 3)
+    draft = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
+    (branch,) = draft(continuation([5, 6, 7], length=4), None, 3)
     assert list(branch.tokens) == [6, 7]
 
 
