@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import saltus
+from saltus.training.data.collection_workers import _ShardWriter
 from saltus.training.data.teacher_texts import (
     CollectionPlan,
     TokenizedPrompt,
-    _ShardWriter,
     read_teacher_texts,
     text_seed,
     write_shard,
@@ -182,7 +182,7 @@ def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, asked, tmp_path, mon
             raise KeyboardInterrupt
         return write_shard(engine, plan, number, *rest)
 
-    monkeypatch.setattr("saltus.training.data.teacher_texts.write_shard", interrupted)
+    monkeypatch.setattr("saltus.training.data.collection_workers.write_shard", interrupted)
     said = collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
     assert said == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
 
