@@ -27,7 +27,7 @@ FIRST = torch.tensor([0.4, 0.3, 0.2, 0.1])  # no ties: where two are near, their
 
 
 def student(hidden: int = 32, seed: int = 1, spread: float = 0.0) -> Student:
-    """A small one; `spread` makes its laws differ from position to position, as if it were trained."""
+    """A small one; `spread` makes its distributions differ from position to position, as if it were trained."""
     made = Student(VOCAB, 24, hidden=hidden, layers=2, heads=2, seed=seed)
     with torch.no_grad():
         for name, weight in made.named_parameters() if spread else ():
@@ -36,13 +36,13 @@ def student(hidden: int = 32, seed: int = 1, spread: float = 0.0) -> Student:
 
 
 def ring(tokens: torch.Tensor) -> torch.Tensor:
-    """The teacher's law (logits) after each token; the last row is that of a text's first token."""
+    """The teacher's logits after each token; the last row is that of a text's first token."""
     chain = torch.stack([*(STEPS[0].roll(token) for token in range(VOCAB)), FIRST])
     return chain[tokens].log()
 
 
 def written(uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's texts, and their laws."""
+    """The teacher's texts, and their logits."""
     token, tokens, distributions = torch.full((len(uniforms),), VOCAB), [], []
     for k in range(uniforms.shape[1]):
         distributions.append(ring(token))
@@ -62,7 +62,9 @@ def test_inverted_uniforms_make_the_student_write_the_text():
     assert counted.all()
     distributions = network(pack_windows(texts, splits, query_uniforms(uniforms, "categorical")))
     assert torch.equal(pick_tokens(uniforms, distributions), gather_windows(texts, splits, WINDOW))
-    assert distributions.softmax(-1).std(dim=(0, 1, 2)).max() > 0.05, "the laws differ, or the test says nothing"
+    assert distributions.softmax(-1).std(dim=(0, 1, 2)).max() > 0.05, (
+        "the distributions differ, or the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])

@@ -1,4 +1,4 @@
-"""Losses: each has its minimum at the law it is about."""
+"""Losses: each has its minimum at the teacher's distribution."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks import losses
 from saltus.training.tasks.distillation import DistillationSettings
 
-LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
+DISTRIBUTION = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
 
 def fitted(loss) -> torch.Tensor:
-    """The law that minimises the expected loss."""
+    """The distribution that minimizes the expected loss."""
     logits = torch.zeros(4, requires_grad=True)
     optimiser = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -27,8 +27,8 @@ def fitted(loss) -> torch.Tensor:
 
 
 def over_tokens(loss):
-    """The expectation over tokens of the law."""
-    return lambda logits: (LAW * loss(logits.expand(4, -1), torch.arange(4))).sum()
+    """The expectation over tokens of the distribution."""
+    return lambda logits: (DISTRIBUTION * loss(logits.expand(4, -1), torch.arange(4))).sum()
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def over_tokens(loss):
     [
         over_tokens(losses.cross_entropy),
         over_tokens(losses.binary_cross_entropy),
-        lambda logits: losses.kl_divergence(LAW.log(), logits),
-        lambda logits: losses.reverse_kl_divergence(LAW.log(), logits),
+        lambda logits: losses.kl_divergence(DISTRIBUTION.log(), logits),
+        lambda logits: losses.reverse_kl_divergence(DISTRIBUTION.log(), logits),
     ],
     ids=["cross-entropy", "binary cross-entropy", "KL", "reverse KL"],
 )
 def test_a_loss_is_least_at_the_law_itself(loss):
-    torch.testing.assert_close(fitted(loss), LAW, atol=2e-3, rtol=0)
+    torch.testing.assert_close(fitted(loss), DISTRIBUTION, atol=2e-3, rtol=0)
 
 
 def test_divergences_are_those_of_torch_and_zero_between_equals():
