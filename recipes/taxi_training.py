@@ -25,16 +25,10 @@ from ptp_lab import (
 )
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import TokenOrder, uniform_intervals
-from saltus.training.data.window_packing import (
-    UniformConditioning,
-    gather_windows,
-    pack_windows,
-    query_uniforms,
-)
+from saltus.training.data.window_packing import UniformConditioning, gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, print_progress, train
-from saltus.training.tasks.distillation import DistillationSettings
-from saltus.training.tasks.losses import cross_entropy
+from saltus.training.tasks.losses import DistillationSettings, cross_entropy
 from taxi_data import Stream, chunks, held_out
 
 STRIDE = 10  # between the beginnings of training chunks

@@ -27,7 +27,7 @@ from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 from saltus.training.tasks.training_task import TrainingTask
 
 WINDOW, TEMPERATURES = 4, (0.7, 1.0)

@@ -19,7 +19,7 @@ from saltus.training.data.uniform_intervals import pick_tokens, uniform_interval
 from saltus.training.data.window_packing import gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 
 VOCAB, WINDOW = 4, 4
 STEPS = torch.tensor([[0.0, 0.7, 0.3, 0.0]]) + 1e-6  # from a token to the next ones, round a ring

@@ -46,10 +46,7 @@ Prompts = Annotated[
 Out = Annotated[
     Path,
     typer.Option(
-        "--out",
-        metavar="DIR",
-        help="The texts; a repeated command continues there.",
-        rich_help_panel=o.OUTPUT_PANEL,
+        "--out", metavar="DIR", help="The texts; a repeated command continues there.", rich_help_panel=o.OUTPUT_PANEL
     ),
 ]
 FreeShapes = Annotated[
@@ -72,8 +69,7 @@ Temperatures = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int,
-    typer.Option("--batch-size", metavar="N", min=1, help="Texts written together.", rich_help_panel=WORK_PANEL),
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts written together.", rich_help_panel=WORK_PANEL)
 ]
 Processes = Annotated[
     int,
