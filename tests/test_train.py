@@ -7,6 +7,7 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,14 @@ from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.objectives import OBJECTIVES
+from saltus.training.settings import Kind
+from saltus.training.tasks.adapter import AdapterTrainingTask
+from saltus.training.tasks.any_subset import AnySubsetTrainingTask
 from saltus.training.tasks.drafter import DrafterTrainingTask
+from saltus.training.tasks.heads import HeadsTrainingTask
+from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
+from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
+from saltus.training.tasks.training_task import TrainingTask
 from test_cli import complaint, lines, saltus_
 
 RECIPE = """
@@ -372,6 +380,23 @@ def test_recipes_that_come_with_it_are_sound_and_listed():
         assert found.time
     assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")
     assert "there is no recipe nowhere.toml" in complaint("train", "ptp", "-r", "nowhere.toml")
+
+
+def test_all_objectives_have_one_interface():
+    assert OBJECTIVES.keys() == set(get_args(Kind))
+    assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi"}
+    tasks = DrafterTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
+    for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
+        assert issubclass(task, TrainingTask)
+        assert not task.__abstractmethods__
+
+
+def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
+    assert "only 1 stories or functions" in complaint("train", "assd", "--", "--text", "few.txt")
+    assert "holds no programs" in complaint("train", "assd", "--", "--code", "nowhere")
+    assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
 
 
 def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tmp_path):
