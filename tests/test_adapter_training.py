@@ -1,4 +1,4 @@
-"""Adapters in training: packed windows are what each is alone, the model stays as it is, and what is learned drafts."""
+"""Training of adapters: packed windows equal separate ones, the model does not change, and a trained adapter drafts."""
 
 import math
 from dataclasses import replace
@@ -41,7 +41,7 @@ every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
 
 
 def samples(count: int = 6) -> list[Sample]:
-    """Random texts of unlike lengths, half of them written greedily, as it were."""
+    """Random texts of different lengths, half of them at temperature 0."""
     made = []
     for number in range(count):
         tokens = text(18 + 3 * number, number).tolist()
@@ -72,7 +72,7 @@ def gradients(task: AdapterTrainingTask, loss: torch.Tensor) -> dict[str, torch.
 
 
 def one_by_one(task: AdapterTrainingTask, step: int) -> torch.Tensor:
-    """The loss by the library's own causal attention: each window behind its own context, in a forward of its own."""
+    """The loss by the library's own causal attention: each window in its own forward."""
     batch, total, weight = task.window_dataset.training_batch(step), 0.0, 0.0
     task.model.set_attn_implementation("eager")
     for row in range(len(batch.window_starts)):
@@ -126,12 +126,12 @@ def test_packed_windows_have_the_loss_and_gradients_of_separate_forwards(name, t
 
 
 @every_kind
-def test_so_they_have_for_every_form_and_loss(form, loss, tmp_path):
+def test_packed_windows_equal_separate_ones_for_every_form_and_loss(form, loss, tmp_path):
     assert_same_as_one_by_one(make_task(tiny("Llama"), tmp_path, form=form, loss=loss))
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_layers_that_are_computed_again_give_the_same_gradients(name, tmp_path):
+def test_checkpointed_activations_give_the_same_gradients(name, tmp_path):
     kept, again = (
         make_task(tiny(name), tmp_path, gating=GatedLoraSettings(4, 4.0, dropout=0.2), recompute=recompute)
         for recompute in (False, True)
@@ -167,7 +167,7 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 # What windows are
 
 
-def test_queries_are_asked_as_they_are_at_decoding(tmp_path):
+def test_queries_are_those_of_decoding(tmp_path):
     """A window's logits equal those of a query window at decoding, with the same text and uniforms."""
     for greedy in (0.0, 1.0):
         task = make_task(tiny("Llama"), tmp_path, window_settings=replace(WINDOW_SETTINGS, greedy=greedy))
@@ -188,7 +188,7 @@ def test_queries_are_asked_as_they_are_at_decoding(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
-def test_students_of_laws_learn_at_the_temperature_of_the_text(form, tmp_path):
+def test_students_of_distributions_learn_at_the_temperature_of_the_text(form, tmp_path):
     task = make_task(tiny("Llama"), tmp_path, form=form)
     found = {0.0: set(), 0.7: set()}
     for step in range(20):
@@ -200,7 +200,7 @@ def test_students_of_laws_learn_at_the_temperature_of_the_text(form, tmp_path):
     assert found == expected
 
 
-def test_laws_without_edges_at_their_temperature_are_refused(tmp_path):
+def test_a_temperature_without_intervals_is_refused(tmp_path):
     model = tiny("Llama")
     for _ in collect_uniform_intervals(model, samples(), tmp_path, (1.0,), 40):
         pass
@@ -214,7 +214,7 @@ def test_laws_without_edges_at_their_temperature_are_refused(tmp_path):
         AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(WINDOW_SETTINGS, slots=4))
 
 
-def test_edges_are_those_that_are_kept_beside_states(tmp_path):
+def test_intervals_are_those_cached_beside_states(tmp_path):
     """Computed with another attention, and truncated at `slots` tokens."""
     network = CausalNetwork(tiny("Llama"))
     for _ in collect_hidden_states(network, samples(), tmp_path / "states", TEMPERATURES):
@@ -234,8 +234,8 @@ def test_edges_are_those_that_are_kept_beside_states(tmp_path):
         list(collect_uniform_intervals(tiny("Llama"), samples(), tmp_path / "20", TEMPERATURES, 21))
 
 
-def test_an_exam_counts_right_drafts_behind_the_first_query_and_one_token_more(tmp_path, monkeypatch):
-    """By a student that says what it should up to a place: the first query's answer never matters."""
+def test_tokens_per_call_are_the_correct_drafts_behind_the_first_query_and_one(tmp_path, monkeypatch):
+    """With drafts that are correct up to some position; the first query's prediction is ignored."""
     task = make_task(tiny("Llama"), tmp_path)
     for batch in task.window_dataset.validation_batches(False):
         monkeypatch.setattr(task.window_dataset, "validation_batches", lambda greedy, batch=batch: iter([batch]))
@@ -263,7 +263,7 @@ SCHEDULE = Schedule(200, 0.01, warm_up=10, every=40)
 
 
 def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[AdapterTrainingTask, list[float]]:
-    """An adapter that has read a few texts again and again, and is examined on one of them."""
+    """An adapter trained on a few texts, and evaluated on one of them."""
     engine = saltus.load(str(folder), "plain", device="cpu")
     written = texts_of(engine, PROMPTS, temperature)
     model = engine.network.model
@@ -356,7 +356,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path):
         assert torch.equal(weight, other)
 
 
-def test_the_teachers_edges_are_those_of_its_plain_forward(tmp_path):
+def test_the_teachers_intervals_are_those_of_its_plain_forward(tmp_path):
     model = tiny("GPT2")
     logits = model(torch.from_numpy(text(18))[None]).logits[0].detach()
     for _ in collect_uniform_intervals(model, samples(1), tmp_path, TEMPERATURES):

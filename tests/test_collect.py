@@ -68,7 +68,7 @@ def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_p
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
-def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_path):
+def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     file = lines(
         tmp_path / "asked.jsonl",
         {"messages": [{"role": "user", "content": "the cat"}], "source": "talk"},
@@ -97,8 +97,8 @@ def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, prompts
     assert shards(tmp_path / "one") == shards(tmp_path / "ray")
 
 
-def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
-    """Ray sends on what an error says, but not which it is: so a worker answers with it."""
+def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
+    """Ray does not keep the type of an error, so a worker returns its text."""
     loading = {"model": folder, "method": "plain"}
     worker = _ShardWriter(CollectionPlan([TokenizedPrompt("a", (3,))]), tmp_path, loading, 1, None)
     assert worker({"shard": [0]})["error"] == [""]
@@ -178,7 +178,7 @@ def test_two_runs_do_not_work_in_one_folder(folder, prompts_file, tmp_path):
         )
 
 
-def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, prompts_file, tmp_path, monkeypatch):
+def test_ctrl_c_reports_what_is_written_and_how_to_continue(folder, prompts_file, tmp_path, monkeypatch):
     def interrupted(engine, plan, number, *rest):
         if number == 2:
             raise KeyboardInterrupt
@@ -189,7 +189,7 @@ def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, prompts_file, tmp_pa
     assert output == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
 
 
-def test_bad_prompts_and_settings_cost_no_loading(folder, prompts_file, tmp_path, monkeypatch):
+def test_bad_prompts_and_settings_are_refused_before_loading(folder, prompts_file, tmp_path, monkeypatch):
     out = "--out", tmp_path / "teacher"
     long = lines(tmp_path / "long.jsonl", {"prompt": "x" * 600})
     assert "reads 512" in complaint("collect", "text", "-f", long, *out, "-m", folder)
@@ -206,7 +206,7 @@ def test_the_commands_of_the_group_are_shown(folder):
     assert "--processes" in saltus_("collect", "text", "--help").stdout
 
 
-def test_a_question_s_seed_is_its_own():
+def test_every_prompt_has_a_seed_of_its_own():
     assert len({text_seed(seed, number) for seed in range(10) for number in range(100)}) == 1000
     plan = CollectionPlan([TokenizedPrompt("", (1,))] * 5, (0.0, 1.0), texts_per_shard=4)
     assert plan.texts_of_shard(1) == [(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)]

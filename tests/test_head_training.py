@@ -23,7 +23,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def states(target) -> HiddenStateCorpus:
-    """Made up: whatever the target might have read."""
+    """Random states of random texts."""
     generator = seeded_generator(0, "states")
     count = TEXTS * LENGTH
     tokens = torch.from_numpy(generator.integers(2, 60, size=count))
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told
     assert float(made.loss(3)) == pytest.approx(total / weights, rel=1e-4)
 
 
-def test_the_target_s_laws_are_learned_where_they_are_wanted(target, states):
+def test_the_target_s_distributions_can_be_part_of_the_loss(target, states):
     """The cross-entropy with the target's own distribution over the drafted tokens."""
     made = task(target, states, circuit="ff", laws=1.0)
     batch = made.window_dataset.training_batch(0)
@@ -89,7 +89,7 @@ def test_the_target_s_laws_are_learned_where_they_are_wanted(target, states):
     assert float(made.loss(0)) > float(task(target, states, circuit="ff").loss(0))
 
 
-def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeypatch):
+def test_token_likelihoods_in_chunks_are_those_of_whole_distributions(monkeypatch):
     """Values and gradients, compared with whole distributions."""
     monkeypatch.setattr("saltus.training.tasks.circuit_likelihood.LOGITS_PER_CHUNK", 100)  # two windows at a time
     generator = seeded_generator(3, "spoken")
@@ -124,7 +124,7 @@ def test_states_of_another_model_are_refused(states):
         HeadsTrainingTask(tiny_llama(seed=4), states, HeadShape(32))
 
 
-def test_texts_shorter_than_a_window_are_learned_from_as_far_as_they_go(target, states):
+def test_texts_shorter_than_a_window_have_a_loss(target, states):
     short = states.text_table.copy()
     short[:, 2] = PROMPT + 3
     made = task(target, HiddenStateCorpus(**{**vars(states), "text_table": short}), window=8)

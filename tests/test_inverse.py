@@ -1,4 +1,4 @@
-"""Inverse training, and students that beat whatever predicts tokens independently."""
+"""Inverse training, and students that draft better than independent prediction."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ def test_a_student_that_verifies_itself_writes_the_same_text_with_any_window(win
     assert calls <= 36
 
 
-def test_its_own_laws_use_one_auxiliary_at_a_time():
+def test_verifier_logits_use_one_auxiliary_at_a_time():
     network, (texts, _) = student(spread=0.3), batch()
     together = ptp_lab.verifier_logits(network, texts, 5)
     assert together.shape == (3, 16, VOCAB)
@@ -104,10 +104,10 @@ def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form
     def taught(step: int) -> torch.Tensor:
         generator = seeded_generator(0, "step", step)
         texts, distributions = written(torch.from_numpy(generator.random((64, WINDOW))))
-        borders, distributions = prepend_start_position(uniform_intervals(distributions, texts), distributions)
+        intervals, distributions = prepend_start_position(uniform_intervals(distributions, texts), distributions)
         splits = torch.ones(64, 1, dtype=torch.int64)
         return distillation_loss(
-            network, network.prepend_start_token(texts), borders, splits, objective, generator, skipped, distributions
+            network, network.prepend_start_token(texts), intervals, splits, objective, generator, skipped, distributions
         )
 
     train(network, taught, Schedule(250, 4e-3, warm_up=20, every=250), tmp_path / "run.pt", {})

@@ -1,4 +1,4 @@
-"""Jacobi Forcing in training: packed blocks are what each is alone, and noise rises as the schedule says."""
+"""Training by Jacobi Forcing: packed blocks equal separate ones, and noise follows its schedule."""
 
 import json
 import signal
@@ -38,7 +38,7 @@ WINDOW_SETTINGS = WindowSettings(texts=2, held_out=0.3, discount=0.7, slots=60)
 
 
 def trajectories(count: int = 6) -> list[Trajectory]:
-    """Random texts of unlike lengths, and calls that each decide one token or two and guess at random."""
+    """Random texts of different lengths, and calls that each decide one or two tokens and guess at random."""
     made = []
     for number in range(count):
         tokens = text(24 + 3 * number, number).tolist()
@@ -77,7 +77,7 @@ def gate_of(task: JacobiTrainingTask, rows: torch.Tensor, one: Trajectory):
 
 
 def alone(task: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
-    """What the rows of each block say, in a forward of what they see: iterates before them, or the text."""
+    """Logits of each block's rows, in a forward of what they attend to: iterates before them, or the text."""
     first, takes = len(one.prompt), task.noise.mask == "noisy"
     for start in range(0, len(iterate), BLOCK):
         stop = min(start + BLOCK, len(iterate))
@@ -88,7 +88,7 @@ def alone(task: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iter
 
 
 def behind_memories(task: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
-    """The same where each row sees some blocks as iterates and others as the text: keys and values put together."""
+    """The same where rows attend to iterates of some blocks and to the text of others, by joined keys and values."""
     first, window = len(one.prompt), task.noise.window
     text_, known = DynamicCache(), []
     task.model(torch.tensor([[*one.prompt, *one.completion]]), past_key_values=text_, use_cache=True)
@@ -113,7 +113,7 @@ def behind_memories(task: JacobiTrainingTask, one: Trajectory, iterate: list[int
 
 
 def one_by_one(task: JacobiTrainingTask, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
-    """The loss by the library's own causal attention: each block behind what it sees, in a forward of its own."""
+    """The loss by the library's own causal attention: each block in its own forward."""
     task.model.set_attn_implementation("eager")
     total, weights, of_text = 0.0, 0.0, []
     for one, iterate in zip(texts, iterates, strict=True):
@@ -162,7 +162,7 @@ def test_packed_blocks_have_the_loss_and_gradients_of_separate_forwards(name):
 
 @pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.schedule}-{noise.mask}")
-def test_so_they_have_for_every_schedule_and_mask(noise, gated):
+def test_packed_blocks_equal_separate_ones_for_every_schedule_and_mask(noise, gated):
     assert_same_as_one_by_one(make_task(tiny("Llama"), noise, gated=gated))
 
 
@@ -181,7 +181,7 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     assert len(set(wrong(BlockNoise("any", "clean")))) > 2
 
 
-def test_a_row_sees_what_its_mask_says():
+def test_rows_attend_by_their_mask():
     """Blocks of 2 in windows of 2: the third block's rows, of a text of three blocks behind a prompt of one token."""
     seen = {}
     for mask in ("noisy", "window", "large", "clean"):
@@ -202,7 +202,7 @@ def test_iterates_are_read_back_block_by_block():
     assert one.iterates_by_block() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
 
 
-def test_the_anchor_holds_the_laws_that_the_model_had():
+def test_the_anchor_is_the_divergence_from_the_initial_model():
     """It is zero for the initial model, and then the divergence of the distributions along the text."""
     task = make_task(tiny("Llama"), gated=False, anchor="laws")
     texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
@@ -223,7 +223,7 @@ def test_the_anchor_holds_the_laws_that_the_model_had():
     assert drift > 1e-3
 
 
-def test_a_model_that_stands_still_is_frozen_beside_its_adapter():
+def test_a_model_is_frozen_beside_its_adapter():
     model = tiny("Llama")
     task = make_task(model)
     task.loss(0).backward()
@@ -241,8 +241,8 @@ def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
-def test_training_learns_to_see_through_wrong_guesses(gated, written, tmp_path):
-    """Of texts that it has seen: what the next call will decide grows."""
+def test_training_increases_the_tokens_per_call(gated, written, tmp_path):
+    """On training texts."""
     model, room = written
     own, texts = saltus.load(model, "plain", exact=False).network.model, read_trajectories(room / "found")
     gating = GatedLoraSettings(rank=8, alpha=8.0) if gated else None
@@ -263,7 +263,7 @@ def settings(*more: str) -> list[str]:
     return [part for one in given for part in ("--set", one)]
 
 
-def test_what_is_collected_is_how_the_text_came_about(written):
+def test_collected_iterates_are_those_of_decoding(written):
     model, room = written
     engine = saltus.load(model)
     for one in read_trajectories(room / "found"):
@@ -322,7 +322,7 @@ def test_a_model_is_trained_and_loads_as_any(written):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True], ids=["random", "NaN"])
 def test_no_adapter_changes_a_text(written, broken, tmp_path):
-    """Whatever it guesses, at any temperature, alone and in batches, with many blocks, with logits that are none."""
+    """Any adapter, at any temperature, alone and in batches, with many blocks, and with logits that are not numbers."""
     model, room = written
     own = saltus.load(model, "plain").network.model
     task = JacobiTrainingTask(

@@ -41,7 +41,7 @@ def over_tokens(loss):
     ],
     ids=["cross-entropy", "binary cross-entropy", "KL", "reverse KL"],
 )
-def test_a_loss_is_least_at_the_law_itself(loss):
+def test_a_loss_has_its_minimum_at_the_distribution(loss):
     torch.testing.assert_close(fitted(loss), DISTRIBUTION, atol=2e-3, rtol=0)
 
 
@@ -54,7 +54,7 @@ def test_divergences_are_those_of_torch_and_zero_between_equals():
     assert losses.kl_divergence(teacher, teacher + 3).abs().max() < 1e-12
 
 
-def test_a_certain_law_has_finite_losses_and_gradients():
+def test_a_certain_distribution_has_finite_losses_and_gradients():
     logits = torch.tensor([[80.0, 0.0, -80.0]], requires_grad=True)
     for token in range(3):
         value = losses.binary_cross_entropy(logits, torch.tensor([token])) + losses.cross_entropy(
@@ -65,12 +65,12 @@ def test_a_certain_law_has_finite_losses_and_gradients():
         assert gradient.isfinite().all()
 
 
-def test_the_mean_is_over_the_tokens_that_count():
+def test_the_mean_is_over_masked_tokens():
     values = torch.tensor([1.0, 2.0, torch.inf])
     assert masked_mean(values, torch.tensor([True, True, False])) == 1.5
     assert masked_mean(values, torch.tensor([False, False, False])) == 0
 
 
-def test_a_one_hot_student_is_not_compared_by_its_laws():
+def test_a_one_hot_student_has_no_divergence():
     with pytest.raises(ValueError, match="take ce or bce"):
         DistillationSettings("one-hot", "kl")

@@ -1,4 +1,4 @@
-"""`saltus train ptp`: from recipe and teacher text to what drafts, through any interruption to the same weights."""
+"""`saltus train`: results of recipes draft for their model, and an interruption does not change the weights."""
 
 import json
 import re
@@ -142,7 +142,7 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
 
 
 @pytest.mark.parametrize("kind", ["drafter", "adapter"])
-def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher, tmp_path):
+def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teacher, tmp_path):
     file = tmp_path / "tiny.toml"
     file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
     first, second = tmp_path / "first", tmp_path / "second"
@@ -182,7 +182,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp_path):
+def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher, tmp_path):
     file = tmp_path / "heads.toml"
     file.write_text(HEADS, encoding="utf-8")
 
@@ -252,7 +252,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
 
 
-def test_ctrl_c_says_where_it_was_and_how_to_go_on(recipe, folder, teacher, tmp_path, monkeypatch):
+def test_ctrl_c_reports_the_step_and_how_to_continue(recipe, folder, teacher, tmp_path, monkeypatch):
     whole = DrafterTrainingTask.loss
 
     def interrupted(task: DrafterTrainingTask, step: int):
@@ -308,7 +308,7 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
     assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
 
 
-def test_without_teacher_text_it_says_how_to_get_it(recipe, folder, tmp_path):
+def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recipe, folder, tmp_path):
     work = tmp_path / "work"
     output = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
     command = output.partition("first: saltus ")[2].split()
@@ -342,7 +342,7 @@ def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_pa
     assert cure in complaint("train", "ptp", "-r", recipe, "--teacher", tmp_path)
 
 
-def test_an_adapter_s_recipe_without_a_meaning_for_laws_says_so(tmp_path):
+def test_an_adapter_s_recipe_with_the_key_laws_is_refused(tmp_path):
     (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "laws = 0.3"), encoding="utf-8")
     assert "leave laws out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
 
@@ -358,17 +358,17 @@ def test_an_adapter_s_recipe_without_a_meaning_for_laws_says_so(tmp_path):
         ("kind=adapter", "no setting kind"),
     ],
 )
-def test_a_wrong_change_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
+def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
     assert cure in complaint("train", "ptp", "-r", recipe, "--set", change, "--teacher", tmp_path)
 
 
-def test_changes_reach_the_section_that_has_them(recipe):
+def test_overrides_reach_the_section_with_their_key(recipe):
     changed = recipes.read_recipe(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
     assert (changed.drafter.layers, changed.schedule.rate, changed.drafter.embedding) == (3, 1.0, "ar")
     assert changed.temperatures == (0.5,)
 
 
-def test_recipes_that_come_with_it_are_sound_and_listed():
+def test_shipped_recipes_are_valid_and_listed():
     output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(
         recipes.shipped_recipes()
@@ -399,7 +399,7 @@ def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
     assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
 
 
-def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tmp_path):
+def test_a_recipe_in_python_gets_the_arguments_behind_the_dashes(recipe, tmp_path):
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     file = tmp_path / "own.py"
     file.write_text("import sys, beside\nprint(__name__, beside.WORD, sys.argv[1:])\n")
@@ -410,7 +410,7 @@ def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tm
     assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
 
 
-def test_training_without_tensorboard_says_what_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
+def test_training_without_tensorboard_names_the_package_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert "pip install 'saltus[train]'" in complaint(*training(recipe, folder, teacher, tmp_path / "work"))
 
