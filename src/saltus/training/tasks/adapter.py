@@ -21,7 +21,7 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
 from saltus.training.data.window_packing import PackedBatch, pack_windows, query_uniforms
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings, token_loss
+from saltus.training.tasks.losses import DistillationSettings, token_loss
 from saltus.training.tasks.training_task import WindowTrainingTask
 
 

@@ -28,7 +28,7 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import WindowSettings, select_validation
 from saltus.training.tasks import losses
 from saltus.training.tasks.adapter import load_initial_adapter
-from saltus.training.tasks.distillation import token_loss
+from saltus.training.tasks.losses import token_loss
 from saltus.training.tasks.training_task import TrainingTask
 
 DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, behind decided text

@@ -16,7 +16,11 @@ from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSett
 
 
 class TrainingTask(ABC):
-    """What `training.run.train_task` trains: a module, with everything that its objective needs."""
+    """What `training.run.train_task` trains: a module, with everything that its objective needs.
+
+    Recipes make the tasks of drafters, adapters, heads and Jacobi Forcing (`training.objectives`). Any-subset models
+    have no recipe file; `training.assd` makes their two tasks.
+    """
 
     module: Any  # the nn.Module whose weights are trained
 
