@@ -38,7 +38,7 @@ def main_score(score: Mapping[str, bool | float]) -> float:
 
 
 def exact_answer(row: Mapping[str, Any], text: str) -> Score:
-    """GSM8K (Cobbe et al. 2021): 1 if the last number of the text, or the one behind "####", equals that of `row["answer"]`."""
+    """GSM8K (Cobbe et al. 2021): 1 if the number behind "####", or the last one, equals that of `row["answer"]`."""
     reference = last_number(row["answer"])
     if reference is None:
         raise ValueError(f"the reference {row['answer'][:40]!r} has no number; GSM8K's answers end in '#### number'")

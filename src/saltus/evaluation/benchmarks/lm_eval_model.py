@@ -1,4 +1,4 @@
-"""A model class for lm-evaluation-harness: log-likelihoods by trees on the target, texts by any method.
+"""A model class for lm-evaluation-harness: log-likelihoods by trees, texts by any method.
 
 Tokens, truncation and stopping are those of lm_eval's own class for Transformers' models, so that scores compare.
 """
@@ -37,11 +37,11 @@ def model_class() -> type[Any]:
 
 
 class SaltusLMBase:
-    """A model of lm_eval that decodes with a method of Saltus; `model_class` joins it with lm_eval's base class.
+    """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
     `pretrained` (or `model`) is a name, a folder or an Engine. `method`, `dtype`, `rule`, `budget` and `options` are
     those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a task samples, each request
-    has a seed of its own, derived from `seed`, its prompt and the number of its repetition. Errors: ValueError of one line.
+    has a seed of its own, derived from `seed`, its prompt and the number of its repetition. Errors: ValueError.
     """
 
     cache_hook: Any

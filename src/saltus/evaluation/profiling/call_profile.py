@@ -1,6 +1,6 @@
 """Split the time of a network call: embedding, attention, linear layers, unembedding, the rest.
 
-torch.profiler is used on CUDA only: it does not see our kernels, and slows short calls on CPU severalfold."""
+torch.profiler is used on CUDA only: on CPU it does not see our kernels, which are no operators of PyTorch."""
 
 from __future__ import annotations
 

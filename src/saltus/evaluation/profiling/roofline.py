@@ -140,7 +140,7 @@ def predicted_knee(demand: ResourceDemand, speed: MachineSpeed, length: int) -> 
 
 
 def measured_knee(nodes: Sequence[int], times: Sequence[float]) -> float | None:
-    """The nodes at which a call costs KNEE_RATIO times a call of one node, linear between measured ones.
+    """The nodes at which a call costs KNEE_COST_RATIO times a call of one node, linear between measured ones.
 
     None if no call costs that much, or a call of one node was not measured.
     """

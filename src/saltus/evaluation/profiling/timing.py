@@ -1,6 +1,6 @@
 """Time the parts of a program from outside, by replacing functions with timed ones for a while.
 
-A sampling profiler cannot resolve parts of microseconds, and torch.profiler sees operators only."""
+torch.profiler sees operators of PyTorch, but neither our kernels nor the Python around them."""
 
 from __future__ import annotations
 
