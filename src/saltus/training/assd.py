@@ -62,7 +62,7 @@ class LeftToRightTrainingTask(AnySubsetTrainingTask):
     ) -> tuple[Float[Tensor, "tokens vocab"], Int[Tensor, "tokens"]]:
         """Logits of all tokens but the first, and the tokens."""
         is_token = ranks[:, 1:] >= 0
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), is_token.flatten().nonzero()[:, 0])
         return logits.float(), tokens[:, 1:][is_token]
 

@@ -161,9 +161,6 @@ class AdapterTrainingTask(WindowTrainingTask):
     def _query_temperatures(self, batch: Batch) -> Float[Tensor, "batch windows window"]:
         return batch.temperatures[..., None].expand(batch.loss_mask.shape)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
-
     @contextmanager
     def _dropout(self, step: int) -> Iterator[None]:
         """While open, dropout draws from the step's own generator; the global generators stay as they were."""

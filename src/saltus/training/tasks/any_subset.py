@@ -244,7 +244,7 @@ class AnySubsetTrainingTask(TrainingTask):
         """Logits of the holes, text by text in the order of their positions, and their tokens."""
         mask_token = int(getattr(self.model.config, ANY_SUBSET)["mask"])
         packed, rows, targets = pack_holes(tokens, ranks, mask_token, num_unknown)
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             logits = packed_logits(self.model, packed, rows)
         return logits.float(), targets
 
@@ -265,7 +265,7 @@ class XlnetTrainingTask(AnySubsetTrainingTask):
         hidden = (ranks[:, None, :] >= first_unknown[:, :, None]) | (ranks < 0)[:, None, :]
         positions, is_hole = _hole_positions(ranks > 0)
         mapping = F.one_hot(positions, tokens.shape[1])
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             logits = self.model(
                 input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
             ).logits

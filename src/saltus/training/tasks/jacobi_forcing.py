@@ -181,9 +181,6 @@ class JacobiTrainingTask(TrainingTask):
         with self._autocast():
             return packed_logits(self.model, blocks.packed, row_indices, self.adapter, temperatures, self.recompute)
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
-
     def _row_weights(self, blocks: PackedBlocks) -> Float[Tensor, "batch slots"]:
         """Discounted by the number of earlier rows in the same block that attend to a wrong token."""
         size = self.training_trajectories[0].block_size

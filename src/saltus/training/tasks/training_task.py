@@ -23,6 +23,8 @@ class TrainingTask(ABC):
     """
 
     module: Any  # the nn.Module whose weights are trained
+    model: Any  # the Hugging Face model that a loss runs, if it runs one
+    autocast: bool = False  # compute in bfloat16
 
     @property
     def queries_per_step(self) -> int:
@@ -52,6 +54,9 @@ class TrainingTask(ABC):
     def _tokens_per_call(self, greedy: bool) -> float:
         """Correct leading drafts of a chain, plus the verifier's own token; NaN without such texts."""
         raise NotImplementedError
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     @abstractmethod
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
