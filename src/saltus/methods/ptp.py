@@ -18,7 +18,6 @@ from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
     SOURCE,
-    UniformConditioning,
     position_uniforms,
     two_call_drafter,
     with_query_chains,
@@ -78,7 +77,7 @@ class AdapterPtp:
     model: str
     length: int
     two_calls: bool
-    form: UniformConditioning
+    form: Any  # a UniformConditioning: loading refuses adapters of other methods
     window: int  # queries of a chain in training
     is_student: bool
 
