@@ -14,8 +14,8 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
-from saltus.networks.loading.adapter_files import read_adapter_metadata
 from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.metadata import read_metadata
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
@@ -289,7 +289,7 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
     assert report["sampled" if temperature else "greedy"] > 2
     assert math.isnan(report["greedy" if temperature else "sampled"])
     task.save(tmp_path / "adapter", {"steps": 200})
-    assert read_adapter_metadata(tmp_path / "adapter")["training"] == {"steps": 200, "form": form, "window": 5}
+    assert read_metadata(tmp_path / "adapter").training == {"steps": 200, "form": form, "window": 5}
     own = {"model": str(tmp_path / "adapter")}
     engine = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own})
     apart = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own | {"two_calls": True}}, adaptive=False)
@@ -306,7 +306,7 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
         assert again.statistics.tokens_per_call == 24 / again.statistics.calls
     network = CausalNetwork(saltus.load(str(folder), "plain", device="cpu").network.model)
     assert load_drafter_for_target(f"adapter:{tmp_path / 'adapter'}", network, "tiny") is None
-    assert model_fingerprint(network.model) == read_adapter_metadata(tmp_path / "adapter")["target"]
+    assert model_fingerprint(network.model) == read_metadata(tmp_path / "adapter").target_fingerprint
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])

@@ -275,7 +275,7 @@ def test_queries_without_an_adapter_are_refused():
     with pytest.raises(ValueError, match="need an adapter"):
         network.forward([with_queries(text(9))], [network.new_kv_cache()])
     shaped = CausalNetwork(tiny("Llama"), fixed_shapes=True)
-    with pytest.raises(ValueError, match="not served by fixed shapes"):
+    with pytest.raises(ValueError, match=r"fixed shapes \(CUDA\) do not support query nodes yet"):
         shaped.forward([with_queries(text(9))], [shaped.new_kv_cache()])
 
 
@@ -355,9 +355,9 @@ WRONG = {
     "a bit of its weights differs": lambda folder: flip(folder / "adapter_model.safetensors"),
     "its embedding is cut short": lambda folder: cut(folder / "auxiliary.safetensors"),
     "its embedding is gone": lambda folder: (folder / "auxiliary.safetensors").unlink(),
-    "its papers are cut short": lambda folder: cut(folder / "saltus.json"),
-    "its papers are gone": lambda folder: (folder / "saltus.json").unlink(),
-    "its papers are no object": lambda folder: (folder / "saltus.json").write_text("[]"),
+    "its metadata are cut short": lambda folder: cut(folder / "saltus.json"),
+    "its metadata are gone": lambda folder: (folder / "saltus.json").unlink(),
+    "its metadata are no object": lambda folder: (folder / "saltus.json").write_text("[]"),
     "its target was changed": change("saltus.json", target="other"),
     "its rank was changed": change("adapter_config.json", r=0),
     "it is gone": shutil.rmtree,

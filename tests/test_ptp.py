@@ -205,7 +205,10 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
     target = tiny_llama()
     with pytest.raises(ValueError, match="holds no drafter"):
         load_drafter(tmp_path, target, "tiny")
-    with pytest.raises(ValueError, match="holds the drafter of tiny, not of other; train other's own"):
+    with pytest.raises(
+        ValueError,
+        match=r"was trained for tiny \(.*\), not other \(.*\); train it again with",
+    ):
         load_drafter(tiny_drafter(target), tiny_llama(seed=1), "other")
     for file, content in ((WEIGHTS_FILES["drafter"], b"nothing"), (METADATA_FILE, b"{")):
         folder = tiny_drafter(target)

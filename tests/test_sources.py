@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from saltus.networks.cache_folder import cache_folder
 from saltus.networks.loading.progress import Stage, progress_bars
-from saltus.networks.loading.sources import SHORT_NAMES, SourceError, folder_fingerprint, resolve
+from saltus.networks.loading.sources import SHORT_NAMES, SourceError, resolve
 
 
 @pytest.fixture
@@ -108,35 +107,6 @@ def test_weights_that_were_cut_short_are_told(model, kept):
     os.truncate(model / "model.safetensors", kept)
     said = complaint(model)
     assert "cut short" in said or "not a safetensors file" in said
-
-
-def test_a_fingerprint_knows_the_network_and_nothing_else(model, tmp_path):
-    first = folder_fingerprint(model)
-    sharded = tmp_path / "sharded"
-    sharded.mkdir()
-    tensors = load_file(model / "model.safetensors")
-    shards = {name: f"model-{1 + (name < 'm')}-of-2.safetensors" for name in tensors}  # the last in the first
-    for shard in set(shards.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if shards[name] == shard}, sharded / shard)
-    assert len(set(shards.values())) == 2
-    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    config = json.loads((model / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
-    (sharded / "tokenizer.json").touch()
-    assert folder_fingerprint(sharded) == first
-
-    others = {first}
-    network = AutoModelForCausalLM.from_pretrained(model)
-    network.to(torch.bfloat16).save_pretrained(tmp_path / "halved")
-    others.add(folder_fingerprint(tmp_path / "halved"))
-    with torch.no_grad():
-        network.float().model.norm.weight[0] += 1
-    network.save_pretrained(tmp_path / "trained")
-    others.add(folder_fingerprint(tmp_path / "trained"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
-    others.add(folder_fingerprint(model))
-    assert len(others) == 4
 
 
 # The hub

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from saltus.core.control.acceptance import Acceptance
@@ -22,8 +23,9 @@ from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.profiles import Profile
 from saltus.engine.request import Request
-from saltus.methods import Method, make_methods
+from saltus.methods import Method, UsesTrainedModel, make_methods
 from saltus.networks.loading.checkpoints import Checkpoint
+from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
 
 
@@ -96,6 +98,14 @@ def assemble_networks(
     return networks, context_lengths
 
 
+def _for_trained_model(method: Method) -> Method:
+    """The method as its trained model needs it, where there is one. Errors: ValueError for damaged metadata."""
+    if not isinstance(method, UsesTrainedModel):
+        return method
+    metadata = find_metadata(Path(method.model))
+    return method if metadata is None else method.for_trained_model(metadata.kind, metadata.training)
+
+
 @dataclass
 class Decoder:
     """Decode requests on one target with any method. All entry points of the package use its `run`."""
@@ -124,7 +134,7 @@ class Decoder:
             if self.profile is not None and "jacobi" in method.split("+"):
                 tuned = {**self.profile.options, **options.get("jacobi", {})}
                 options, budget = {**options, "jacobi": tuned}, self.profile.budget
-            made = make_methods(method, options)
+            made = [_for_trained_model(each) for each in make_methods(method, options)]
             networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
             self.setups[method] = DecodingSetup(
                 made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost

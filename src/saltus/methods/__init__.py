@@ -30,6 +30,20 @@ class Method(Protocol):
         ...
 
 
+@runtime_checkable
+class UsesTrainedModel(Protocol):
+    """A method whose drafting depends on how its model was trained; the engine passes it the model's metadata."""
+
+    @property
+    def model(self) -> str:
+        """The folder of the trained model."""
+        ...
+
+    def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Method:
+        """The method for a model of this kind ("drafter", "adapter"), which was trained with these settings."""
+        ...
+
+
 @lru_cache(maxsize=1)
 def available_methods() -> dict[str, type[Any]]:
     """Every method by name: the files of this package, then the entry points of the group `saltus.methods`."""

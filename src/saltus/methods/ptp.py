@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +18,6 @@ from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
     SOURCE,
-    UniformConditioning,
     position_uniforms,
     two_call_drafter,
     with_query_chains,
@@ -50,36 +46,17 @@ class Ptp:
 
     @property
     def draft_models(self) -> dict[str, str]:
-        if self._is_student:
-            return {"ptp": self.model}
-        return {"ptp": f"{'adapter' if self._is_adapter else 'drafter'}:{self.model}"}
+        return {"ptp": f"drafter:{self.model}"}
 
-    @property
-    def _is_adapter(self) -> bool:
-        return Path(self.model, "adapter_config.json").is_file()
-
-    @property
-    def _is_student(self) -> bool:
-        return self._is_adapter and "student_of" in self._training
-
-    @cached_property
-    def _training(self) -> Mapping[str, Any]:
-        """How the model was trained, as its papers say: `form`, and the `window` of its queries."""
-        papers = Path(self.model, "saltus.json")
-        conditioning = json.loads(papers.read_text(encoding="utf-8")) if papers.is_file() else {}
-        return conditioning.get("training", {})
+    def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Ptp | AdapterPtp:
+        """The method for the model in its folder: an adapter is decoded with the queries that it was trained for."""
+        if kind != "adapter":
+            return self
+        form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
+        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        if not self._is_adapter:
-            return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
-        form: UniformConditioning = self._training.get("form", "one-hot")
-        window = self._training.get("window", self.length + 1)
-        if self._is_student:
-            return two_call_drafter(noise, sampling, rule, form, min(self.length, window), network_name="ptp")
-        length = min(self.length, window - 1)  # the first query predicts the verifier's own token
-        if self.two_calls or rule is reject:
-            return two_call_drafter(noise, sampling, rule, form, length)
-        return FusedPtpDrafter(noise, sampling, form, length)
+        return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
@@ -91,3 +68,28 @@ class Ptp:
             return top_k_branches(outputs.logits[1:], self.choices, SOURCE, outputs.token_ids)
 
         return draft
+
+
+@dataclass(frozen=True)
+class AdapterPtp:
+    """`Ptp` with a gated adapter, of the target or of a student."""
+
+    model: str
+    length: int
+    two_calls: bool
+    form: Any  # a UniformConditioning: loading refuses adapters of other methods
+    window: int  # queries of a chain in training
+    is_student: bool
+
+    @property
+    def draft_models(self) -> dict[str, str]:
+        return {"ptp": self.model if self.is_student else f"adapter:{self.model}"}
+
+    def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        if self.is_student:
+            length = min(self.length, self.window)
+            return two_call_drafter(noise, sampling, rule, self.form, length, network_name="ptp")
+        length = min(self.length, self.window - 1)  # the first query predicts the verifier's own token
+        if self.two_calls or rule is reject:
+            return two_call_drafter(noise, sampling, rule, self.form, length)
+        return FusedPtpDrafter(noise, sampling, self.form, length)

@@ -1,4 +1,4 @@
-"""Read a text's slots by a few layers: each holds what the target knew before a token, and is read but once."""
+"""Run a few layers over context positions, made of the target's hidden states before each token; each runs once."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MAX_ROWS_PER_CALL = 256  # of one pass
 
 @dataclass
 class ContextKVCache:
-    """What layers have read of one text: slots for the decided tokens from `start` on."""
+    """Keys and values of one text's context positions: the decided tokens from `first_position` on."""
 
     first_position: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     kv_cache: KVCache = field(default_factory=KVCache)
 
     def reuse_prefix(self, tokens: np.ndarray, first_given_position: int) -> int:
-        """Up to where the decided tokens need not be read again, if slots from `begin` on are brought; one always is.
+        """The position up to which the cache is reused, given new hidden states from `first_given_position` on.
 
-        Where slots are missing between those, all is forgotten, and memory starts there.
+        At least one position is recomputed. Where positions in between are missing, the cache starts anew.
         """
         known = self.tokens[: max(len(tokens) - self.first_position, 0)]
         differs = np.flatnonzero(known != tokens[self.first_position : self.first_position + len(known)])
@@ -53,16 +53,16 @@ class ContextKVCache:
 
 def select_hidden_states(
     hidden_states: Float[Tensor, "*slots given"], layers: Sequence[int], selected: Sequence[int | None]
-) -> Float[Tensor, "*slots wanted"]:
-    """The states after so many layers each (None: the last), of features that hold those of `taps`, then the last."""
-    places = [len(layers) if tap is None else list(layers).index(tap) for tap in selected]
+) -> Float[Tensor, "*slots selected"]:
+    """The states after the `selected` layers (None: the last), of states after each of `layers` and the last."""
+    places = [len(layers) if layer is None else list(layers).index(layer) for layer in selected]
     if len(places) > len(layers):
         return hidden_states
     return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
 
 
 class ContextLayers:
-    """The layers of a causal model over inputs of our own: by kernels where there are some, else by Transformers."""
+    """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
@@ -76,10 +76,10 @@ class ContextLayers:
         past_length: int,
         num_outputs: int,
         output_logits: bool = True,
-    ) -> Float[Tensor, "wanted _"]:
-        """Read rows behind the `filled` that memory holds; of the last `wanted` the logits or, not to `say`, states.
+    ) -> Float[Tensor, "outputs _"]:
+        """Run rows behind the `past_length` rows in the cache; the logits of the last `num_outputs`, or their states.
 
-        All rows but the last `wanted` may go in pieces.
+        Rows before these may run in several calls.
         """
         while len(inputs) > MAX_ROWS_PER_CALL:
             count = min(MAX_ROWS_PER_CALL, len(inputs) - num_outputs)
@@ -91,8 +91,8 @@ class ContextLayers:
         self, inputs: Tensor, kv_cache: ContextKVCache, past_length: int, num_outputs: int, output_logits: bool
     ) -> Tensor:
         positions = np.arange(past_length, past_length + len(inputs))
-        part = SequenceRows(kv_cache.kv_cache, past_length, positions, np.tri(len(inputs), dtype=np.uint8))
-        call = AttentionCall([part], self.model.config.num_hidden_layers)
+        rows = SequenceRows(kv_cache.kv_cache, past_length, positions, np.tri(len(inputs), dtype=np.uint8))
+        call = AttentionCall([rows], self.model.config.num_hidden_layers)
         if self.native_decoder is not None:
             keep = torch.arange(len(inputs) - num_outputs, len(inputs), device=self.device)
             logits, states = self.native_decoder(
@@ -101,7 +101,7 @@ class ContextLayers:
             return logits if output_logits else states
         places = torch.from_numpy(positions[None]).to(self.device)
         with attention.attention_context(call), BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            asked = {"inputs_embeds": inputs[None], "position_ids": places, "use_cache": False}
+            arguments = {"inputs_embeds": inputs[None], "position_ids": places, "use_cache": False}
             if output_logits:
-                return self.model(**asked, logits_to_keep=num_outputs).logits[0]
-            return self.model.model(**asked).last_hidden_state[0, -num_outputs:]
+                return self.model(**arguments, logits_to_keep=num_outputs).logits[0]
+            return self.model.model(**arguments).last_hidden_state[0, -num_outputs:]

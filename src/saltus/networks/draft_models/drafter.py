@@ -1,9 +1,9 @@
-"""Draft a block of dependent tokens in one cheap pass: a few layers that read the target's features and the uniforms.
+"""Draft a block of dependent tokens in one pass of a few layers, from the target's hidden states and the uniforms.
 
-The target does the understanding: a slot of the text holds its states before a token, fused with the embedding of
-that token. Behind the slots stand queries, one for each position to draft. They begin where the last slot does, and
-know nothing more but the uniforms that will pick the tokens up to theirs (PTP, Eq. 5). The target's own unembedding,
-cut to common tokens, reads the answers.
+A context position holds the target's hidden states before a token, fused with the embedding of that token. Behind the
+context positions stand queries, one for each position to draft. Each starts as a copy of the last context position
+plus the embedding of the uniform that will pick its token (PTP, Eq. 5). The target's own unembedding, restricted to
+frequent tokens, gives the logits.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from saltus.networks.draft_models.context_layers import ContextKVCache, ContextL
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
-MASKED_SCORE = -30000.0  # finite, so that no row of a mask is without a value
+MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """What a drafter is made of; the hidden size is the target's."""
+    """The sizes of a drafter, as in saltus.json; the names are kept for files that exist."""
 
-    hidden: int
+    hidden: int  # the target's hidden size
     intermediate: int
-    taps: tuple[int, ...] = ()  # states after so many of the target's layers are features, besides the last
+    taps: tuple[int, ...] = ()  # the target's layers whose states are inputs, besides the last
     layers: int = 2
     heads: int = 9
     kv_heads: int = 3
     window: int = 6  # queries of a pass, at most
-    embedding: str = "bits"  # of uniforms, see Auxiliary
-    told: bool = True  # the temperature
-    informed: bool = True  # False: no uniform is ever given, which is independent prediction
+    embedding: str = "bits"  # of uniforms, see UniformEmbedding
+    told: bool = True  # the temperature is embedded
+    informed: bool = True  # False: queries have no uniforms, so predictions are independent
     rope_theta: float = 10000.0
 
 
 class DraftModel(nn.Module):
-    """The layers and embeddings of a drafter. The target's embeddings come from outside and are not trained."""
+    """The layers and embeddings of a drafter. The target's embeddings are shared and not trained."""
 
     tokens: Tensor  # [draft] ids of the target's vocabulary that are drafted
 
@@ -68,24 +68,24 @@ class DraftModel(nn.Module):
         self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.told)
         self.query = nn.Parameter(torch.randn(shape.window, shape.hidden) * 0.02)
         self.register_buffer("tokens", tokens, persistent=False)
-        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
+        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of this module
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The weights that turn states into states, for optimisers that treat such apart."""
+        """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
         layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
         return [self.fuse.weight, *layers]
 
     def context_inputs(
         self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
     ) -> Float[Tensor, "*slots hidden"]:
-        """The inputs of slots."""
+        """The layers' inputs at context positions."""
         return self.fuse(self.context_features(hidden_states, tokens))
 
     def context_features(
         self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
-    ) -> Float[Tensor, "*slots told"]:
-        """What slots are made of: the features before each token, and the token's embedding, all of one size."""
+    ) -> Float[Tensor, "*slots features"]:
+        """What `fuse` reads: the normalised hidden states before each token, and the token's embedding."""
         dtype = self.fuse.weight.dtype
         states = hidden_states.to(dtype).unflatten(-1, (-1, self.shape.hidden))
         embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
@@ -98,7 +98,7 @@ class DraftModel(nn.Module):
         temperature: Float[Tensor, "*query_inputs"],
         depths: Int[Tensor, "*query_inputs"],
     ) -> Float[Tensor, "*queries hidden"]:
-        """The inputs of queries: the last slot's, and what is told; NaN is no uniform, as at temperature 0."""
+        """The layers' inputs at queries: the last context input plus uniform and depth; NaN is no uniform."""
         uniforms = uniforms if self.shape.informed else torch.full_like(uniforms, torch.nan)
         return last_context_input + (self.query[depths] + self.auxiliary(uniforms, temperature)).to(
             last_context_input.dtype
@@ -112,17 +112,17 @@ class DraftModel(nn.Module):
 
 
 def rms_normalized(x: Tensor) -> Tensor:
-    """Of mean square 1; by operations that round alike wherever a row stands."""
+    """x divided by its root mean square; each row rounds alike in every call."""
     wide = x.float()
     return (wide / ((wide * wide).mean(-1, keepdim=True) + 1e-6).sqrt()).to(x.dtype)
 
 
 @dataclass
 class DraftNetwork:
-    """A drafter behind Forward and Reply: a Forward brings the target's features of the tokens decided since."""
+    """A drafter as a network; its inputs carry the target's hidden states of the newly decided tokens."""
 
     model: DraftModel
-    target: Any  # the network whose features it reads
+    target: Any  # the network whose hidden states it reads
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
@@ -135,7 +135,7 @@ class DraftNetwork:
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """Logits over the drafted tokens behind the decided text, and of each query.
 
-        Of no more queries than it was trained with: what else is asked stays without an answer.
+        Queries beyond the window of training get no logits.
         """
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
             return [self._forward_one(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
@@ -144,19 +144,18 @@ class DraftNetwork:
         started = time.perf_counter()
         assert inputs.hidden_states is not None
         decided = inputs.canvas.decided_prefix
-        end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the slots that it brings
+        end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the given hidden states
         past = kv_cache.reuse_prefix(decided, begin)
         tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
         u = torch.tensor(inputs.uniforms[: self.model.shape.window], dtype=torch.float64, device=self.device)
-        wanted = (*self.model.shape.taps, None)
-        conditioning = self.model.context_features(
-            select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, wanted), tokens
-        )
+        layers = (*self.model.shape.taps, None)
+        states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
+        features = self.model.context_features(states, tokens)
         fuse = self.model.fuse
-        slots = linear(conditioning, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(conditioning)
+        context = linear(features, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(features)
         query = torch.full_like(u, inputs.temperature), torch.arange(len(u), device=self.device)
-        rows = torch.cat([slots, self.model.query_inputs(slots[-1:].expand(len(u), -1), u, *query)])
-        answers = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
+        rows = torch.cat([context, self.model.query_inputs(context[-1:].expand(len(u), -1), u, *query)])
+        logits = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
         seconds = time.perf_counter() - started
-        return ForwardOutputs(answers, None, seconds, end - past, end - past + len(u), self.model.tokens)
+        return ForwardOutputs(logits, None, seconds, end - past, end - past + len(u), self.model.tokens)

@@ -1,10 +1,11 @@
-"""Heads that give the joint law of the next tokens from the target's last state: circuits' parameters (MtPC, §3.3).
+"""Heads that predict the joint distribution of the next tokens from the target's last hidden state (MtPC, §3.3).
 
-A head reads the state before a text's last token and, if it was made so, that token; a window of positions follows.
-Features of each position go through the target's own unembedding, cut to common tokens. Components of a circuit differ
-from that in a small subspace of it: a component's logits are the position's, and a few coordinates times the logits of
-as many directions. That spares each component a product with the unembedding, though not a softmax of its own. Where
-the vocabulary is small, as of bytes, every position and component can have an unembedding of its own instead.
+A head reads the hidden state before the text's last token and, unless `told` is false, that token. It outputs the
+parameters of a circuit over a window of positions. Each position's features go through the target's own unembedding,
+restricted to frequent tokens. Components of a circuit differ in a small subspace: a component's logits are the
+position's logits plus a few coordinates times the logits of as many directions. This saves each component a product
+with the unembedding, though not a softmax. For a small vocabulary, as of bytes, every position and component can have
+an unembedding of its own instead (`own`).
 """
 
 from __future__ import annotations
@@ -33,28 +34,26 @@ from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
-MAX_CANDIDATE_TOKENS = (
-    1024  # tokens of a position that are drafted, the likeliest, so that each state costs a softmax over few
-)
+MAX_CANDIDATE_TOKENS = 1024  # a position drafts its most likely tokens only, so that a state's softmax is small
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What heads are made of; the hidden size is the target's."""
+    """The sizes of heads, as in saltus.json; the names are kept for files that exist."""
 
-    hidden: int
+    hidden: int  # the target's hidden size
     circuit: str = "btree"  # ff, cp, hmm or btree
-    window: int = 8  # positions of the joint law
-    rank: int = 8  # states of each latent; 1 where the circuit is ff
-    directions: int = 16  # of the subspace that components differ in
+    window: int = 8  # positions of the joint distribution
+    rank: int = 8  # states of each latent; ff has 1
+    directions: int = 16  # dimensions of the subspace that components differ in
     own: bool = False  # an unembedding of its own for every position and component, in place of directions
-    told: bool = True  # the text's last token; else it is the window's first, and known
-    contextual: bool = True  # do sums depend on the text?
-    homogeneous: bool = False  # one table for all steps of a circuit?
-    stay: float = 6.0  # logit by which a latent favours its parent's state before training; 0: none is favoured
-    layers: int = 0  # of the target, the last ones, that heads read the text by once more, adapted
-    lora: int = 16  # rank of what is adapted in these
-    taps: tuple[int, ...] = ()  # the layer that they begin at
+    told: bool = True  # the text's last token is an input; else it is the window's first token, and known
+    contextual: bool = True  # the circuit's weights depend on the text
+    homogeneous: bool = False  # all transitions of a circuit share one table
+    stay: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
+    layers: int = 0  # the target's last layers that run on the text again, with low-rank adapters
+    lora: int = 16  # rank of these adapters
+    taps: tuple[int, ...] = ()  # the layer whose states these layers read
 
     def __post_init__(self) -> None:
         if self.circuit != "ff" and self.circuit not in CIRCUITS:
@@ -65,16 +64,13 @@ class HeadShape:
             if getattr(self, name) < 1:
                 raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
         if not self.told and self.window < 2:
-            raise ValueError("heads' window is 1, but its first token is known; take 2 or more, or let it be told")
+            raise ValueError("heads' window is 1, but its first token is known; take 2 or more, or told=true")
 
     @cached_property
     def circuit_structure(self) -> Circuit:
-        """The circuit."""
-        return (
-            circuits.independent_circuit(self.window)
-            if self.circuit == "ff"
-            else CIRCUITS[self.circuit](self.window, self.rank)
-        )
+        if self.circuit == "ff":
+            return circuits.independent_circuit(self.window)
+        return CIRCUITS[self.circuit](self.window, self.rank)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -84,18 +80,18 @@ class HeadShape:
 
 @dataclass(frozen=True, eq=False)
 class CircuitParameters:
-    """What heads say of some texts: the sums of their circuits, and what the laws of tokens are made of."""
+    """The outputs of heads for some texts: log-weights of their circuits, and what token distributions are made of."""
 
     initial: Float[Tensor, "*batch rank"]
     transitions: Float[Tensor, "*batch steps rank rank"]
-    position_features: Float[Tensor, "*batch window hidden"]  # that the unembedding reads
+    position_features: Float[Tensor, "*batch window hidden"]  # inputs of the unembedding
     state_codes: Float[Tensor, "*batch window rank directions"] | None  # of components, in their subspace
 
 
 class HeadModel(nn.Module):
-    """The heads. The target's embeddings come from outside and are not trained."""
+    """The trained modules of heads. The target's embeddings are shared and not trained."""
 
-    tokens: Tensor  # [draft] ascending ids of the target's vocabulary that are drafted
+    tokens: Tensor  # [draft] ascending ids of the tokens that are drafted
     unembedding: Tensor  # [draft, hidden]
 
     def __init__(
@@ -117,27 +113,27 @@ class HeadModel(nn.Module):
         self.upper = upper
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("unembedding", unembedding[tokens].clone(), persistent=False)
-        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of ours
+        self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of this module
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The weights that turn states into states, for optimisers that treat such apart."""
+        """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
         return [self.fuse.weight]
 
     def forward(
         self, hidden_states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]
     ) -> CircuitParameters:
-        """From the target's states before each text's last token, and that token."""
+        """The circuit's parameters, from the target's hidden state before each text's last token, and that token."""
         shape, circuit = self.shape, self.shape.circuit_structure
         dtype = self.fuse.weight.dtype
         parts = [hidden_states.to(dtype)]
         if shape.told:
             parts.append(F.embedding(tokens, self.embeddings[0]).to(dtype))
-        here = self._linear(self.fuse, rms_normalized(torch.stack(parts, -2)).flatten(-2))
-        moved = F.silu(self._linear(self.blocks, here)).unflatten(-1, (shape.window, shape.hidden))
-        features = rms_normalized(here[..., None, :] + moved) * self.norm
-        sums = self._linear(self.sums, here if shape.contextual else torch.zeros_like(here)).float()
-        start, steps = sums[..., : circuit.rank], sums[..., circuit.rank :]
+        fused = self._linear(self.fuse, rms_normalized(torch.stack(parts, -2)).flatten(-2))
+        moved = F.silu(self._linear(self.blocks, fused)).unflatten(-1, (shape.window, shape.hidden))
+        features = rms_normalized(fused[..., None, :] + moved) * self.norm
+        sums = self._linear(self.sums, fused if shape.contextual else torch.zeros_like(fused)).float()
+        initial, steps = sums[..., : circuit.rank], sums[..., circuit.rank :]
         steps = (
             steps.unflatten(-1, (-1, circuit.rank, circuit.rank))
             if circuit.num_latents > 1
@@ -147,19 +143,19 @@ class HeadModel(nn.Module):
             steps = steps.expand(*steps.shape[:-3], circuit.num_latents - 1, -1, -1)
         codes = None
         if self.codes is not None:
-            codes = self._linear(self.codes, here).unflatten(-1, (shape.window, circuit.rank, shape.directions))
-        return CircuitParameters(start.log_softmax(-1), steps.log_softmax(-1), features, codes)
+            codes = self._linear(self.codes, fused).unflatten(-1, (shape.window, circuit.rank, shape.directions))
+        return CircuitParameters(initial.log_softmax(-1), steps.log_softmax(-1), features, codes)
 
     def log_probabilities(self, parameters: CircuitParameters, position: int) -> Float[Tensor, "*batch rank draft"]:
         """Log-probabilities of the drafted tokens in each state of a position."""
         return self.logits(parameters, position).log_softmax(-1)
 
     def logits(self, parameters: CircuitParameters, position: int) -> Float[Tensor, "*batch rank draft"]:
-        """The same, before they are normalised."""
+        """Logits of the drafted tokens in each state of a position."""
         features = parameters.position_features[..., position, :]
         if self.own is not None:
-            said = self._product(features, self.own[position].flatten(0, 1))
-            return said.float().unflatten(-1, self.own.shape[1:3])
+            logits = self._product(features, self.own[position].flatten(0, 1))
+            return logits.float().unflatten(-1, self.own.shape[1:3])
         codes = None if parameters.state_codes is None else parameters.state_codes[..., position, :, :]
         return self.state_logits(self.shared_logits(features), codes, self.direction_logits())
 
@@ -168,7 +164,7 @@ class HeadModel(nn.Module):
         return self._product(features, self.unembedding).float()
 
     def direction_logits(self) -> Float[Tensor, "directions draft"] | None:
-        """The logits of the directions that states differ in; None where there is one state."""
+        """The logits of the directions that states differ in; None if there is one state."""
         if self.directions is None:
             return None
         return self._product(self.directions.to(self.unembedding.dtype), self.unembedding).float()
@@ -180,19 +176,17 @@ class HeadModel(nn.Module):
         direction_logits: Float[Tensor, "directions draft"] | None,
     ) -> Float[Tensor, "*rows rank draft"]:
         """The logits of each state."""
-        own = shared_logits[..., None, :]
-        return (
-            own
-            if codes is None or direction_logits is None
-            else own + codes.to(direction_logits.dtype) @ direction_logits
-        )
+        shared = shared_logits[..., None, :]
+        if codes is None or direction_logits is None:
+            return shared
+        return shared + codes.to(direction_logits.dtype) @ direction_logits
 
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         out = self._product(x, layer.weight)
         return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x Wᵀ: by our kernels where nothing is learned."""
+        """x Wᵀ, by compiled kernels where no gradient is needed."""
         if torch.is_grad_enabled() or x.device.type != "cpu" or not len(weight):
             return F.linear(x.to(weight.dtype), weight)
         return linear(x.to(weight.dtype), [weight], [None])[0]
@@ -203,56 +197,56 @@ def new_head_model(
 ) -> HeadModel:
     """Untrained heads of these tokens for a Hugging Face model, in float32.
 
-    Every position begins with the target's own law of the next token, or, where the target itself says several tokens
-    (EvaByte's unembedding is that of eight), with its law of that place; components have their position's. So CP is
-    FF, and HMM and BTree are nearly CP where states stay as they are (`shape.stay`). The sums differ by text from the
-    beginning, which is what lets components part.
+    Every position and component starts with the target's distribution of the next token, or, where the target itself
+    predicts several tokens (EvaByte's unembedding is for eight), with its distribution of that position. So CP starts
+    as FF, and HMM and BTree nearly as CP, since latents copy their parent's state (`shape.stay`). The circuit's weights
+    differ between texts from the start, which breaks the symmetry of components.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
-    places = unembedding.unflatten(0, (-1, len(embeddings)))  # [tokens that the target says, vocab, hidden]
-    if len(places) > 1 and not shape.own:
-        raise ValueError(f"the target says {len(places)} tokens by matrices of their own; set own=true")
+    tables = unembedding.unflatten(0, (-1, len(embeddings)))  # [positions that the target predicts, vocab, hidden]
+    if len(tables) > 1 and not shape.own:
+        raise ValueError(f"the target predicts {len(tables)} tokens by matrices of their own; set own=true")
     upper = upper_layers(shape, target)
-    model, circuit = HeadModel(shape, tokens, embeddings, places[0], upper), shape.circuit_structure
+    model, circuit = HeadModel(shape, tokens, embeddings, tables[0], upper), shape.circuit_structure
     norm = getattr(target.get_decoder(), "norm", None)
 
-    def drawn(weight: Tensor, scale: float) -> None:
+    def draw_normal(weight: Tensor, scale: float) -> None:
         weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
 
     with torch.no_grad():
         if norm is not None:
             model.norm.copy_(norm.weight + getattr(target.config, "norm_add_unit_offset", False))
-        drawn(model.fuse.weight, 0.005)
+        draw_normal(model.fuse.weight, 0.005)
         model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)
         model.blocks.weight.zero_()
-        drawn(model.sums.weight, 0.02)
+        draw_normal(model.sums.weight, 0.02)
         model.sums.bias.zero_()
         if circuit.num_latents > 1:
-            stays = shape.stay * torch.eye(circuit.rank).flatten()
-            model.sums.bias[circuit.rank :] = stays.repeat(len(model.sums.bias[circuit.rank :]) // len(stays))
+            copies = shape.stay * torch.eye(circuit.rank).flatten()
+            model.sums.bias[circuit.rank :] = copies.repeat(len(model.sums.bias[circuit.rank :]) // len(copies))
         if model.own is not None:
-            for place, own in enumerate(model.own):
-                own.copy_(places[min(place + shape.told, len(places) - 1), tokens])
+            for position, own in enumerate(model.own):
+                own.copy_(tables[min(position + shape.told, len(tables) - 1), tokens])
         if model.codes is not None and model.directions is not None:
             model.codes.weight.zero_()
-            drawn(model.directions, 1 / shape.hidden**0.5)
+            draw_normal(model.directions, 1 / shape.hidden**0.5)
         for part in () if upper is None else upper.lora_layers:
-            drawn(part.down, part.down.shape[1] ** -0.5)
+            draw_normal(part.down, part.down.shape[1] ** -0.5)
     return model
 
 
 def upper_layers(shape: HeadShape, target: Any) -> UpperLayers | None:
-    """What heads of this shape adapt of a Hugging Face model."""
+    """The adapted last layers of a Hugging Face model; None if heads of this shape have none."""
     return UpperLayers(target, shape.layers, shape.lora) if shape.layers else None
 
 
 @dataclass
 class WindowCache:
-    """The window that a text is being drafted from: what the heads said, and what has been read of it.
+    """The heads' outputs for the current window of a text, and the window's tokens so far.
 
-    In NumPy: of one text so little is computed for each token that the framework would cost more than the sums.
+    In NumPy: for one text the overhead of torch would exceed the computation.
     """
 
     num_decided: int = 0  # decided tokens when the window began
@@ -261,21 +255,22 @@ class WindowCache:
     transitions: np.ndarray = field(default_factory=lambda: np.empty(0))
     shared_logits: np.ndarray | None = None  # [window, draft] logits
     state_codes: np.ndarray | None = None  # [window, rank, directions]
-    distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # of places asked for
-    window_tokens: list[int] = field(default_factory=list)  # tokens of the window
+    distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by position
+    window_tokens: list[int] = field(default_factory=list)  # observed so far
     circuit_filter: CircuitFilter[np.ndarray] | None = None
-    context_kv_cache: ContextKVCache = field(default_factory=ContextKVCache)  # that adapted layers have read
+    context_kv_cache: ContextKVCache = field(default_factory=ContextKVCache)  # of the adapted layers
 
 
 @dataclass
 class HeadNetwork:
-    """Heads behind Forward and Reply, as a network that says what follows: a Forward with a state begins a window.
+    """Heads as a network: a forward pass with hidden states starts a window of draft positions.
 
-    Later ones, whose text goes on with drafts, go on in that window, until it ends: then there are no logits.
+    Later passes without hidden states, whose text continues with draft tokens, stay in that window. Behind its end
+    there are no logits.
     """
 
     model: HeadModel
-    target: Any  # the network whose states it reads
+    target: Any  # the network whose hidden states it reads
 
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
@@ -290,18 +285,18 @@ class HeadNetwork:
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[WindowCache]) -> list[ForwardOutputs]:
-        """Logits over the drafted tokens behind the decided text: of the window's next position given those before."""
+        """Logits over the drafted tokens for the window's next position, given the window's tokens."""
         started = time.perf_counter()
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
             self._start_windows(batch, kv_caches)
-            answers = [
+            outputs = [
                 self._next_token_logits(inputs.canvas.decided_prefix, kv_cache)
                 for inputs, kv_cache in zip(batch, kv_caches, strict=True)
             ]
         seconds = time.perf_counter() - started
         return [
             ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens))
-            for tokens, logits in answers
+            for tokens, logits in outputs
         ]
 
     def _next_token_logits(
@@ -309,17 +304,15 @@ class HeadNetwork:
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rows likely"]]:
         shape = self.model.shape
         assert kv_cache.parameters is not None
-        wanted = decided[kv_cache.num_decided - (not shape.told) :].tolist()
-        if kv_cache.circuit_filter is None or wanted[: len(kv_cache.window_tokens)] != kv_cache.window_tokens:
-            kv_cache.circuit_filter, kv_cache.window_tokens = (
-                CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions),
-                [],
-            )
-        for token in wanted[len(kv_cache.window_tokens) : shape.window]:
+        window = decided[kv_cache.num_decided - (not shape.told) :].tolist()
+        if kv_cache.circuit_filter is None or window[: len(kv_cache.window_tokens)] != kv_cache.window_tokens:
+            circuit_filter = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
+            kv_cache.circuit_filter, kv_cache.window_tokens = circuit_filter, []
+        for token in window[len(kv_cache.window_tokens) : shape.window]:
             self._observe_token(kv_cache, kv_cache.circuit_filter, token)
         tokens, logits = self.tokens, np.empty((0, len(self.tokens)), dtype=np.float32)
-        if len(wanted) < shape.window:
-            tokens, distribution = self._state_distributions(kv_cache, len(wanted))
+        if len(window) < shape.window:
+            tokens, distribution = self._state_distributions(kv_cache, len(window))
             with np.errstate(divide="ignore"):
                 logits = np.log(np.exp(kv_cache.circuit_filter.state_log_weights) @ distribution)[None]
         return tokens, logits
@@ -327,51 +320,50 @@ class HeadNetwork:
     def _input_hidden_state(
         self, kv_cache: WindowCache, hidden_states: Tensor, decided: np.ndarray
     ) -> Float[Tensor, "hidden"]:
-        """What the heads read: the target's state before the last token, or what adapted layers make of the text."""
+        """The target's hidden state before the last token, or the output of the adapted layers for it."""
         if self.context_layers is None:
             return hidden_states[-1, -self.model.shape.hidden :]
-        begin, slots = len(decided) - len(hidden_states), kv_cache.context_kv_cache
-        past = slots.reuse_prefix(decided, begin)
+        begin, cache = len(decided) - len(hidden_states), kv_cache.context_kv_cache
+        past = cache.reuse_prefix(decided, begin)
         inputs = select_hidden_states(
             hidden_states[past - begin :], self.target.hidden_state_layers, self.model.shape.taps
         )
-        state = self.context_layers(inputs, slots, past - slots.first_position, 1, output_logits=False)[-1]
-        slots.tokens = decided[slots.first_position :].copy()
+        state = self.context_layers(inputs, cache, past - cache.first_position, 1, output_logits=False)[-1]
+        cache.tokens = decided[cache.first_position :].copy()
         return state
 
     def _start_windows(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[WindowCache]) -> None:
-        """The heads' say of all texts that begin windows, at once: their weights are read but once."""
-        begun = [
+        """One batched pass of the heads for all texts that start a window."""
+        starting = [
             (inputs.canvas.decided_prefix, inputs.hidden_states, kv_cache)
             for inputs, kv_cache in zip(batch, kv_caches, strict=True)
             if inputs.hidden_states is not None
         ]
-        if not begun:
+        if not starting:
             return
-        states = torch.stack([self._input_hidden_state(kv_cache, given, decided) for decided, given, kv_cache in begun])
-        last = torch.tensor([int(decided[-1]) for decided, *_ in begun], device=self.device)
-        every = self.model(states, last)
-        shared = None if self.model.shape.own else self.model.shared_logits(every.position_features)
-        for number, (decided, _, kv_cache) in enumerate(begun):
-            codes = None if every.state_codes is None else every.state_codes[number]
-            found = CircuitParameters(
-                every.initial[number], every.transitions[number], every.position_features[number], codes
+        states = torch.stack(
+            [self._input_hidden_state(kv_cache, given, decided) for decided, given, kv_cache in starting]
+        )
+        last = torch.tensor([int(decided[-1]) for decided, *_ in starting], device=self.device)
+        outputs = self.model(states, last)
+        shared = None if self.model.shape.own else self.model.shared_logits(outputs.position_features)
+        for number, (decided, _, kv_cache) in enumerate(starting):
+            codes = None if outputs.state_codes is None else outputs.state_codes[number]
+            parameters = CircuitParameters(
+                outputs.initial[number], outputs.transitions[number], outputs.position_features[number], codes
             )
-            kv_cache.initial, kv_cache.transitions, kv_cache.state_codes = (
-                _float_array(found.initial),
-                _float_array(found.transitions),
-                _float_array(found.state_codes),
-            )
+            kv_cache.initial, kv_cache.transitions = map(_float_array, (parameters.initial, parameters.transitions))
+            kv_cache.state_codes = _float_array(codes)
             kv_cache.shared_logits = None if shared is None else _float_array(shared[number])
-            kv_cache.parameters, kv_cache.num_decided = found, len(decided)
+            kv_cache.parameters, kv_cache.num_decided = parameters, len(decided)
             kv_cache.circuit_filter, kv_cache.window_tokens, kv_cache.distributions = None, [], {}
 
     def _state_distributions(
         self, kv_cache: WindowCache, position: int
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rank likely"]]:
-        """A position's likeliest tokens, ascending, and their probabilities in each state.
+        """The most likely tokens of a position, ascending, and their probabilities in each state.
 
-        The position's own logits choose them, so that states cost little each; the law is over these tokens alone.
+        The position's shared logits select the tokens, so that states cost little; probabilities are over these alone.
         """
         if position not in kv_cache.distributions:
             tokens, logits = self._logits(kv_cache, position)
@@ -382,28 +374,28 @@ class HeadNetwork:
     def _logits(
         self, kv_cache: WindowCache, position: int
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rank likely"]]:
-        tokens, reach = self.tokens, self.direction_logits
+        tokens, directions = self.tokens, self.direction_logits
         if kv_cache.shared_logits is None:
             assert kv_cache.parameters is not None
             return tokens, _float_array(self.model.logits(kv_cache.parameters, position))
         shared = kv_cache.shared_logits[position]
-        if kv_cache.state_codes is None or reach is None:
+        if kv_cache.state_codes is None or directions is None:
             return tokens, shared[None]
         if len(shared) > MAX_CANDIDATE_TOKENS:
             chosen = np.sort(np.argpartition(-shared, MAX_CANDIDATE_TOKENS)[:MAX_CANDIDATE_TOKENS])
-            tokens, shared, reach = tokens[chosen], shared[chosen], reach[:, chosen]
-        return tokens, shared + kv_cache.state_codes[position] @ reach
+            tokens, shared, directions = tokens[chosen], shared[chosen], directions[:, chosen]
+        return tokens, shared + kv_cache.state_codes[position] @ directions
 
     def _observe_token(self, kv_cache: WindowCache, circuit_filter: CircuitFilter[np.ndarray], token: int) -> None:
-        """Condition on the window's next token; one that the law does not hold tells nothing."""
+        """Condition on the window's next token; a token outside the distribution is no evidence."""
         tokens, distribution = self._state_distributions(kv_cache, len(kv_cache.window_tokens))
-        place = int(np.searchsorted(tokens, token))
-        known = place < len(tokens) and int(tokens[place]) == token
+        column = int(np.searchsorted(tokens, token))
+        known = column < len(tokens) and int(tokens[column]) == token
         with np.errstate(divide="ignore"):
-            circuit_filter.observe(np.log(distribution[:, place]) if known else np.zeros_like(distribution[:, 0]))
+            circuit_filter.observe(np.log(distribution[:, column]) if known else np.zeros_like(distribution[:, 0]))
         kv_cache.window_tokens.append(token)
 
 
 def _float_array(x: Tensor | None) -> Any:
-    """Float32, on the CPU."""
+    """A float32 array; None stays None."""
     return None if x is None else float_row(x)

@@ -1,7 +1,7 @@
-"""The target's last layers once more, with low-rank parts of their own: what heads adapt of it (MtPC, §4).
+"""Run the target's last layers a second time with low-rank adapters of their own, for heads (MtPC, §4).
 
-Verifier and heads share the layers below these, whose states the verifying call gives out. What is above reads every
-token of the text once again, with weights that differ by products of low rank (Hu et al. 2021).
+Verifier and heads share the layers below these, whose hidden states the verification call returns. The layers above
+run on every token of the text again, with weights that differ by low-rank products (Hu et al. 2021).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from saltus.networks.models.native_decoder import SUPPORTED_DECODERS
 
 
 class UpperLayers(nn.Module):
-    """The low-rank parts; the layers are the target's own and are not trained. They begin as the target."""
+    """The low-rank parts, zero at first; the layers are the target's own and are not trained."""
 
     def __init__(self, target: Any, layers: int, rank: int) -> None:
         super().__init__()
-        self.target, settings = [target], GatedLoraSettings(rank, float(rank))  # in lists: neither modules of ours
+        self.target, settings = [target], GatedLoraSettings(rank, float(rank))  # in lists: not submodules
         self.model = [last_layers(target, layers)]
-        self.model[0].set_attn_implementation("sdpa")  # for training: ours serves calls alone
+        self.model[0].set_attn_implementation("sdpa")  # for training: Saltus's attention needs a call
         self.sizes = linear_layers(self.model[0])
         self.lora_layers = [LoraLayer(*size, settings) for size in self.sizes.values()]
         self.parts = nn.ModuleList(self.lora_layers)
@@ -33,7 +33,7 @@ class UpperLayers(nn.Module):
             self.model[0].get_submodule(path).register_forward_hook(_add_lora_hook(part))
 
     def forward(self, inputs: Float[Tensor, "batch slots hidden"]) -> Float[Tensor, "batch slots hidden"]:
-        """The last states of texts, from those below these layers."""
+        """The last hidden states of texts, from those below these layers."""
         return self.model[0].model(inputs_embeds=inputs, use_cache=False).last_hidden_state
 
     @torch.no_grad()

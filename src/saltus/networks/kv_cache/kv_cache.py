@@ -1,4 +1,4 @@
-"""Remember what a network has read of one text, and forget by itself what the text no longer says."""
+"""Keep the keys and values of one text, and drop those of rejected tokens at the next call."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ MIN_GROWTH = 256  # slots that a buffer grows by, at least
 
 @dataclass
 class KVCache:
-    """Keys and values of one text: slot i holds token i; behind them, for one call, stand the nodes of a tree.
+    """Keys and values of one text: slot i holds token i; for one call the nodes of a tree follow.
 
     Buffers are [layers, kv_heads, capacity, dim], made when the first layer writes.
     """
 
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # read and kept
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # whose keys and values are kept
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    pending_tree: ForwardInputs | None = None  # evaluated behind `tokens`, not yet known to be text
+    pending_tree: ForwardInputs | None = None  # evaluated behind `tokens`; acceptance is known at the next call
 
     def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
-        """How many of the decided tokens need not be read again. Keeps the branch that became text, in place.
+        """How many of the decided tokens are in the cache. Keeps the accepted branch, and drops the other nodes.
 
-        The last `again` decided tokens are always read: of a causal network the last one's logits are wanted.
+        The last `num_recomputed` decided tokens do not count: a causal network needs the logits of the last one.
         """
         if self.pending_tree is not None:
             nodes = self.pending_tree.match_tokens(tokens[len(self.tokens) :])
             self._keep_accepted(nodes)
-            kept = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
-            self.tokens = np.concatenate([self.tokens, kept])
+            accepted = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
+            self.tokens = np.concatenate([self.tokens, accepted])
             self.pending_tree = None
         shared = min(len(self.tokens), len(tokens) - num_recomputed)
         differs = np.flatnonzero(self.tokens[:shared] != tokens[:shared])
@@ -41,7 +41,7 @@ class KVCache:
         return len(self.tokens)
 
     def _keep_accepted(self, nodes: list[int]) -> None:
-        """Move the accepted nodes to the slots right behind the text; a trunk stands there already."""
+        """Move the accepted nodes to the slots behind the text, unless they are there already."""
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
         if moves and self.keys is not None and self.values is not None:
             base = len(self.tokens)
@@ -50,7 +50,7 @@ class KVCache:
                 buffer[:, :, to] = buffer[:, :, at]
 
     def reserve(self, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Make room for `slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
+        """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if num_slots <= capacity:
             return

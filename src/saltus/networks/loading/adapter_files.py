@@ -1,8 +1,7 @@
-"""Keep gated adapters in folders that PEFT reads too, and refuse those that were made for another model."""
+"""Save and load gated adapters in folders that PEFT reads too; refuse those that were trained for another model."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -17,20 +16,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings
+from saltus.networks.loading.fetching import first_line, sha256_of_file
+from saltus.networks.loading.metadata import (
+    ADAPTER_CONFIG_FILE,
+    DrafterMetadata,
+    check_target,
+    read_metadata,
+    write_metadata,
+)
 
-CONFIG_FILE, WEIGHTS_FILE, EMBEDDING_FILE, METADATA_FILE = (
-    "adapter_config.json", "adapter_model.safetensors", "auxiliary.safetensors", "saltus.json",
-)  # fmt: skip
+WEIGHTS_FILE, EMBEDDING_FILE = "adapter_model.safetensors", "auxiliary.safetensors"
 RETRY_HINT = "copy it again, or train it again"
 
 
 def save_adapter(
     adapter: Adapter, folder: Path, target_fingerprint: str, target_name: str, training: Mapping[str, Any] | None = None
 ) -> None:
-    """Write an adapter for the model of this fingerprint and name; a folder is replaced as a whole.
+    """Write an adapter for the model of this fingerprint and name; an existing folder is replaced as a whole.
 
-    `training` is kept beside it: how it was made. The layout is PEFT's, which reads the low-rank parts (but knows
-    no gate: it would add them to every row).
+    `training` records how it was trained. The layout is PEFT's, which reads the low-rank parts, but has no gate: it
+    would add them to every row.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as room:
@@ -51,16 +56,13 @@ def _write(
         "lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "target_modules": list(adapter.sizes),
         "bias": "none", "fan_in_fan_out": False, "use_rslora": False, "inference_mode": True,
     }  # fmt: skip
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     save_file(lora_tensors(adapter), folder / WEIGHTS_FILE, {"format": "pt"})
     embedding = {key: value.detach().cpu().contiguous() for key, value in adapter.auxiliary.state_dict().items()}
     save_file(embedding, folder / EMBEDDING_FILE, {"format": "pt"})
-    papers = {
-        "target": target_fingerprint, "target_name": target_name, "settings": asdict(settings),
-        "training": dict(training),
-        "files": {file: sha256_of_file(folder / file) for file in (CONFIG_FILE, WEIGHTS_FILE, EMBEDDING_FILE)},
-    }  # fmt: skip
-    (folder / METADATA_FILE).write_text(json.dumps(papers | {"seal": metadata_digest(papers)}, indent=2) + "\n")
+    files = {file: sha256_of_file(folder / file) for file in (ADAPTER_CONFIG_FILE, WEIGHTS_FILE, EMBEDDING_FILE)}
+    metadata = DrafterMetadata("adapter", target_name, target_fingerprint, asdict(settings), training, files)
+    write_metadata(folder, metadata)
 
 
 def load_adapter(folder: Path, model: Any, target_fingerprint: str, target_name: str) -> Adapter:
@@ -68,26 +70,24 @@ def load_adapter(folder: Path, model: Any, target_fingerprint: str, target_name:
 
     Errors: ValueError for a folder without one, for one that was cut short or changed, and for another target.
     """
-    papers = read_adapter_metadata(folder)
-    if papers["target"] != target_fingerprint:
-        raise ValueError(
-            f"{folder} was trained for {papers['target_name']} ({papers['target']}), not {target_name}"
-            f" ({target_fingerprint}); train it again, or load that model"
-        )
-    for file, digest in papers["files"].items():
+    metadata = read_metadata(folder, "adapter")
+    known = {each.name for each in fields(GatedLoraSettings)}
+    if unknown := sorted(set(metadata.settings) - known):
+        raise ValueError(f"{folder} has a setting {unknown[0]!r} that this version does not know; update Saltus")
+    check_target(metadata, folder, target_fingerprint, target_name)
+    for file, digest in metadata.files.items():
         if not (folder / file).is_file():
             raise ValueError(f"{folder} lacks {file}; {RETRY_HINT}")
         if sha256_of_file(folder / file) != digest:
             raise ValueError(f"{folder / file} was changed or cut short after it was saved; {RETRY_HINT}")
     try:
-        settings = GatedLoraSettings(**papers["settings"] | {"targets": tuple(papers["settings"]["targets"])})
+        settings = GatedLoraSettings(**{**metadata.settings, "targets": tuple(metadata.settings["targets"])})
         weights, embedding = load_file(folder / WEIGHTS_FILE), load_file(folder / EMBEDDING_FILE)
         adapter = Adapter(layer_sizes(weights), next(reversed(embedding.values())).shape[0], settings)
         adapter.auxiliary.load_state_dict(embedding)
         expected = lora_tensors(adapter)
-        if {key: value.shape for key, value in expected.items()} != {
-            key: value.shape for key, value in weights.items()
-        }:
+        shapes = [{key: value.shape for key, value in tensors.items()} for tensors in (expected, weights)]
+        if shapes[0] != shapes[1]:
             raise ValueError(f"its weights are not those of rank {settings.rank}")
     except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no adapter that fits together ({first_line(error)}); {RETRY_HINT}") from error
@@ -96,26 +96,6 @@ def load_adapter(folder: Path, model: Any, target_fingerprint: str, target_name:
             value.copy_(weights[key])
     adapter.check_fits(model)
     return adapter.to(model.device).eval()
-
-
-def read_adapter_metadata(folder: Path) -> dict[str, Any]:
-    """What saltus.json says of an adapter: target, settings, training, digests of its files. Errors: ValueError."""
-    for file in (CONFIG_FILE, METADATA_FILE):
-        if not (folder / file).is_file():
-            kind = "an adapter without auxiliary embedding" if file == METADATA_FILE else "no adapter"
-            raise ValueError(f"{folder} holds {kind} ({file} is missing); give a folder that `saltus train` wrote")
-    try:
-        papers = json.loads((folder / METADATA_FILE).read_text())
-        seal = papers.pop("seal")
-        whole = seal == metadata_digest(papers)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        whole, papers = False, {}
-    if not whole:
-        raise ValueError(f"{folder / METADATA_FILE} was changed or cut short after it was saved; {RETRY_HINT}")
-    known = {one.name for one in fields(GatedLoraSettings)}
-    if unknown := sorted(set(papers["settings"]) - known):
-        raise ValueError(f"{folder} has a setting {unknown[0]!r} that this version does not know; update Saltus")
-    return papers
 
 
 def lora_tensors(adapter: Adapter, copy: bool = True) -> dict[str, Tensor]:
@@ -138,19 +118,3 @@ def layer_sizes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         if rest == "A.weight":
             sizes[path] = (weights[key].shape[1], weights[key.replace(".lora_A.", ".lora_B.")].shape[0])
     return sizes
-
-
-def sha256_of_file(file: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes."""
-    with file.open("rb") as bytes_in:
-        return hashlib.file_digest(bytes_in, "sha256").hexdigest()
-
-
-def metadata_digest(metadata: Mapping[str, Any]) -> str:
-    """The hexadecimal SHA-256 of metadata, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message without its full stop; the error's class if it has no message."""
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -14,8 +14,10 @@ from transformers.utils import logging
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.loading.adapter_files import CONFIG_FILE, METADATA_FILE, load_adapter, read_adapter_metadata
+from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.fetching import first_line
+from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import resolve
 from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
@@ -55,10 +57,9 @@ def load_checkpoint(
     The folder of one of our adapters stands for the model that it belongs to, whose auxiliary queries it then answers.
     """
     device, kind = _device(device), _checked_choice("dtype", dtype, DTYPES)
-    adapter = (
-        Path(name_or_path) if all(Path(name_or_path, file).is_file() for file in (CONFIG_FILE, METADATA_FILE)) else None
-    )
-    base = name_or_path if adapter is None else read_adapter_metadata(adapter)["target_name"]
+    is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
+    adapter = Path(name_or_path) if is_adapter else None
+    base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
     with silence_transformers():
         model = _load_model(name_or_path, folder, kind).to(device).eval()
@@ -158,12 +159,6 @@ def context_length_of(model: Any) -> int | None:
     """How many tokens a model reads at most, where it says so."""
     conditioning = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return conditioning if conditioning and conditioning > 0 else None  # XLNet says −1
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line without its full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:

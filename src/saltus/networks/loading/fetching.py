@@ -170,6 +170,6 @@ def sha256_of_file(file: Path) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """What an error says, short enough to stand inside a one-line message."""
+    """The first line of an error's message without its full stop, at most 200 characters; else the error's class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(" .")
+    return (lines[0] if lines else type(error).__name__)[:200].rstrip(" .:")

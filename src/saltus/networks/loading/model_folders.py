@@ -1,6 +1,5 @@
 """Know a folder that holds a model: what is missing in it, and which network it is."""
 
-import hashlib
 import json
 import re
 import struct
@@ -15,8 +14,6 @@ WEIGHT_FILE_PATTERNS = (
     re.compile(r"[^/]+\.safetensors"),
 )
 PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
-# What a configuration says about the file, not about the function that the network computes.
-IGNORED_CONFIG_KEYS = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
 def check_folder(folder: Path) -> None:
@@ -71,32 +68,3 @@ def _read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
     if size < expected:
         raise SourceError(f"{file} is cut short ({size:,} of {expected:,} bytes); copy or fetch it again")
     return header, 8 + length
-
-
-def folder_fingerprint(folder: Path) -> str:
-    """A short identity of the network in a folder, for adapters to name their target by; takes milliseconds.
-
-    A hash of config.json (without what only says how the file was written) and of each tensor's name, type, shape and
-    192 sampled bytes. Renaming the folder, sharding the weights otherwise or another tokenizer leave it as it is;
-    other weights or another number type change it.
-    """
-    check_folder(folder)
-    config = json.loads((folder / "config.json").read_text())
-    digest = hashlib.sha256(
-        json.dumps({key: config[key] for key in config.keys() - IGNORED_CONFIG_KEYS}, sort_keys=True).encode()
-    )
-    samples: list[tuple[str, str, bytes]] = []
-    for file in weight_files(folder):
-        tensors, begin = _read_safetensors_header(file) if file.suffix == ".safetensors" else ({}, 0)
-        whole = {file.name: {"dtype": "", "shape": [], "data_offsets": [0, file.stat().st_size]}}
-        with file.open("rb") as bytes_in:
-            for name, tensor in (tensors or whole).items():
-                first, last = tensor["data_offsets"]
-                piece = b""
-                for place in (first, (first + last) // 2, max(first, last - 64)):
-                    bytes_in.seek(begin + place)
-                    piece += bytes_in.read(min(64, last - place))
-                samples.append((name, f"{tensor['dtype']}{tensor['shape']}", piece))
-    for name, kind, piece in sorted(samples):
-        digest.update(f"\n{name} {kind} ".encode() + piece)
-    return digest.hexdigest()[:32]

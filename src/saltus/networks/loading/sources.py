@@ -10,12 +10,12 @@ from pathlib import Path
 from saltus.networks.cache_folder import cache_folder
 from saltus.networks.loading.fetching import SourceError, as_source_errors, exclusive_lock, matches_manifest
 from saltus.networks.loading.hub import completed_download, fetch_from_hub
-from saltus.networks.loading.model_folders import check_folder, folder_fingerprint
+from saltus.networks.loading.model_folders import check_folder
 from saltus.networks.loading.progress import Progress, Stage, no_progress, progress_bars
 from saltus.networks.loading.wheel import SMOLLM2_135M, convert_wheel
 from saltus.networks.shipped import SHIPPED
 
-__all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "folder_fingerprint", "pull", "resolve"]
+__all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "pull", "resolve"]
 
 DEFAULT_MODEL = SMOLLM2_135M.model_name
 SHORT_NAMES = {

@@ -7,14 +7,14 @@ from typing import Any
 
 from saltus.networks.draft_models.drafter import DraftNetwork
 from saltus.networks.draft_models.heads import HeadModel, HeadNetwork
-from saltus.networks.loading.adapter_files import load_adapter, read_adapter_metadata
+from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import (
-    TRAIN_COMMANDS,
     find_shipped,
     load_drafter,
     load_heads,
     model_fingerprint,
 )
+from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
 SHIPPED_DRAFTER = "auto"  # the one that is shipped
@@ -36,9 +36,9 @@ def load_drafter_for_target(
     """
     kind, _, place = spec.partition(":")
     if kind == "adapter":
-        if Path(place, "config.json").is_file() and not Path(place, "adapter_config.json").exists():
+        if Path(place, "config.json").is_file() and not Path(place, ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{place} holds a model, not an adapter; load it by --model")
-        form = read_adapter_metadata(Path(place))["training"].get("form")
+        form = read_metadata(Path(place), "adapter").training.get("form")
         maker = "jacobi" if form == JACOBI_FORM else "ptp"
         if form and method and maker != method:
             raise ValueError(f"{place} holds an adapter for the method {maker}, not {method}; give it to {maker}")

@@ -1,12 +1,12 @@
-"""Evaluate trees on a model that fills holes anywhere: two streams of rows through the layers of one decoder.
+"""Evaluate trees on a model that fills holes anywhere: content rows and query rows through the layers of one decoder.
 
-Content rows are tokens; each sees the text that was given, which sees all of itself, and what was decided before it.
-Query rows are the mask token at the position of a hole; they see the same and themselves, and say the law of that
-hole (ASSD, §3). Keys and values are kept for content rows alone, in deciding order: what is decided later never
-changes them, so that a call reads its new tokens and its queries, and nothing twice.
+Content rows are tokens. Each attends to the given text, which attends to all of itself, and to what was decided before
+it. Query rows are mask tokens at the positions of holes. They attend to the same tokens and to themselves, and output
+the distribution of their hole (ASSD, §3). The KV cache holds content rows alone, in the order of decisions: later
+decisions never change them, so a call runs new tokens and queries only.
 
-The decoder is a causal model's (rotary positions, told for each row), so its kernels and their equal rounding serve
-here too; that it was trained for any subset, its configuration says.
+The decoder is a causal model's with rotary positions, which are passed for each row, so the same kernels serve it. Its
+configuration states that it was trained for any subset.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork, _Chunk
 from saltus.networks.models.exact.attention import SequenceRows
+from saltus.networks.models.tree_mask import ancestor_mask
 
 ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that ends an open hole}
 
 
 @dataclass
 class OrderedKVCache(KVCache):
-    """Keys and values of one text in deciding order, and where its tokens stand."""
+    """Keys and values of one text in the order of decisions, and the positions of its tokens."""
 
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    num_given: int = 0  # how many tokens saw all of each other
+    num_given: int = 0  # the first tokens, which attend to each other in both directions
 
     def reuse_known_tokens(self, canvas: Canvas) -> int:
-        """How many of the known tokens need not be read again; none, if the given ones are others."""
+        """How many of the known tokens are in the cache; none if the given tokens changed."""
         known, before = canvas.known_positions, len(self.positions)
         count = self.reuse_prefix(canvas.tokens[known], num_recomputed=0)
         places = self.positions[: min(before, count)]
@@ -58,11 +59,11 @@ class OrderedKVCache(KVCache):
 
 @dataclass
 class AnySubsetNetwork(CausalNetwork):
-    """An any-subset model behind Forward and Reply.
+    """An any-subset model as a target network.
 
     Row 0 is for the first open hole, row i + 1 for the hole behind that of node i, given the text, the node's
-    ancestors and itself. An auxiliary query is told no uniform; it is for the hole of its own depth, given the token
-    that its group hangs from and what stands before that. On CUDA, calls round as their shapes have it.
+    ancestors and itself. A query node has no uniform. Its logits are for the open hole of its own depth, given the
+    token that its chain starts from and the tokens before that. On CUDA rounding depends on the shapes of calls.
     """
 
     any_subset = True
@@ -71,13 +72,13 @@ class AnySubsetNetwork(CausalNetwork):
     def __post_init__(self) -> None:
         self.free_shapes = self.free_shapes or self.model.device.type == "cuda"
         self.fixed_shapes = False
-        conditioning = getattr(self.model.config, ANY_SUBSET)
-        self.mask_token, self.blank_token = int(conditioning["mask"]), conditioning.get("blank")
+        config = getattr(self.model.config, ANY_SUBSET)
+        self.mask_token, self.blank_token = int(config["mask"]), config.get("blank")
         super().__post_init__()
 
     @property
     def max_rows_per_call(self) -> int:
-        """A given text is read in one call, since all of it sees all of it."""
+        """A given text is one call, since all of it attends to all of it."""
         return self.model.config.max_position_embeddings + MAX_ROWS_PER_CALL
 
     @staticmethod
@@ -88,7 +89,7 @@ class AnySubsetNetwork(CausalNetwork):
         return OrderedKVCache()
 
     def _check_queries_supported(self) -> None:
-        """It always can."""
+        """The model needs no adapter for query nodes."""
 
     def attach_adapter(self, adapter: Any) -> None:
         """Errors: ValueError: adapters are for causal models."""
@@ -96,14 +97,14 @@ class AnySubsetNetwork(CausalNetwork):
             raise ValueError("adapters are for causal models, which this one is not; draft with assd")
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Errors: ValueError: states are those of causal models."""
+        """Errors: ValueError: drafters read hidden states of causal models."""
         raise ValueError("drafters and heads read states of a causal model, which this one is not; draft with assd")
 
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
-        return [self._select_outputs(*one) for one in zip(batch, super().forward(batch, kv_caches), strict=True)]
+        return [self._select_outputs(*pair) for pair in zip(batch, super().forward(batch, kv_caches), strict=True)]
 
     def _select_outputs(self, inputs: ForwardInputs, outputs: ForwardOutputs) -> ForwardOutputs:
-        """Its rows as they were asked for; features are those of the rows, since drafts are not of what was read."""
+        """The outputs in the order of nodes; hidden states are of output rows, not of context tokens."""
         if not inputs.query_nodes and outputs.hidden_states is None:
             return replace(outputs, drafter_data=self.pairwise_correction)
         required, rows = required_distributions(inputs)
@@ -118,7 +119,7 @@ class AnySubsetNetwork(CausalNetwork):
         return kv_cache.reuse_known_tokens(inputs.canvas)
 
     def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
-        """New tokens, then the tokens of the tree, then the queries, all in one call."""
+        """One chunk: new tokens, then draft tokens, then queries."""
         canvas = inputs.canvas
         places = canvas.known_positions[past_length:]
         unread, drafts = len(places), inputs.num_draft_tokens
@@ -128,61 +129,57 @@ class AnySubsetNetwork(CausalNetwork):
             raise ValueError(
                 f"a call has {contents + len(queries)} rows, but {self.max_rows_per_call} fit; shorten the text"
             )
-        visible = np.zeros((contents + len(queries),) * 2, dtype=np.uint8)
+        visible = np.eye(contents + len(queries), dtype=np.uint8)
         given = max(len(canvas.given_positions) - past_length, 0)
-        visible[:unread, :unread] = np.tri(unread, dtype=np.uint8)
+        visible[:, :unread] = np.tri(len(visible), unread, dtype=np.uint8)
         visible[:given, :given] = 1
-        for node in range(drafts):
-            row, parent = unread + node, inputs.parents[node]
-            visible[row] = visible[unread + parent] if parent >= 0 else 0
-            visible[row, :unread] = 1
-            visible[row, row] = 1
-        for number, (node, _) in enumerate(queries):
-            row = contents + number
-            visible[row, :contents] = visible[unread + node, :contents] if node >= 0 else 0
-            visible[row, :unread] = 1
-            visible[row, row] = 1
-        open_ = canvas.open_positions
-        nodes = open_[np.array(inputs.depths[:drafts], dtype=np.int64)]
-        query_positions = open_[[place for _, place in queries]]
+        visible[unread:contents, unread:contents] = ancestor_mask(inputs.parents[:drafts])
+        for row, (node, _) in enumerate(queries, start=contents):
+            if node >= 0:
+                visible[row, unread:contents] = visible[unread + node, unread:contents]
+        open_positions = canvas.open_positions
+        node_positions = open_positions[np.array(inputs.depths[:drafts], dtype=np.int64)]
+        query_positions = open_positions[[hole for _, hole in queries]]
         tokens = [*canvas.tokens[places].tolist(), *inputs.tokens[:drafts], *[self.mask_token] * len(queries)]
-        part = SequenceRows(kv_cache, past_length, np.concatenate([places, nodes, query_positions]), visible)
-        yield _Chunk(sequence, tokens, part, len(queries), inputs.output_hidden_states)
+        rows = SequenceRows(kv_cache, past_length, np.concatenate([places, node_positions, query_positions]), visible)
+        yield _Chunk(sequence, tokens, rows, len(queries), inputs.output_hidden_states)
 
 
-LINK_TENSORS = ("left", "before", "right", "told")  # names in the file, in the order of the fields
+# Names in the file, in the order of the fields; they are kept for files that exist.
+LINK_TENSORS = ("left", "before", "right", "told")
 
 
 def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) -> PairwiseCorrection | None:
-    """Those of a model's folder. Errors: ValueError where they are damaged or fit other words or states."""
+    """The correction in a model's folder, None if there is none.
+
+    Errors: ValueError if it is damaged, or made for another vocabulary or hidden size.
+    """
     if not (folder / PAIRWISE_CORRECTION_FILE).is_file():
         return None
     try:
         found = load_file(folder / PAIRWISE_CORRECTION_FILE)
-        links = PairwiseCorrection(*(found[part].float().numpy() for part in LINK_TENSORS))
-        (_, rank) = links.left.shape
+        correction = PairwiseCorrection(*(found[name].float().numpy() for name in LINK_TENSORS))
+        _, rank = correction.left.shape
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{folder / PAIRWISE_CORRECTION_FILE} is damaged ({error}); delete it, or train the model again"
         ) from None
-    if [part.shape for part in vars(links).values()] != [(vocab_size, rank)] * 3 + [(hidden_size, rank + 1)]:
+    shapes = [table.shape for table in vars(correction).values()]
+    if shapes != [(vocab_size, rank)] * 3 + [(hidden_size, rank + 1)]:
         raise ValueError(
             f"{folder / PAIRWISE_CORRECTION_FILE} is of another model; delete it, or train the model again"
         )
-    return links
+    return correction
 
 
 def save_pairwise_correction(correction: PairwiseCorrection, folder: Path) -> None:
-    """In bfloat16, beside the model's weights."""
-    parts = {
-        name: torch.from_numpy(part).bfloat16()
-        for name, part in zip(LINK_TENSORS, vars(correction).values(), strict=True)
-    }
-    save_file(parts, folder / PAIRWISE_CORRECTION_FILE)
+    """Save in bfloat16, beside the model's weights."""
+    tables = zip(LINK_TENSORS, vars(correction).values(), strict=True)
+    save_file({name: torch.from_numpy(table).bfloat16() for name, table in tables}, folder / PAIRWISE_CORRECTION_FILE)
 
 
 def select_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float[Tensor, "places size"]:
-    """Some rows, some of them twice; on the CPU without torch, whose threads would wake for it."""
+    """Rows of a table, which may repeat; on the CPU by NumPy, since torch would wake its threads."""
     if table.device.type != "cpu":
         return table[rows]
     bits = table.view(torch.int16 if table.element_size() == 2 else torch.int32).numpy()
@@ -190,16 +187,17 @@ def select_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float
 
 
 def required_distributions(inputs: ForwardInputs) -> tuple[list[tuple[int, int]], list[int]]:
-    """Which laws are wanted, (token node that is seen last, number of the open hole), and which of them each row is.
+    """The distributions that a call computes, and the index of the one that each output row shows.
 
-    A group's first query is for the hole that its node's own row is for, so there it is the same.
+    Each is (last draft token that it depends on, number of the open hole). The first query of a chain is for the same
+    hole as the row of the node before it, so both share a distribution.
     """
     found: dict[tuple[int, int], int] = {}
     rows = [found.setdefault((-1, 0), 0)]
-    seen: list[int] = []
+    last_tokens: list[int] = []  # of each node: the last draft token on its path
     for node, parent in enumerate(inputs.parents):
-        auxiliary = inputs.has_own_position(node)
-        seen.append((seen[parent] if parent >= 0 else -1) if auxiliary else node)
-        key = seen[node], inputs.depths[node] + (not auxiliary)
+        own_position = inputs.has_own_position(node)
+        last_tokens.append((last_tokens[parent] if parent >= 0 else -1) if own_position else node)
+        key = last_tokens[node], inputs.depths[node] + (not own_position)
         rows.append(found.setdefault(key, len(found)))
     return list(found), rows

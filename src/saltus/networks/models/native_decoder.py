@@ -1,4 +1,4 @@
-"""Run Llama-type decoders without a framework's overhead: the model's own weights, six kernel calls a layer."""
+"""Run Llama-type decoders by compiled kernels on the model's own weights, without the overhead of torch."""
 
 from __future__ import annotations
 
@@ -15,22 +15,17 @@ from saltus.networks.models.exact import native
 from saltus.networks.models.exact.attention import AttentionCall
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
 
-LAYER_PRODUCTS = (  # of a layer, product by product
+LAYER_PRODUCTS = (  # the linear layers of each matrix product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
 )  # fmt: skip
-STATIC_ROPE_TYPES = {
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-}  # rotary embeddings whose angles depend on the position alone
-INITIAL_ROPE_POSITIONS = 1024  # positions of their table, at first
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # angles depend on the position alone
+INITIAL_ROPE_POSITIONS = 1024  # of the table of angles, at first
 SUPPORTED_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 
 def supports_native_decoder(model: Any) -> bool:
-    """Is this a decoder that `Lean` knows, as its authors wrote it, on a machine with kernels?"""
+    """True for an unmodified decoder of a supported type, on a machine with compiled kernels."""
     return (
         type(model).__name__ in SUPPORTED_DECODERS
         and all(_is_unmodified(module) for module in model.modules())
@@ -41,15 +36,15 @@ def supports_native_decoder(model: Any) -> bool:
 
 
 def _is_unmodified(module: Any) -> bool:
-    """No adapter in place of a layer, no hook, no forward of somebody's own: Lean would pass them by."""
+    """True without hooks, replaced layers or own `forward`, which NativeDecoder would skip."""
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
 
 class NativeDecoder:
-    """The decoder's layers as kernel calls over fixed scratch: nothing is allocated between them.
+    """The decoder's layers as kernel calls over preallocated buffers.
 
-    Rounds to the model's dtype where Transformers does; what differs is the order of sums inside a product.
+    It rounds to the model's dtype where Transformers does; the order of sums inside a product differs.
     """
 
     def __init__(self, model: Any, max_rows: int) -> None:
@@ -67,14 +62,14 @@ class NativeDecoder:
         kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend", "norm")]
         self.linear, self.rotate, self.attend, self.norm = (kernel for kernel in kernels if kernel is not None)
         self.adapter: Adapter | None = None
-        self.lora_tensors: list[Tensor] = []  # the adapter's, which the structs point to
-        self.rows_are_gated = False  # do the structs gate rows?
+        self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
+        self.rows_are_gated = False  # True if the structs gate rows
         self.rope_table = [torch.empty(0), torch.empty(0)]  # cosines and sines of the first positions
         self.layers = [self._layer_structs(layer) for layer in self.base.layers]
         self.sliding_windows = [self._sliding_window(layer) for layer in self.base.layers]
 
     def _layer_structs(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
-        """The structs of one layer; only rows and angles change from call to call."""
+        """The kernel arguments of one layer; only rows and angles change between calls."""
         a, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         products = [
             _linear_struct(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
@@ -82,23 +77,23 @@ class NativeDecoder:
             _linear_struct(self.hidden, [(mlp.gate_proj, self.gate), (mlp.up_proj, self.up)], norm=after),
             _linear_struct(self.up, [(mlp.down_proj, self.hidden)], gate=self.gate, add=self.hidden),
         ]
-        turns = []
+        rotations = []
         for x, heads, norm in ((self.q, self.heads, "q_norm"), (self.k, self.kv_heads, "k_norm")):
-            turn = native.Rotary(x=x.data_ptr(), heads=heads, dim=self.dim)
+            rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=self.dim)
             if (module := getattr(a, norm, None)) is not None:
-                turn.norm, turn.epsilon = module.weight.data_ptr(), module.variance_epsilon
-            turns.append(turn)
-        return products, turns
+                rotation.norm, rotation.epsilon = module.weight.data_ptr(), module.variance_epsilon
+            rotations.append(rotation)
+        return products, rotations
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
-        """Let the kernels add an adapter's low-rank parts to gated rows; they keep copies in the model's own format."""
+        """Add an adapter's low-rank parts to gated rows from now on; copies them in the model's dtype."""
         self.adapter, self.lora_tensors = adapter, []
         for number, (products, _) in enumerate(self.layers):
             for struct, names in zip(products, LAYER_PRODUCTS, strict=True):
                 _set_lora(struct, [f"model.layers.{number}.{name}" for name in names], adapter, self)
 
     def _set_gated_rows(self, gate: Gate | None, num_rows: int) -> None:
-        """Tell the structs which rows the adapter acts on in this call."""
+        """Set the rows that the adapter acts on in this call."""
         if gate is None and not self.rows_are_gated:
             return
         self.rows_are_gated = gate is not None
@@ -127,10 +122,11 @@ class NativeDecoder:
         hidden_state_layers: Sequence[int] = (),
         output_logits: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the wanted rows and features, of all rows where they are asked for.
+        """The logits of `logit_rows`, and hidden states: of all rows with `output_hidden_states`.
 
-        Inputs are tokens [rows] or their embeddings [rows, hidden], positions are [rows]. Features are the states
-        after `taps` layers each, then the last ones. Not to `say`: no logits, and features of the wanted rows at least.
+        Inputs are tokens [rows] or their embeddings [rows, hidden]; positions are [rows]. The hidden states are those
+        after each of `hidden_state_layers`, then the last ones, concatenated. Without `output_logits` there are no
+        logits, and the last hidden states of `logit_rows` at least.
         """
         rows = len(inputs)
         hidden = self.hidden[:rows]
@@ -140,15 +136,15 @@ class NativeDecoder:
             if gate is not None and self.adapter is not None:
                 hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
             angles = self._rope(positions)
-        attentions, heard = self._attention_structs(call), {}
-        for number, ((qkv, o, gate_up, down), turns) in enumerate(self.layers):
+        attentions, collected = self._attention_structs(call), {}
+        for number, ((qkv, o, gate_up, down), rotations) in enumerate(self.layers):
             if output_hidden_states and number in hidden_state_layers:
-                heard[number] = hidden.clone()
+                collected[number] = hidden.clone()
             qkv.rows = o.rows = gate_up.rows = down.rows = rows
             failed = self.linear(ctypes.byref(qkv))
-            for turn in turns:
-                turn.rows, turn.cos, turn.sin = rows, angles[0].data_ptr(), angles[1].data_ptr()
-                self.rotate(ctypes.byref(turn))
+            for rotation in rotations:
+                rotation.rows, rotation.cos, rotation.sin = rows, angles[0].data_ptr(), angles[1].data_ptr()
+                self.rotate(ctypes.byref(rotation))
             for structs, keys, values, step, value_step in attentions:
                 struct = structs[self.sliding_windows[number]]
                 struct.keys, struct.values = keys + number * step, values + number * value_step
@@ -156,13 +152,14 @@ class NativeDecoder:
             for product in (o, gate_up, down):
                 failed |= self.linear(ctypes.byref(product))
             if failed:
-                raise MemoryError("a call ran out of memory; ask for a shorter text")
+                raise MemoryError("a call ran out of memory; decode a shorter text")
         normed = self._final_norm(hidden if output_hidden_states else hidden[logit_rows])
         if not output_logits:
             return normed.new_empty(0), normed
-        read = normed[logit_rows] if output_hidden_states else normed
-        logits = linear(read, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
-        return logits, torch.cat([*(heard[tap] for tap in hidden_state_layers), normed], -1) if heard else normed
+        selected = normed[logit_rows] if output_hidden_states else normed
+        logits = linear(selected, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
+        states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
+        return logits, states
 
     def _final_norm(self, x: Tensor) -> Tensor:
         norm, out = self.base.norm, torch.empty_like(x)
@@ -172,7 +169,7 @@ class NativeDecoder:
         return out
 
     def _rope(self, positions: Tensor) -> list[Tensor]:
-        """Cosines and sines of the positions' angles, [rows, dim] each: from a table, where they never change."""
+        """Cosines and sines of the positions' angles, [rows, dim] each, from a table if it is static."""
         if self.base.rotary_emb.rope_type not in STATIC_ROPE_TYPES:
             return self._compute_rope(positions)
         if (end := int(positions.max()) + 1) > len(self.rope_table[0]):
@@ -185,17 +182,20 @@ class NativeDecoder:
         return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
 
     def _attention_structs(self, call: AttentionCall) -> list[tuple[dict, int, int, int, int]]:
-        """For each text of the call: its structs by window, and where its memory lies."""
+        """For each text of the call: its structs by window, and the addresses and strides of its KV cache."""
         found, start = [], 0
-        for part in call.sequences:
-            part.kv_cache.reserve(
-                call.num_layers, part.past_length + part.num_rows, self.k.transpose(0, 1), self.v.transpose(0, 1)
+        for sequence in call.sequences:
+            sequence.kv_cache.reserve(
+                call.num_layers,
+                sequence.past_length + sequence.num_rows,
+                self.k.transpose(0, 1),
+                self.v.transpose(0, 1),
             )
-            keys, values = part.kv_cache.keys, part.kv_cache.values
+            keys, values = sequence.kv_cache.keys, sequence.kv_cache.values
             assert keys is not None and values is not None
-            q, k, v, out = (x[start : start + part.num_rows] for x in (self.q, self.k, self.v, self.out))
+            q, k, v, out = (x[start : start + sequence.num_rows] for x in (self.q, self.k, self.v, self.out))
             structs = {
-                window: part.kernel_arguments(
+                window: sequence.kernel_arguments(
                     window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale
                 )
                 for window in set(self.sliding_windows)
@@ -204,7 +204,7 @@ class NativeDecoder:
                 struct.capacity = keys.shape[2]
             sizes = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
             found.append((structs, keys.data_ptr(), values.data_ptr(), *sizes))
-            start += part.num_rows
+            start += sequence.num_rows
         return found
 
 
@@ -227,7 +227,7 @@ def _linear_struct(
 
 
 def _set_lora(struct: native.Linear, paths: Sequence[str], adapter: Adapter | None, decoder: NativeDecoder) -> None:
-    """Point a struct to the low-rank parts of its weights; the keeper holds their memory."""
+    """Point a struct to the low-rank parts of its weights; the decoder owns their memory."""
     struct.rank = 0
     for i, path in enumerate(paths):
         struct.down[i] = struct.up[i] = None

@@ -1,8 +1,8 @@
-"""Evaluate trees on XLNet (Yang et al. 2019): two streams of Transformers' own, without a memory.
+"""Evaluate trees on XLNet (Yang et al. 2019) by Transformers' own two streams, without a KV cache.
 
-Each reading is of the whole text; branches, and groups behind several places, need more than one in a call. The places
-that are queried, and what stands in holes, differ from call to call, but shapes do not: the length is the text's, one
-text is read at a time, and QUERIES holes are asked for in each; so a law has the same bits whatever else is asked.
+Each pass reads the whole text. Branches, and queries behind several nodes, can need several passes in a call. Queried
+positions and filled holes differ between calls, but shapes do not: the length is that of the text, texts run one by
+one, and each pass queries QUERIES_PER_PASS holes. So a distribution has the same bits in every call.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.drafting.pairwise_correction import PairwiseCorrection
 from saltus.networks.models.any_subset import required_distributions
 
-QUERIES_PER_PASS = 16  # holes that one reading of the text can be asked for
+QUERIES_PER_PASS = 16  # holes queried in one pass over the text
 
 
 @dataclass
 class _Pass:
-    """One way to fill the first holes, and which holes are asked given how many of these."""
+    """Tokens for the first open holes, and the holes that are queried given some of them."""
 
     path_tokens: list[int] = field(default_factory=list)  # tokens of the first open holes
-    queried_holes: dict[int, int] = field(
-        default_factory=dict
-    )  # number of the open hole → how many of the path it sees
-    outputs: list[tuple[int, int]] = field(default_factory=list)  # which law is for which of the holes asked
+    # number of the open hole → how many tokens of the path it attends to
+    queried_holes: dict[int, int] = field(default_factory=dict)
+    outputs: list[tuple[int, int]] = field(default_factory=list)  # (index of the distribution, queried hole)
 
     def can_add(self, path: list[int], hole: int) -> bool:
-        """Can a hole be asked given this path here, beside what is asked already?
+        """True if a hole can be queried given this path in this pass, beside the holes already queried.
 
-        A position has one set of tokens that it sees, be it as text or as a query: the text before it.
+        A position attends to one set of tokens, as text and as a query: the text before it.
         """
         longer, shorter = (self.path_tokens, path) if len(self.path_tokens) >= len(path) else (path, self.path_tokens)
         if (
@@ -52,7 +51,7 @@ class _Pass:
 
 @dataclass
 class XlnetNetwork:
-    """An `XLNetLMHeadModel` behind Forward and Reply, for filling holes. It keeps nothing between calls."""
+    """An `XLNetLMHeadModel` as a target network for filling holes. It keeps nothing between calls."""
 
     model: Any
     free_shapes: bool = False
@@ -69,39 +68,39 @@ class XlnetNetwork:
         self.model.eval()
 
     def new_kv_cache(self) -> object:
-        """Nothing; an object of its own for each text."""
+        """An empty object for each text."""
         return object()
 
     def attach_adapter(self, adapter: Any) -> None:
         """Errors: ValueError: adapters are for causal models."""
         if adapter is not None:
-            raise ValueError("XLNet is served without adapters; draft with assd")
+            raise ValueError("XLNet supports no adapters; draft with assd")
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Errors: ValueError: its states are not given out."""
-        raise ValueError("drafters and heads read states of a causal model, which XLNet is not; draft with assd")
+        """Errors: ValueError: XLNet returns no hidden states."""
+        raise ValueError("drafters and heads read hidden states of a causal model, which XLNet is not; draft with assd")
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
-        """Evaluate every Forward, text by text."""
+        """Evaluate texts one after the other; `context_tokens_read` is nominally 1."""
         with self.lock:
             return [self._forward(inputs) for inputs in batch]
 
     def _forward(self, inputs: ForwardInputs) -> ForwardOutputs:
         started = time.perf_counter()
         found, rows = required_distributions(inputs)
-        readings: list[_Pass] = []
+        passes: list[_Pass] = []
         for number, (node, hole) in enumerate(found):
             path = inputs.path_tokens(node)
-            reading = next((one for one in readings if one.can_add(path, hole)), None)
-            if reading is None:
-                readings.append(reading := _Pass())
-            reading.path_tokens = max(reading.path_tokens, path, key=len)
-            reading.queried_holes[hole] = len(path)
-            reading.outputs.append((number, hole))
+            one_pass = next((each for each in passes if each.can_add(path, hole)), None)
+            if one_pass is None:
+                passes.append(one_pass := _Pass())
+            one_pass.path_tokens = max(one_pass.path_tokens, path, key=len)
+            one_pass.queried_holes[hole] = len(path)
+            one_pass.outputs.append((number, hole))
         logits: list[Any] = [None] * len(found)
-        for reading in readings:
-            for (number, _), row in zip(reading.outputs, self._run_pass(inputs, reading), strict=False):
+        for one_pass in passes:
+            for (number, _), row in zip(one_pass.outputs, self._run_pass(inputs, one_pass), strict=False):
                 logits[number] = row
         seconds = time.perf_counter() - started
         return ForwardOutputs(
@@ -114,24 +113,23 @@ class XlnetNetwork:
         )
 
     def _run_pass(self, inputs: ForwardInputs, one_pass: _Pass) -> torch.Tensor:
-        """Logits of the holes asked in one reading, then of as many as are spare."""
+        """Logits of the holes queried in one pass, then of padding."""
         canvas, device = inputs.canvas, self.model.device
-        text, open_, length = canvas.tokens.clip(0), canvas.open_positions, len(canvas.tokens)
-        hidden = np.ones((length, length), dtype=np.float32)  # [i, j]: may i not see j?
+        text, open_positions, length = canvas.tokens.clip(0), canvas.open_positions, len(canvas.tokens)
+        hidden = np.ones((length, length), dtype=np.float32)  # [i, j]: 1 if i must not attend to j
         known = canvas.known_positions
         rank = np.full(length, length)
-        rank[known] = np.maximum(
-            np.arange(len(known)) - len(canvas.given_positions) + 1, 0
-        )  # what was given sees all of itself
+        # given tokens attend to each other in both directions
+        rank[known] = np.maximum(np.arange(len(known)) - len(canvas.given_positions) + 1, 0)
         hidden[np.ix_(known, known)] = rank[known][:, None] < rank[known][None]
         for depth, token in enumerate(one_pass.path_tokens):
-            text[open_[depth]] = token
+            text[open_positions[depth]] = token
         for hole in {*range(len(one_pass.path_tokens)), *one_pass.queried_holes}:
-            seen = [*known, *open_[: one_pass.queried_holes.get(hole, hole)]]
-            hidden[open_[hole], seen] = 0
+            seen = [*known, *open_positions[: one_pass.queried_holes.get(hole, hole)]]
+            hidden[open_positions[hole], seen] = 0
         mapping = np.zeros((QUERIES_PER_PASS, length), dtype=np.float32)
         for row, hole in enumerate(one_pass.queried_holes):
-            mapping[row, open_[hole]] = 1
+            mapping[row, open_positions[hole]] = 1
         dtype = self.model.dtype
         return self.model(
             input_ids=torch.from_numpy(text)[None].to(device),

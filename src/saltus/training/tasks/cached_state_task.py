@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+from saltus.networks.loading.metadata import Kind
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.tasks.training_task import WindowTrainingTask
@@ -27,7 +28,7 @@ class CachedStateTask(WindowTrainingTask):
     Errors: ValueError for states of another target or of other layers.
     """
 
-    kind: ClassVar[str]  # of its files
+    kind: ClassVar[Kind]  # of its files
 
     target: Any  # of Hugging Face
     corpus: HiddenStateCorpus

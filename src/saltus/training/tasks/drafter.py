@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.loading.drafter_files import load_drafter
+from saltus.networks.loading.metadata import Kind
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
@@ -73,7 +74,7 @@ def forward_windows(
 class DrafterTrainingTask(CachedStateTask):
     """A drafter: queries conditioned on uniforms, behind context positions made of the target's hidden states."""
 
-    kind: ClassVar[str] = "drafter"
+    kind: ClassVar[Kind] = "drafter"
     module: DraftModel = field(init=False)
 
     def _check_corpus(self) -> None:

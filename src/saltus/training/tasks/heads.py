@@ -15,6 +15,7 @@ from saltus.networks.draft_models.circuits import CircuitFilter
 from saltus.networks.draft_models.context_layers import select_hidden_states
 from saltus.networks.draft_models.heads import CircuitParameters, HeadModel, new_head_model
 from saltus.networks.loading.drafter_files import load_heads
+from saltus.networks.loading.metadata import Kind
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
 from saltus.training.tasks.cached_state_task import CachedStateTask
@@ -31,7 +32,7 @@ class HeadsTrainingTask(CachedStateTask):
     behind are marginalized: their factors are left out.
     """
 
-    kind: ClassVar[str] = "heads"
+    kind: ClassVar[Kind] = "heads"
     module: HeadModel = field(init=False)
 
     def _check_corpus(self) -> None:

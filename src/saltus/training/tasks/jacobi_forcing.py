@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from saltus.core.noise import Noise
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.networks.loading.adapter_files import save_adapter
-from saltus.networks.loading.drafter_files import METADATA_FILE, model_fingerprint
+from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.metadata import DrafterMetadata, write_metadata
 from saltus.networks.loading.target_drafters import JACOBI_FORM
 from saltus.training.data.block_packing import BlockNoise, PackedBlocks, pack_blocks
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
@@ -164,8 +164,7 @@ class JacobiTrainingTask(TrainingTask):
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        metadata = {"trained_from": self.name, "training": {**card, "block": block}}
-        Path(folder, METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n")
+        write_metadata(folder, DrafterMetadata("model", self.name, None, training={**card, "block": block}))
 
     def _pack(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]], noise: BlockNoise) -> PackedBlocks:
         prompts, completions = [one.prompt for one in texts], [one.completion for one in texts]

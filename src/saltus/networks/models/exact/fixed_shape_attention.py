@@ -1,17 +1,17 @@
-"""Attend by products of fixed shapes, so that a row's sums depend on its position and on its own tokens alone.
+"""Attend by products of fixed shapes, so that a row's sums depend only on its position and its own tokens.
 
 Matrix libraries choose kernels, and with them the order of sums, by shape. Here every shape is a function of the
-rows of a call and of the extent, and both follow from positions (fixed.py). What is left is the place where a key
-stands: a node of a tree stands in other slots than the same token does as text. So a row at position p reads its
-keys in two parts, split where p alone says:
+rows of a call and of the extent, and both follow from positions (fixed_shapes.py). Only the slot of a key differs: a
+node of a tree is in another slot than the same token as text. So a row at position p reads its keys in two parts,
+split at a position that follows from p alone (`first_recent_position`), where D is the maximal depth of a tree:
 
-- *old*, the positions before `split(p)`, a multiple of `reach` which lies 1 to 2 reaches back. No tree is deeper
-  than `reach`, so these are decided, and stand in order. One product over the whole extent reads them, masked.
-- *recent*, from `split(p)` to p: 2 · `reach` columns which each row gathers from wherever they stand, text or node.
+- *old*, the positions before the split, a multiple of D that lies D to 2 D positions back. No tree is deeper than D,
+  so these tokens are decided and in order. One masked product over the whole extent reads them.
+- *recent*, from the split to p: 2 D columns that each row gathers from their slots, text or node.
 
-One softmax over both, in float32, and the two parts of the sum are added. Whether an ancestor is decided text or a
-node beside others changes which slot is read, never what is computed with it. Hidden columns weigh exactly zero.
-What this asks of the kernels is that the rows of one product of one shape are computed alike.
+One softmax covers both parts, in float32, and the two parts of the weighted sum are added. Whether an ancestor is
+decided text or a node changes which slot is read, never the computation. Hidden columns have weight exactly zero.
+The kernels must compute all rows of one product of one shape alike.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_SCRATCH_SLOTS = 256  # slots before the text's own: 0 is for rows that say nothing, node i stands in slot i + 1
+NUM_SCRATCH_SLOTS = 256  # slots before those of the text: slot 0 is for padding rows, slot i + 1 for node i
 
 
 def first_recent_position(positions, max_tree_depth: int):
-    """The first position that a row gathers by itself: up to 2 · reach of them, its own included."""
+    """The first of the at most 2 · max_tree_depth positions that a row gathers; its own is the last."""
     return (positions // max_tree_depth * max_tree_depth - max_tree_depth).clip(0)
 
 
 @dataclass
 class KVBuffers:
-    """Keys and values of one text, [layers, slots, kv_heads, dim]: slot SCRATCH + p holds the token at position p.
+    """Keys and values of one text, [layers, slots, kv_heads, dim]: slot NUM_SCRATCH_SLOTS + p is position p.
 
-    Strides do not depend on the capacity. Graphs are captured over these very buffers, and go with them.
+    Strides do not depend on the capacity. CUDA graphs hold the addresses of these buffers and are dropped with them.
     """
 
     num_layers: int
@@ -44,12 +44,12 @@ class KVBuffers:
     graphs: dict = field(default_factory=dict)
 
     def reserve(self, key: Tensor, value: Tensor) -> None:
-        """Buffers for what a layer's keys and values [kv_heads, rows, dim] look like; zeros are finite."""
+        """Allocate buffers shaped like a layer's keys and values [kv_heads, rows, dim], with finite values."""
         if self.keys is None:
             self.keys, self.values = self._zeros(key.transpose(0, 1)), self._zeros(value.transpose(0, 1))
 
     def grow(self, capacity: int) -> None:
-        """Make room for more positions. Addresses change, so the graphs are lost."""
+        """Make room for more positions. Addresses change, so CUDA graphs are dropped."""
         if capacity <= self.capacity:
             return
         self.capacity = capacity
@@ -61,7 +61,7 @@ class KVBuffers:
                 new[:, : x.shape[1]] = x
 
     def copy_slots(self, destination: Tensor, source: Tensor) -> None:
-        """Copy slots `at` to slots `to`, both [moves]."""
+        """Copy slots `source` to slots `destination`, both [copies]."""
         for buffer in (self.keys, self.values):
             if buffer is not None:
                 buffer.index_copy_(1, destination, buffer.index_select(1, source))
@@ -74,7 +74,7 @@ class KVBuffers:
 
 
 class StaticInputs:
-    """The inputs of calls of so many rows, in one tensor that never moves: a graph reads them where they stand."""
+    """The inputs of calls of `num_rows` rows, in one tensor whose address never changes: CUDA graphs read it."""
 
     def __init__(self, num_rows: int, max_tree_depth: int, device: torch.device) -> None:
         self.num_rows, self.max_tree_depth = num_rows, max_tree_depth
@@ -85,35 +85,35 @@ class StaticInputs:
         )
 
     def fill(self, tokens, positions, slots, recent_slots, slot_copies) -> None:
-        """Write a call's rows; those to spare are token 0 at position 0, in slot 0 and alone. One copy."""
+        """Write a call's rows in one copy; padding rows are token 0 at position 0 in slot 0."""
         count, packed = len(tokens), np.zeros(len(self.packed), dtype=np.int64)
         for start, part in enumerate((tokens, positions, slots)):
             packed[start * self.num_rows : start * self.num_rows + count] = part
         packed[3 * self.num_rows : 3 * self.num_rows + recent_slots.size] = recent_slots.ravel()
         for side, start in enumerate((-2 * self.max_tree_depth, -self.max_tree_depth)):
-            packed[start : start + len(slot_copies) or None] = [move[side] for move in slot_copies]
+            packed[start : start + len(slot_copies) or None] = [copy[side] for copy in slot_copies]
         self.packed.copy_(torch.from_numpy(packed))
 
     def clear(self) -> None:
-        """No row says anything, nothing moves."""
+        """Make all rows padding, without copies."""
         self.packed.zero_()
 
 
 class FixedShapeAttention:
-    """The attention of one call: the rows of a board, over the first `extent` positions of a seat."""
+    """The attention of one call: its rows over the first `extent` positions of the buffers."""
 
-    def __init__(self, sequence: KVBuffers, inputs: StaticInputs, extent: int) -> None:
-        self.kv_buffers, self.inputs, self.extent = sequence, inputs, extent
+    def __init__(self, kv_buffers: KVBuffers, inputs: StaticInputs, extent: int) -> None:
+        self.kv_buffers, self.inputs, self.extent = kv_buffers, inputs, extent
         self.hidden_by_window: dict[int | None, Tensor] = {}
 
     def attend(self, module, query, key, value, scale: float, window: int | None, softcap: float | None) -> Tensor:
-        """[1, heads, rows, dim] → [1, rows, heads, dim]; the new keys and values enter the seat."""
-        sequence, board, extent = self.kv_buffers, self.inputs, self.extent
-        sequence.reserve(key[0], value[0])
-        assert sequence.keys is not None and sequence.values is not None
-        keys, values = sequence.keys[module.layer_idx], sequence.values[module.layer_idx]  # [slots, kv_heads, dim]
-        keys.index_copy_(0, board.slots, key[0].transpose(0, 1))
-        values.index_copy_(0, board.slots, value[0].transpose(0, 1))
+        """[1, heads, rows, dim] → [1, rows, heads, dim]; the new keys and values are written to the buffers."""
+        buffers, inputs, extent = self.kv_buffers, self.inputs, self.extent
+        buffers.reserve(key[0], value[0])
+        assert buffers.keys is not None and buffers.values is not None
+        keys, values = buffers.keys[module.layer_idx], buffers.values[module.layer_idx]  # [slots, kv_heads, dim]
+        keys.index_copy_(0, inputs.slots, key[0].transpose(0, 1))
+        values.index_copy_(0, inputs.slots, value[0].transpose(0, 1))
         heads, rows = query.shape[1:3]
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -121,22 +121,22 @@ class FixedShapeAttention:
         old_k, old_v = (
             x[NUM_SCRATCH_SLOTS : NUM_SCRATCH_SLOTS + extent].transpose(0, 1).float() for x in (keys, values)
         )
-        own_k, own_v = (
-            x.index_select(0, board.recent_slots).view(rows, -1, *x.shape[1:]).transpose(1, 2).float()
+        recent_k, recent_v = (
+            x.index_select(0, inputs.recent_slots).view(rows, -1, *x.shape[1:]).transpose(1, 2).float()
             for x in (keys, values)
-        )  # [rows, kv_heads, 2 reach, dim]
+        )  # [rows, kv_heads, 2 D, dim]
         old = q.flatten(1, 2) @ old_k.mT  # [kv_heads, group · rows, extent]
-        own = q.permute(2, 0, 1, 3) @ own_k.mT  # [rows, kv_heads, group, 2 reach]
-        scores = torch.cat([old.view(kv_heads, group, rows, extent), own.permute(1, 2, 0, 3)], -1)
+        recent = q.permute(2, 0, 1, 3) @ recent_k.mT  # [rows, kv_heads, group, 2 D]
+        scores = torch.cat([old.view(kv_heads, group, rows, extent), recent.permute(1, 2, 0, 3)], -1)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(self._hidden_columns(window), -torch.inf).softmax(-1)
         out = (weights[..., :extent].flatten(1, 2) @ old_v).view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
-        out = out + weights[..., extent:].permute(2, 0, 1, 3) @ own_v
+        out = out + weights[..., extent:].permute(2, 0, 1, 3) @ recent_v
         return out.reshape(1, rows, heads, -1).to(query.dtype)
 
     def _hidden_columns(self, window: int | None) -> Tensor:
-        """Which columns each row does not see, [rows, extent + 2 reach]."""
+        """True for columns that a row must not attend to, [rows, extent + 2 D]."""
         if window not in self.hidden_by_window:
             position = self.inputs.positions[:, None]
             border = first_recent_position(position, self.inputs.max_tree_depth)

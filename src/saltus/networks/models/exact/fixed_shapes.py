@@ -1,12 +1,11 @@
-"""Evaluate trees by calls of few fixed shapes: exact where libraries choose kernels by shape, and fit for CUDA graphs.
+"""Evaluate trees by calls of few fixed shapes, for devices whose libraries choose kernels by shape.
 
-A decoding call has `width` rows, whoever asks and for however few: plain decoding too. On an accelerator a call of 32
-rows costs about what one row costs. A prompt, but for its last token, is read by calls of `chunk` rows that start at
-multiples of `chunk`. The extent of attention is the first of `least`, 2 · `least`, 4 · `least`, … that holds the
-row's position; a tree that crosses such a border is evaluated by two calls. So the shapes in which a token is
-evaluated follow from its position and from where its prompt ended, never from the method, and attention sums in an
-order that follows from the position (canonical.py). Texts of a batch go one by one, since a wider call would be
-another shape: a batch is as quick as its texts in turn.
+A decoding call always has `rows_per_call` rows, in plain decoding too: on an accelerator 32 rows cost about what one
+costs. A prompt, except its last token, runs in calls of `prefill_chunk` rows that start at multiples of that. The
+extent of attention is the first of min, 2 · min, 4 · min, … that holds the row's position; a tree that crosses such a
+border takes two calls. So the shapes in which a token is evaluated follow from its position and from the end of its
+prompt, never from the method, and the order of sums in attention follows from the position
+(fixed_shape_attention.py). Texts of a batch run one after the other, since a wider call would be another shape.
 """
 
 from __future__ import annotations
@@ -37,18 +36,17 @@ BASE_ROWS_PER_CALL = 32  # rows that an accelerator computes for about the price
 log = logging.getLogger("saltus")
 
 RunModel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all) → logits, features."""
+"""Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all) → logits, hidden states."""
 
 
 @dataclass
 class FixedShapeKVCache:
-    """What was read of one text, and where its keys and values are: text in its own slots, nodes in scratch."""
+    """The tokens of one text in the cache, and its buffers: text in its own slots, tree nodes in scratch slots."""
 
-    token_history: KVCache = field(default_factory=KVCache)  # of tokens only
+    token_history: KVCache = field(default_factory=KVCache)  # tokens and tree, without buffers
     kv_buffers: KVBuffers | None = None
-    pending_copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (to, at): accepted nodes, to be moved by the next call
+    # (destination, source) slots of accepted nodes, copied by the next call
+    pending_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -59,7 +57,7 @@ class FixedShapeKVCache:
         return None if self.kv_buffers is None else self.kv_buffers.keys
 
     def reuse_prefix(self, tokens: np.ndarray) -> int:
-        """How many of the decided tokens need not be read again; the branch that became text is kept."""
+        """How many of the decided tokens are in the cache; the accepted branch is kept."""
         if self.token_history.pending_tree is not None:
             base = len(self.token_history.tokens)
             nodes = self.token_history.pending_tree.match_tokens(tokens[base:])
@@ -68,7 +66,7 @@ class FixedShapeKVCache:
 
 
 class RowTable(NamedTuple):
-    """What one call evaluates: the columns of a board, and where its logits belong (−1: nowhere)."""
+    """The rows of one call: the columns of StaticInputs, and the output row of each (−1: none)."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -82,9 +80,9 @@ class RowTable(NamedTuple):
 
 @dataclass
 class FixedShapeRunner:
-    """Forwards by fixed shapes. `graphs` replays each shape from a CUDA graph; without it the same code runs as it is.
+    """Forward passes in fixed shapes, replayed from CUDA graphs with `use_cuda_graphs`.
 
-    `width` bounds the depth of a tree, and is part of what a text depends on.
+    `rows_per_call` bounds the depth of a tree. Another value may round otherwise, and so change a text.
     """
 
     run_model: RunModel
@@ -92,12 +90,12 @@ class FixedShapeRunner:
     device: torch.device
     rows_per_call: int = BASE_ROWS_PER_CALL
     prefill_chunk: int = 256
-    min_attention_extent: int = 512  # extent, a multiple of chunk
+    min_attention_extent: int = 512  # a multiple of prefill_chunk
     use_cuda_graphs: bool = False
-    free_kv_buffers: list[KVBuffers] = field(default_factory=list)  # seats whose texts are gone
+    free_kv_buffers: list[KVBuffers] = field(default_factory=list)  # of finished texts
     static_inputs: dict[int, StaticInputs] = field(default_factory=dict)
-    graph_memory_pool: Any = None  # memory of the graphs, which are replayed one at a time
-    capture_stream: Any = None  # for captures: matrix libraries keep a workspace for each stream
+    graph_memory_pool: Any = None  # shared by the graphs, which are replayed one at a time
+    capture_stream: Any = None  # one for all captures, since matrix libraries keep a workspace for each stream
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return FixedShapeKVCache()
@@ -108,84 +106,86 @@ class FixedShapeRunner:
         if nodes >= NUM_SCRATCH_SLOTS or depth > self.rows_per_call:
             raise ValueError(
                 f"a tree of {nodes} nodes is {depth} deep, but calls hold paths of {self.rows_per_call} and trees of"
-                f" {NUM_SCRATCH_SLOTS - 1}; load the model with a larger budget, or ask less"
+                f" {NUM_SCRATCH_SLOTS - 1}; load the model with a larger budget, or draft fewer tokens"
             )
         past = kv_cache.reuse_prefix(inputs.canvas.decided_prefix)
         try:
-            logits, features = self._forward_rows(inputs, past, kv_cache)
+            logits, states = self._forward_rows(inputs, past, kv_cache)
         except BaseException:
             kv_cache.token_history, kv_cache.pending_copies = KVCache(), []
             raise
         kv_cache.token_history.tokens = inputs.canvas.decided_prefix.copy()
         kv_cache.token_history.pending_tree = inputs if nodes else None
-        if self.device.type == "cuda":  # so that seconds are those of the call
+        if self.device.type == "cuda":  # seconds include the whole call
             torch.cuda.current_stream(self.device).synchronize()
         read = len(inputs.canvas.decided_prefix) - past
         return ForwardOutputs(
-            logits, features if inputs.output_hidden_states else None, time.perf_counter() - started, read, read + nodes
+            logits, states if inputs.output_hidden_states else None, time.perf_counter() - started, read, read + nodes
         )
 
     def _forward_rows(
         self, inputs: ForwardInputs, past_length: int, kv_cache: FixedShapeKVCache
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features of the wanted rows, each [nodes + 1, …]."""
-        sequence, pieces = self._assign_kv_buffers(kv_cache, len(inputs.canvas.tokens)), []
+        """Logits and hidden states of the output rows, each [nodes + 1, …]."""
+        buffers, pieces = self._assign_kv_buffers(kv_cache, len(inputs.canvas.tokens)), []
         for rows, width in _split_into_calls(inputs, past_length, self):
-            out = self._run_rows(sequence, rows, width, kv_cache.pending_copies)
+            out = self._run_rows(buffers, rows, width, kv_cache.pending_copies)
             kv_cache.pending_copies = []
-            if len(places := np.flatnonzero(rows.output_rows >= 0)):  # they stand together, at the end
-                own = slice(int(places[0]), int(places[-1]) + 1)
-                pieces.append(
-                    (rows.output_rows[own], *(x[own].clone() for x in out))
-                )  # a call overwrites the one before
+            if len(found := np.flatnonzero(rows.output_rows >= 0)):  # consecutive, at the end
+                own = slice(int(found[0]), int(found[-1]) + 1)
+                # copied, since the next call overwrites the outputs
+                pieces.append((rows.output_rows[own], *(x[own].clone() for x in out)))
         if len(pieces) == 1:
             return pieces[0][1:]
         order = torch.from_numpy(np.argsort(np.concatenate([piece[0] for piece in pieces]))).to(self.device)
-        logits, features = (torch.cat([piece[i] for piece in pieces])[order] for i in (1, 2))
-        return logits, features
+        logits, states = (torch.cat([piece[i] for piece in pieces])[order] for i in (1, 2))
+        return logits, states
 
     def _assign_kv_buffers(self, kv_cache: FixedShapeKVCache, num_positions: int) -> KVBuffers:
-        """The seat of a text, with room for all of it. Those of texts that are gone are taken again."""
+        """The buffers of a text, large enough for all of it; buffers of finished texts are reused."""
         room = attention_extent(num_positions - 1, self.min_attention_extent)
         if kv_cache.kv_buffers is None:
-            fitting = [sequence for sequence in self.free_kv_buffers if sequence.capacity >= room]
-            sequence = min(fitting or self.free_kv_buffers, key=lambda sequence: sequence.capacity, default=None)
-            if sequence is None:
-                sequence = KVBuffers(self.num_layers, room)
+            fitting = [buffers for buffers in self.free_kv_buffers if buffers.capacity >= room]
+            buffers = min(fitting or self.free_kv_buffers, key=lambda buffers: buffers.capacity, default=None)
+            if buffers is None:
+                buffers = KVBuffers(self.num_layers, room)
             else:
-                self.free_kv_buffers.remove(sequence)
-            kv_cache.kv_buffers = sequence
-            weakref.finalize(kv_cache, self.free_kv_buffers.append, sequence)
+                self.free_kv_buffers.remove(buffers)
+            kv_cache.kv_buffers = buffers
+            weakref.finalize(kv_cache, self.free_kv_buffers.append, buffers)
         kv_cache.kv_buffers.grow(room)
         return kv_cache.kv_buffers
 
     def _run_rows(
-        self, sequence: KVBuffers, rows: RowTable, num_rows: int, slot_copies: list[tuple[int, int]]
+        self, buffers: KVBuffers, rows: RowTable, num_rows: int, slot_copies: list[tuple[int, int]]
     ) -> tuple[Tensor, Tensor]:
-        """Logits and features of all rows; they are overwritten by the next call."""
+        """Logits and hidden states of all rows; the next call overwrites them."""
         if num_rows not in self.static_inputs:
             self.static_inputs[num_rows] = StaticInputs(num_rows, self.rows_per_call, self.device)
-        board, reach = self.static_inputs[num_rows], attention_extent(int(rows.positions[0]), self.min_attention_extent)
-        if self.use_cuda_graphs and (num_rows, reach) not in sequence.graphs:
-            self._capture_cuda_graph(sequence, board, reach)
-        board.fill(rows.tokens, rows.positions, rows.slots, rows.recent_slots, slot_copies)
+        inputs, extent = (
+            self.static_inputs[num_rows],
+            attention_extent(int(rows.positions[0]), self.min_attention_extent),
+        )
+        if self.use_cuda_graphs and (num_rows, extent) not in buffers.graphs:
+            self._capture_cuda_graph(buffers, inputs, extent)
+        inputs.fill(rows.tokens, rows.positions, rows.slots, rows.recent_slots, slot_copies)
         if not self.use_cuda_graphs:
-            return self._run_static_inputs(sequence, board, reach)
-        graph, *out = sequence.graphs[num_rows, reach]
+            return self._run_static_inputs(buffers, inputs, extent)
+        graph, *out = buffers.graphs[num_rows, extent]
         graph.replay()
         return out[0], out[1]
 
     def _run_static_inputs(
-        self, sequence: KVBuffers, inputs: StaticInputs, attention_extent: int
+        self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int
     ) -> tuple[Tensor, Tensor]:
-        sequence.copy_slots(inputs.copy_destinations, inputs.copy_sources)
-        with attention.attention_context(FixedShapeAttention(sequence, inputs, attention_extent)):
+        buffers.copy_slots(inputs.copy_destinations, inputs.copy_sources)
+        with attention.attention_context(FixedShapeAttention(buffers, inputs, attention_extent)):
             return self.run_model(
                 inputs.tokens[None], inputs.positions[None], 0 if inputs.num_rows == self.rows_per_call else 1
             )
 
-    def _capture_cuda_graph(self, sequence: KVBuffers, inputs: StaticInputs, attention_extent: int) -> None:
-        """Record a call over this seat, after two idle ones that load kernels and make buffers."""
+    def _capture_cuda_graph(self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int) -> None:
+        """Capture a call over these buffers, after two idle calls that load kernels and allocate memory."""
         inputs.clear()
         self.capture_stream = self.capture_stream or torch.cuda.Stream(self.device)
         self.graph_memory_pool = self.graph_memory_pool or torch.cuda.graph_pool_handle()
@@ -193,28 +193,28 @@ class FixedShapeRunner:
         self.capture_stream.wait_stream(current)
         with torch.cuda.stream(self.capture_stream):
             for _ in range(2):
-                self._run_static_inputs(sequence, inputs, attention_extent)
+                self._run_static_inputs(buffers, inputs, attention_extent)
         current.wait_stream(self.capture_stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
                 graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"
             ):
-                out = self._run_static_inputs(sequence, inputs, attention_extent)
+                out = self._run_static_inputs(buffers, inputs, attention_extent)
         except RuntimeError as error:
             self.use_cuda_graphs = False
-            log.warning("calls cannot be captured as CUDA graphs, going on without: %s", str(error).splitlines()[0])
+            log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
-            sequence.graphs[inputs.num_rows, attention_extent] = graph, *out
+            buffers.graphs[inputs.num_rows, attention_extent] = graph, *out
 
 
 def rows_for_budget(budget: int) -> int:
-    """Rows of a decoding call that holds the last decided token and so many nodes; few widths, so that texts agree."""
+    """Rows of a decoding call for the last decided token and `budget` nodes, a multiple of 32."""
     return (budget // BASE_ROWS_PER_CALL + 1) * BASE_ROWS_PER_CALL
 
 
 def attention_extent(position: int, min_extent: int) -> int:
-    """The first of least, 2 least, 4 least, … that holds a position."""
+    """The first of min_extent, 2 · min_extent, 4 · min_extent, … that holds a position."""
     blocks = position // min_extent
     return min_extent << blocks.bit_length()
 
@@ -222,20 +222,20 @@ def attention_extent(position: int, min_extent: int) -> int:
 def _split_into_calls(
     inputs: ForwardInputs, past_length: int, runner: FixedShapeRunner
 ) -> Iterator[tuple[RowTable, int]]:
-    """What is to be evaluated, cut into calls: (what they hold, their rows). Parents come before children."""
-    prompt = int(inputs.canvas.order[0]) - 1  # the last token of a prompt is read as all that follow it are
+    """The calls of a forward pass, each (rows to evaluate, rows of the call). Parents come before children."""
+    prompt = int(inputs.canvas.order[0]) - 1  # the last token of a prompt runs in a decoding call
     start = past_length // runner.prefill_chunk * runner.prefill_chunk if past_length < prompt else past_length
     rows = _make_rows(inputs, start, runner.rows_per_call)
-    for place in range(0, prompt - start, runner.prefill_chunk):
-        yield rows.select(slice(place, min(place + runner.prefill_chunk, prompt - start))), runner.prefill_chunk
+    for at in range(0, prompt - start, runner.prefill_chunk):
+        yield rows.select(slice(at, min(at + runner.prefill_chunk, prompt - start))), runner.prefill_chunk
     first = max(prompt - start, 0)
     extents = np.array(
         [attention_extent(position, runner.min_attention_extent) for position in rows.positions[first:].tolist()]
     )
-    for one in np.unique(extents):
-        places = np.flatnonzero(extents == one) + first
-        for at in range(0, len(places), runner.rows_per_call):
-            yield rows.select(places[at : at + runner.rows_per_call]), runner.rows_per_call
+    for extent in np.unique(extents):
+        found = np.flatnonzero(extents == extent) + first
+        for at in range(0, len(found), runner.rows_per_call):
+            yield rows.select(found[at : at + runner.rows_per_call]), runner.rows_per_call
 
 
 def _make_rows(inputs: ForwardInputs, start: int, max_tree_depth: int) -> RowTable:
@@ -247,26 +247,27 @@ def _make_rows(inputs: ForwardInputs, start: int, max_tree_depth: int) -> RowTab
     slots = np.concatenate([NUM_SCRATCH_SLOTS + unread, 1 + np.arange(nodes)])
     recent = first_recent_position(positions, max_tree_depth)[:, None] + np.arange(2 * max_tree_depth)  # as positions
     hidden = recent > positions[:, None]
-    ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # slots, by depth
+    ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # their slots by depth
     for node, (parent, depth) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
         row = len(unread) + node
         if parent >= 0:
             ancestors[row] = ancestors[len(unread) + parent]
         ancestors[row, depth] = node + 1
     depths = (recent - base).clip(0, ancestors.shape[1] - 1)
-    where = np.where(recent < base, NUM_SCRATCH_SLOTS + recent, np.take_along_axis(ancestors, depths, 1))
-    where = np.where(hidden, slots[:, None], where)
-    wanted = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
-    return RowTable(np.concatenate([decided[start:], inputs.tokens]).astype(np.int64), positions, slots, where, wanted)
+    recent_slots = np.where(recent < base, NUM_SCRATCH_SLOTS + recent, np.take_along_axis(ancestors, depths, 1))
+    recent_slots = np.where(hidden, slots[:, None], recent_slots)
+    output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
+    tokens = np.concatenate([decided[start:], inputs.tokens]).astype(np.int64)
+    return RowTable(tokens, positions, slots, recent_slots, output_rows)
 
 
 def why_not_fixed_shapes(model: Any) -> str | None:
-    """Why fixed shapes cannot make a model's rows independent; None where they can."""
+    """Why rows of a model depend on each other even in fixed shapes; None if they do not."""
     config, name = model.config.get_text_config(), type(model).__name__
     if any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return f"{name} has experts, which take as many rows as the text sends them"
+        return f"{name} has experts, whose number of rows depends on the text"
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
     if any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds):
-        return f"{name} turns all rows of a call by the furthest of them"
+        return f"{name} scales the rotary angles of a call by its largest position"
     return None

@@ -1,0 +1,116 @@
+"""Read and write saltus.json, which records for which target something was trained, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+METADATA_FILE = "saltus.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"  # PEFT's, beside the metadata of an adapter
+TRAIN_COMMANDS = {
+    "drafter": "saltus train ptp",
+    "heads": "saltus train mtpc",
+    "adapter": "saltus train ptp or saltus train jacobi",
+    "model": "saltus train jacobi",
+}
+
+Kind = Literal["drafter", "heads", "adapter", "model"]
+
+
+@dataclass(frozen=True)
+class DrafterMetadata:
+    """What a folder of `saltus train` holds, and the target that it was trained for."""
+
+    kind: Kind
+    target_name: str
+    target_fingerprint: str | None  # None for a whole model, which needs no target
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of DrafterShape, HeadShape or GatedLoraSettings
+    training: Mapping[str, Any] = field(default_factory=dict)  # how it was trained
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file of an adapter, by name
+
+
+def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata:
+    """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of a kind that is not expected.
+
+    The three layouts of the file have different keys, which are kept for files that exist: drafters and heads have
+    `kind`, adapters a `seal`, and models `trained_from`.
+    """
+    file, what = folder / METADATA_FILE, expected or "drafter"
+    cure = f"train it again with {TRAIN_COMMANDS[what]}"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} holds no {what} ({METADATA_FILE} is missing); give a folder that {TRAIN_COMMANDS[what]} wrote"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); copy it again, or {cure}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
+    try:
+        found = _parse(data)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
+    if found is None or expected not in (None, found.kind):
+        raise ValueError(
+            f"{folder} holds no {what}, but something else; give a folder that {TRAIN_COMMANDS[what]} wrote"
+        )
+    return found
+
+
+def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
+    """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong seal."""
+    if (kind := data.get("kind")) in ("drafter", "heads"):
+        return DrafterMetadata(kind, data["target"], data["fingerprint"], data["shape"], data.get("card", {}))
+    if "trained_from" in data:
+        return DrafterMetadata("model", data["trained_from"], None, {}, data["training"])
+    if "settings" not in data:
+        return None
+    if data.pop("seal") != _digest(data):
+        raise KeyError("seal")
+    files = data["files"]
+    return DrafterMetadata("adapter", data["target_name"], data["target"], data["settings"], data["training"], files)
+
+
+def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:
+    """Write saltus.json with the keys of its kind."""
+    m, training = metadata, dict(metadata.training)
+    if m.kind == "adapter":
+        data = {
+            "target": m.target_fingerprint, "target_name": m.target_name, "settings": dict(m.settings),
+            "training": training, "files": dict(m.files),
+        }  # fmt: skip
+        data["seal"] = _digest(data)
+    elif m.kind == "model":
+        data = {"trained_from": m.target_name, "training": training}
+    else:
+        data = {
+            "kind": m.kind, "target": m.target_name, "fingerprint": m.target_fingerprint, "shape": dict(m.settings),
+            "card": training,
+        }  # fmt: skip
+    (folder / METADATA_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def check_target(metadata: DrafterMetadata, folder: Path, fingerprint: str, name: str) -> None:
+    """Raise ValueError unless a folder was trained for the target of this fingerprint and name."""
+    if metadata.target_fingerprint != fingerprint:
+        raise ValueError(
+            f"{folder} was trained for {metadata.target_name} ({metadata.target_fingerprint}), not {name}"
+            f" ({fingerprint}); train it again with {TRAIN_COMMANDS[metadata.kind]}, or load that model"
+        )
+
+
+def find_metadata(folder: Path) -> DrafterMetadata | None:
+    """The metadata of a folder, None if it is no folder of `saltus train`. Errors: ValueError for damaged metadata."""
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        return read_metadata(folder, "adapter")
+    return read_metadata(folder) if (folder / METADATA_FILE).is_file() else None
+
+
+def _digest(metadata: Mapping[str, Any]) -> str:
+    """The hexadecimal SHA-256 of metadata, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
