@@ -352,7 +352,7 @@ def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told)
         normed = state / (state.square().mean() + 1e-5).sqrt() * (1 + target.norm.weight)
         own = target.outputs(normed).view(8, 320)[told:, 64:].log_softmax(-1)
     torch.testing.assert_close(distributions, own, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match="the target says 8 tokens by matrices of their own; set own=true"):
+    with pytest.raises(ValueError, match="the target predicts 8 tokens by matrices of their own; set own=true"):
         new_head_model(replace(shape, own=False), tokens, target, seeded_generator(0, "begun"))
 
 
