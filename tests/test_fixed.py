@@ -215,7 +215,7 @@ def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
     assert network.free_shapes
     assert network.fixed_shape_runner is None
     assert "experts" in caplog.text
-    assert "furthest" in why_not_fixed_shapes(
+    assert "largest position" in why_not_fixed_shapes(
         tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     )
     assert why_not_fixed_shapes(tiny("Gemma3")) is None
