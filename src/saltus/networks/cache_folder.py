@@ -1,4 +1,4 @@
-"""Say where Saltus keeps what it downloads, converts and compiles."""
+"""Locate the folder for downloaded, converted and compiled files."""
 
 from __future__ import annotations
 
