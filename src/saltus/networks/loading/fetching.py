@@ -114,7 +114,7 @@ def as_source_errors(folder: Path, name: str, env_variable: str) -> Iterator[Non
 
 
 def download(url: str, file: Path, size: int, name: str, progress: Progress, *, retry_delay: float = 1.0) -> None:
-    """Bring `file` to `size` bytes from `url`, going on where an earlier run stopped.
+    """Download `file` of `size` bytes from `url`, resuming where an earlier run stopped.
 
     Proxies are those of the environment. Three attempts in a row without a new byte end it with the network's error.
     """
