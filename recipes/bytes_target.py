@@ -1,16 +1,15 @@
-"""Train a small byte-level transformer on a text such as enwik8: a target whose tokens are bytes, without any hub.
+"""Train a small byte-level transformer on a text such as enwik8: a target whose tokens are bytes.
 
     python recipes/bytes_target.py --text enwik8.xz --work runs/bytes --out bytes
     saltus generate -m bytes --raw "The history of "
 
 It has EvaByte's vocabulary, 64 special tokens and then the 256 bytes, and Llama's layers. The last hundredth of the
-text is held out. A run that was killed goes on where it was when the same command is given again. For heads, let it
-write texts of its own:
+text is held out. The same command continues an interrupted run. For heads, let it write texts of its own:
 
     saltus collect text -m bytes --prompts runs/bytes/asked.jsonl -t 0 -t 0.7 --out teacher
     saltus train mtpc --recipe bytes-heads -m bytes --teacher teacher --set circuit=ff --out ff
 
-`runs/bytes/exam.jsonl` holds prompts of text that was held out, for benchmarks/heads.py.
+`runs/bytes/exam.jsonl` holds prompts from held-out text, for benchmarks/heads.py.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.loop.training_loop import Progress, Schedule, train
+from saltus.training.loop.training_loop import Schedule, print_progress, train
 
-SPECIAL = 64  # tokens before the bytes
+SPECIAL = 64  # special tokens before the bytes
 BOS, EOS = 1, 2
 HELD_OUT = 0.01  # of the text, its end
 PROMPT = 160  # bytes of a prompt
-EXAM = 100  # prompts of text that was held out
+EXAM = 100  # prompts from held-out text
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Byte b is token 64 + b."""
     specials = ["<pad>", "<bos>", "<eos>", *(f"<special {number}>" for number in range(3, SPECIAL))]
     vocab = {token: number for number, token in enumerate(specials)}
     vocab |= {letter: SPECIAL + byte for byte, letter in enumerate(letters())}
-    made = Tokenizer(models.BPE(vocab, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
 def letters() -> list[str]:
-    """What stands for each byte in a byte-level vocabulary: its own character if that shows, else one from 256 on."""
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    """The character of each byte in a byte-level vocabulary: its own if it is printable, else one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(hidden)) for byte in range(256)]
+    return [chr(byte) if byte in printable else chr(next(hidden)) for byte in range(256)]
 
 
 def read(file: Path, count: int | None = None) -> np.ndarray:
-    """The tokens of a file, `.xz` or plain; of its first `count` bytes."""
+    """The tokens of the first `count` bytes of a file, `.xz` or plain."""
     opener: Callable[..., Any] = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rb") as source:
-        found = np.frombuffer(source.read(-1 if count is None else count), np.uint8)
-    return found.astype(np.int64) + SPECIAL
+        data = np.frombuffer(source.read(-1 if count is None else count), np.uint8)
+    return data.astype(np.int64) + SPECIAL
 
 
-class Course(nn.Module):
-    """The model, and what it is to learn: each byte from those before it."""
+class ByteTask(nn.Module):
+    """A model that learns to predict each byte from those before it. A module, for the keys of its checkpoints."""
 
     def __init__(
         self, model: LlamaForCausalLM, tokens: np.ndarray, batch: int, length: int, seed: int, half: bool = False
@@ -76,12 +75,12 @@ class Course(nn.Module):
         super().__init__()
         self.model, self.half = model, half
         border = int(len(tokens) * (1 - HELD_OUT))
-        self.tokens, self.held = torch.from_numpy(tokens[:border]), torch.from_numpy(tokens[border:])
+        self.tokens, self.held_out = torch.from_numpy(tokens[:border]), torch.from_numpy(tokens[border:])
         self.batch, self.length, self.seed = batch, length, seed
 
     @property
     def matrices(self) -> list[Tensor]:
-        """For Muon: the layers' weights."""
+        """The layers' weights, for Muon."""
         return [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
 
     def loss(self, step: int) -> Tensor:
@@ -89,13 +88,13 @@ class Course(nn.Module):
         return self._nats(torch.stack([self.tokens[start : start + self.length + 1] for start in starts]))
 
     @torch.no_grad()
-    def examine(self) -> dict[str, float]:
-        """Bits a byte of text that was held out, with half of a text's length as context or more."""
+    def evaluate(self) -> dict[str, float]:
+        """Bits of a byte in held-out text, with at least half of a text as context."""
         self.model.eval()
-        count = min(64, len(self.held) // self.length)
-        found = [self._nats(part[None], self.length // 2) for part in self.held[: count * self.length].chunk(count)]
+        count = min(64, len(self.held_out) // self.length)
+        nats = [self._nats(part[None], self.length // 2) for part in self.held_out[: count * self.length].chunk(count)]
         self.model.train()
-        return {"bits": float(torch.stack(found).mean()) / math.log(2)}
+        return {"bits": float(torch.stack(nats).mean()) / math.log(2)}
 
     def _nats(self, texts: Tensor, first: int = 0) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
@@ -103,7 +102,7 @@ class Course(nn.Module):
         return F.cross_entropy(logits[:, first:].flatten(0, 1), texts[:, 1 + first :].flatten())
 
 
-def new(hidden: int, layers: int, length: int, seed: int) -> LlamaForCausalLM:
+def new_model(hidden: int, layers: int, length: int, seed: int) -> LlamaForCausalLM:
     """An untrained model; its attention has heads of 64."""
     config = LlamaConfig(
         vocab_size=SPECIAL + 256, hidden_size=hidden, intermediate_size=int(hidden * 8 / 3) // 32 * 32,
@@ -118,8 +117,8 @@ def new(hidden: int, layers: int, length: int, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def asked(tokens: np.ndarray, count: int, seed: int, file: Path) -> None:
-    """Beginnings for a teacher to go on from: excerpts, from one line's beginning on."""
+def write_prompts(tokens: np.ndarray, count: int, seed: int, file: Path) -> None:
+    """Excerpts that begin at the start of a line, as prompts for a teacher."""
     text = (tokens - SPECIAL).astype(np.uint8).tobytes()
     with file.open("w", encoding="utf-8") as out:
         for start in seeded_generator(seed, "prompts").integers(max(len(text) - 4 * PROMPT, 1), size=count):
@@ -131,7 +130,7 @@ def asked(tokens: np.ndarray, count: int, seed: int, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="bytes to learn, such as enwik8; .xz or plain")
+    parser.add_argument("--text", type=Path, required=True, help="such as enwik8; .xz or plain")
     parser.add_argument("--work", type=Path, default=Path("runs/bytes"), help="checkpoint and prompts")
     parser.add_argument("--out", type=Path, default=Path("bytes"), help="the model, for saltus generate -m")
     parser.add_argument("--steps", type=int, default=3000)
@@ -140,38 +139,33 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--half", action="store_true", help="multiply in bfloat16: twice as quick with AVX512-BF16")
+    parser.add_argument("--half", action="store_true", help="compute in bfloat16: twice as fast with AVX512-BF16")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--bytes", type=int, help="of the text to read; all where none is given")
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    tokens = read(chosen.text, chosen.bytes)
-    if len(tokens) * HELD_OUT < 2 * chosen.length:
-        sys.exit(f"{chosen.text} has {len(tokens):,} bytes, too few to hold some out; take a longer text")
-    chosen.work.mkdir(parents=True, exist_ok=True)
-    model = new(chosen.hidden, chosen.layers, chosen.length, chosen.seed)
-    course = Course(model, tokens, chosen.batch, chosen.length, chosen.seed, chosen.half)
-    schedule = Schedule(chosen.steps, chosen.rate, every=chosen.every, optimiser="muon")
-    told = {name: getattr(chosen, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed", "half")}
-
-    def report(now: Progress) -> None:
-        print(
-            f"step {now.step:,} of {now.steps:,}: loss {now.loss / math.log(2):.3f} bits,"
-            f" held out {now.metrics['bits']:.3f}; {now.seconds / 60:.1f} min, {now.seconds_left / 60:.1f} left",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+    options = parser.parse_args()
+    tokens = read(options.text, options.bytes)
+    if len(tokens) * HELD_OUT < 2 * options.length:
+        sys.exit(f"{options.text} has {len(tokens):,} bytes, too few to hold some out; take a longer text")
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = new_model(options.hidden, options.layers, options.length, options.seed)
+    task = ByteTask(model, tokens, options.batch, options.length, options.seed, options.half)
+    schedule = Schedule(options.steps, options.rate, every=options.every, optimiser="muon")
+    settings = {
+        name: getattr(options, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed", "half")
+    }
 
     try:
-        train(course, course.loss, schedule, chosen.work / "checkpoint.pt", told, report, course.examine)
+        train(task, task.loss, schedule, options.work / "checkpoint.pt", settings, print_progress, task.evaluate)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from the last checkpoint")
-    model.save_pretrained(chosen.out)
-    tokenizer().save_pretrained(chosen.out)
-    border = len(course.tokens)
-    asked(tokens[:border], chosen.prompts, chosen.seed, chosen.work / "asked.jsonl")
-    asked(tokens[border:], EXAM, chosen.seed, chosen.work / "exam.jsonl")
-    print(f"written: {chosen.out}", file=sys.stderr)
+    model.save_pretrained(options.out)
+    byte_tokenizer().save_pretrained(options.out)
+    border = len(task.tokens)
+    write_prompts(tokens[:border], options.prompts, options.seed, options.work / "asked.jsonl")
+    write_prompts(tokens[border:], EXAM, options.seed, options.work / "exam.jsonl")
+    print(f"written: {options.out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Paint which two tokens each pair of uniforms gives: compatible pairs green, others red (PTP, Figure 5).
+"""A picture of the two tokens that each pair of uniforms gives: compatible pairs green, others red (PTP, Figure 5).
 
     python recipes/pair_map.py --out pairs.png
 
-A tiny grammar stands in for a language model, so that it takes seconds: a line begins with `def`, `import`, `for` or
-`return`, and what may follow depends on that. A student that is given the uniforms and one that is not are trained on
-it alike; the picture shows them beside the law itself.
+A tiny grammar replaces a language model, so that it takes seconds: a line begins with `def`, `import`, `for` or
+`return`, and the possible next words depend on that. One student is conditioned on the uniforms, another is not. The
+picture shows both beside the exact distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 
 GRAMMAR = {
     "def": (0.4, {"main": 0.5, "read": 0.3, "test": 0.2}),
@@ -33,7 +33,7 @@ WORDS = list(dict.fromkeys([*GRAMMAR, *(word for _, names in GRAMMAR.values() fo
 GREEN, RED = (0.30, 0.62, 0.42), (0.78, 0.27, 0.24)
 
 
-def laws() -> tuple[Tensor, Tensor]:
+def distributions() -> tuple[Tensor, Tensor]:
     """Probabilities of the first word, [words], and of the second after each first, [words, words]."""
     first, second = torch.zeros(len(WORDS)), torch.zeros(len(WORDS), len(WORDS))
     for word, (probability, names) in GRAMMAR.items():
@@ -43,27 +43,29 @@ def laws() -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def written(uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The pairs that the law itself gives, [pairs, 2], and the laws (logits) that they were picked from."""
-    first, second = laws()
-    begin = first.log().clamp_min(-40).expand(len(uniforms), -1)
-    one = pick_tokens(uniforms[:, 0], begin)
-    after = second[one].log().clamp_min(-40)
-    return torch.stack([one, pick_tokens(uniforms[:, 1], after)], 1), torch.stack([begin, after], 1)
+def sample_pairs(uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The exact pairs, [pairs, 2], and the logits that they were picked from."""
+    first, second = distributions()
+    first_logits = first.log().clamp_min(-40).expand(len(uniforms), -1)
+    one = pick_tokens(uniforms[:, 0], first_logits)
+    second_logits = second[one].log().clamp_min(-40)
+    return torch.stack([one, pick_tokens(uniforms[:, 1], second_logits)], 1), torch.stack(
+        [first_logits, second_logits], 1
+    )
 
 
-def taught(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
-    """A student of pairs."""
+def train_student(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
+    """A student of the pairs."""
     student = Student(len(WORDS), 4, hidden=48, layers=2, heads=4, seed=seed)
     settings, skipped = DistillationSettings(form, "ce", 2), SkippedTokens()
 
     def loss(step: int) -> Tensor:
         generator = seeded_generator(seed, "pairs", step)
-        texts, targets = written(torch.from_numpy(generator.random((128, 2))))
-        borders, _ = prepend_start_position(uniform_intervals(targets, texts), targets)
-        splits = torch.ones(len(texts), 1, dtype=torch.int64)
+        texts, targets = sample_pairs(torch.from_numpy(generator.random((128, 2))))
+        intervals, _ = prepend_start_position(uniform_intervals(targets, texts), targets)
+        starts = torch.ones(len(texts), 1, dtype=torch.int64)
         return distillation_loss(
-            student, student.prepend_start_token(texts), borders, splits, settings, generator, skipped
+            student, student.prepend_start_token(texts), intervals, starts, settings, generator, skipped
         )
 
     with TemporaryDirectory() as folder:
@@ -72,29 +74,29 @@ def taught(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
 
 
 def maps(steps: int, size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Pairs over the unit square, [size · size, 2] for each way to predict; the first uniform changes slowest."""
+    """For each way to predict, the pairs on a grid over the unit square, [size · size, 2], first uniform outer."""
     middle = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     square = torch.cartesian_prod(middle, middle)
-    found = {"Token by token": written(square)[0]}
+    found = {"Token by token": sample_pairs(square)[0]}
     ways: dict[UniformConditioning, str] = {
         "one-hot": "PTP, one call",
         "independent": "Independent prediction, one call",
     }
     for form, name in ways.items():
-        student = taught(form, steps, seed)
+        student = train_student(form, steps, seed)
         start = torch.full((len(square), 1), student.start_token)
         found[name] = draft_window(student, start, square, form)
     return found
 
 
 def compatible(pairs: Tensor) -> Tensor:
-    """Does the grammar know the pair?"""
-    first, second = laws()
+    """True for pairs of the grammar."""
+    first, second = distributions()
     return (first[pairs[:, 0]] * second[pairs[:, 0], pairs[:, 1]]) > 0
 
 
 def paint(found: dict[str, Tensor], size: int, path: Path) -> None:
-    """One panel a way, regions of one pair outlined and the large ones named."""
+    """One panel for each way; regions of one pair are outlined, and large ones have a label."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""Small Python programs and what they print: text to learn from, and prompts whose answers can be graded.
+"""Small Python programs with their output: texts for training, and prompts whose answers can be graded.
 
     python recipes/programs.py --out runs/programs
     python recipes/bytes_target.py --text runs/programs/text --length 384 --work runs/programs/target --out programs
 
-A byte-level target of a few million parameters learns to carry them out, so that it can be graded before and after it
-is trained for quicker decoding. Every answer is what Python printed. `text` holds the programs one
-behind another, an empty line between two; `asked.jsonl` begins some of them, for saltus collect; `exam.jsonl` has
-programs that are not in the text, with their answers, for benchmarks/forcing.py.
+A byte-level target of a few million parameters learns to predict the output, so its answers can be graded before and
+after it is trained for faster decoding. Python computes every answer. `text` holds the programs, with an empty line
+between two; `asked.jsonl` has prompts made of some of them, for saltus collect; `exam.jsonl` has programs that are not
+in the text, with their answers, for benchmarks/forcing.py.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def stairs(draw: np.random.Generator) -> str:
 
 
 def sums(draw: np.random.Generator) -> str:
-    found = [int(each) for each in draw.integers(1, 90, size=draw.integers(8, 16))]
-    return f'total = 0\nfor i in {found}:\n    total += i\n    print("+", i, "=", total)'
+    numbers = [int(each) for each in draw.integers(1, 90, size=draw.integers(8, 16))]
+    return f'total = 0\nfor i in {numbers}:\n    total += i\n    print("+", i, "=", total)'
 
 
 KINDS: tuple[Callable[[np.random.Generator], str], ...] = (
@@ -94,7 +94,7 @@ KINDS: tuple[Callable[[np.random.Generator], str], ...] = (
 
 
 def printed(program: str) -> str:
-    """What the program prints, without the last line's end."""
+    """The output of a program, without the last newline."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(program, {})
@@ -102,34 +102,34 @@ def printed(program: str) -> str:
 
 
 def programs(count: int, seed: int) -> list[tuple[str, str, str]]:
-    """So many different programs: the kind, the program and its answer."""
-    draw, found = seeded_generator(seed, "programs"), {}
-    while len(found) < count:
+    """This many different programs: kind, program and answer of each."""
+    draw, unique = seeded_generator(seed, "programs"), {}
+    while len(unique) < count:
         kind = KINDS[draw.integers(len(KINDS))]
         program = kind(draw)
         answer = printed(program)
         if len(answer) >= SHORTEST and len(program + BEGINS + answer + ENDS) <= LONGEST:
-            found.setdefault(program, (kind.__name__, program, answer))
-    return list(found.values())
+            unique.setdefault(program, (kind.__name__, program, answer))
+    return list(unique.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/programs"))
-    parser.add_argument("--count", type=int, default=60_000, help="programs to learn from")
-    parser.add_argument("--prompts", type=int, default=1000, help="of these, to be answered by the model")
+    parser.add_argument("--count", type=int, default=60_000, help="programs for training")
+    parser.add_argument("--prompts", type=int, default=1000, help="of these, as prompts for the model")
     parser.add_argument("--exam", type=int, default=200, help="programs that are held out")
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    found = programs(chosen.count + chosen.exam, chosen.seed)
-    learned, held = found[: chosen.count], found[chosen.count :]
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "text").write_text("".join(program + BEGINS + answer + ENDS for _, program, answer in learned))
-    for name, rows in (("asked", learned[: chosen.prompts]), ("exam", held)):
-        with (chosen.out / f"{name}.jsonl").open("w") as out:
+    options = parser.parse_args()
+    examples = programs(options.count + options.exam, options.seed)
+    training, held_out = examples[: options.count], examples[options.count :]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "text").write_text("".join(program + BEGINS + answer + ENDS for _, program, answer in training))
+    for name, rows in (("asked", training[: options.prompts]), ("exam", held_out)):
+        with (options.out / f"{name}.jsonl").open("w") as out:
             for kind, program, answer in rows:
-                told = {"source": kind, "prompt": program + BEGINS, "answer": answer, "stop": ENDS}
-                out.write(json.dumps(told) + "\n")
+                row = {"source": kind, "prompt": program + BEGINS, "answer": answer, "stop": ENDS}
+                out.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from saltus.training.data.window_packing import (
     valid_prefix,
 )
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings, token_loss
+from saltus.training.tasks.losses import DistillationSettings, token_loss
 
 QueryNetwork = Callable[[PackedBatch], Tensor]  # logits of all queries: [batch, windows, window, vocab]
 MAX_EXAMPLES = 5  # skipped tokens that are shown

@@ -1,9 +1,9 @@
-"""Prompts of many kinds for a teacher, out of texts at hand: translations, summaries, questions, passages, essays.
+"""Prompts of five kinds for a teacher, made of given texts: translations, summaries, questions, passages, essays.
 
     python recipes/smollm2_prompts.py --articles enwik8.xz --german sentences.txt --out asked.jsonl
     saltus collect text --prompts asked.jsonl -t 0 -t 0.7 -n 160 --out teacher
 
-A drafter is as good as its teacher's texts are like those of its users. What it never saw, it cannot draft.
+A drafter is best at texts that are similar to its training texts, so the prompts should resemble those of its users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKUP = [
 ARTICLE = re.compile(r"<title>([^<:]+)</title>.*?<text[^>]*>(.*?)</text>", re.DOTALL)
 SHORT = [
     "What is {0}?", "Where does the name {0} come from?", "Who was involved in {0}?", "When did {0} begin?",
-    "What is {0} known for?", "How many people know of {0} today?", "Which country is {0} most connected with?",
+    "What is {0} all_articles for?", "How many people know of {0} today?", "Which country is {0} most connected with?",
 ]  # fmt: skip
 LONG = [
     "Explain {0} to a ten-year-old.", "Write a short essay about {0}.", "Compare {0} with {1}.",
@@ -42,7 +42,7 @@ LONG = [
 
 
 def articles(file: Path, characters: int) -> Iterator[tuple[str, str]]:
-    """Titles and running text of an encyclopaedia's XML."""
+    """Titles and plain text of the articles in an encyclopaedia's XML."""
     opener = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rt", encoding="utf-8", errors="ignore") as source:
         text = source.read(characters)
@@ -56,28 +56,30 @@ def articles(file: Path, characters: int) -> Iterator[tuple[str, str]]:
 
 def sentences(file: Path) -> list[str]:
     """Sentences of a plain text, of 6 to 40 words."""
-    found = re.split(r"(?<=[.!?])\s+", " ".join(file.read_text(errors="ignore").split()))
-    return [each for each in found if 6 <= len(each.split()) <= 40 and each[0].isupper()]
+    parts = re.split(r"(?<=[.!?])\s+", " ".join(file.read_text(errors="ignore").split()))
+    return [each for each in parts if 6 <= len(each.split()) <= 40 and each[0].isupper()]
 
 
-def cut(text: str, words: int) -> str:
+def beginning(text: str, words: int) -> str:
     """The beginning of a text, up to the end of a sentence."""
     part = " ".join(text.split()[:words])
     return part[: part.rfind(". ") + 1] or part
 
 
-def prompts(known: list[tuple[str, str]], german: list[str], count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """Kinds and prompts, as many of each kind as of the others."""
+def prompts(all_articles: list[tuple[str, str]], german: list[str], count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Kinds and prompts, equally many of each kind."""
     generator = seeded_generator(seed, "prompts")
-    tell = [each for each in known if len(each[1]) > 900]
+    long_articles = [each for each in all_articles if len(each[1]) > 900]
     for number in range(count):
-        (title, _), (other, _) = (known[at] for at in generator.choice(len(known), 2, replace=False))
-        (about, text), (_, beside) = (tell[at] for at in generator.choice(len(tell), 2, replace=False))
+        (title, _), (other, _) = (all_articles[at] for at in generator.choice(len(all_articles), 2, replace=False))
+        (about, text), (_, beside) = (
+            long_articles[at] for at in generator.choice(len(long_articles), 2, replace=False)
+        )
         length = int(generator.integers(80, 260))
         short, long = (str(generator.choice(each)) for each in (SHORT, LONG))
         yield "translation", f"Translate German to English: {german[number % len(german)]}"
-        yield "summary", f"Summarize: {cut(text, length)}"
-        yield "passages", f"{cut(beside, length // 2)}\n{cut(text, length)}\n{short.format(about)}"
+        yield "summary", f"Summarize: {beginning(text, length)}"
+        yield "passages", f"{beginning(beside, length // 2)}\n{beginning(text, length)}\n{short.format(about)}"
         yield "question", short.format(title)
         yield "writing", long.format(title, other)
 
@@ -91,15 +93,15 @@ def main() -> None:
     parser.add_argument("--of-each", type=int, default=200, help="prompts of each of the five kinds")
     parser.add_argument("--characters", type=int, default=30_000_000, help="of the articles to read")
     parser.add_argument("--seed", type=int, default=0)
-    inputs = parser.parse_args()
-    known, german = list(articles(inputs.articles, inputs.characters)), sentences(inputs.german)
-    german = [german[at] for at in seeded_generator(inputs.seed, "german").permutation(len(german))]
-    if not known or not german:
-        sys.exit(f"{inputs.articles if not known else inputs.german} holds nothing to ask about")
-    with inputs.out.open("w") as out:
-        for source, prompt in prompts(known, german, inputs.of_each, inputs.seed):
+    options = parser.parse_args()
+    all_articles, german = list(articles(options.articles, options.characters)), sentences(options.german)
+    german = [german[at] for at in seeded_generator(options.seed, "german").permutation(len(german))]
+    if not all_articles or not german:
+        sys.exit(f"{options.articles if not all_articles else options.german} holds no articles or sentences")
+    with options.out.open("w") as out:
+        for source, prompt in prompts(all_articles, german, options.of_each, options.seed):
             out.write(json.dumps({"source": source, "prompt": prompt}, ensure_ascii=False) + "\n")
-    print(f"{5 * inputs.of_each} prompts, {len(known)} articles, {len(german)} sentences")
+    print(f"{5 * options.of_each} prompts, {len(all_articles)} articles, {len(german)} sentences")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Turn taxi rides into a stream of tokens: in which of 25 neighbourhoods of New York each pick-up was (PTP, App. C).
+"""Taxi rides as a stream of tokens: the number of the New York neighbourhood, one of 25, of each pick-up (PTP, App. C).
 
     python recipes/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
     python recipes/taxi_data.py --synthetic 200000 --out taxi.npz
 
-The neighbourhoods are k-means centres of the yellow cabs' pick-ups; the stream is a month of rides in the order of
-time, the last six days of it held out. `--synthetic` makes a stream of the same kind for those without the files.
+The neighbourhoods are k-means centres of the yellow cabs' pick-ups. The stream is a month of rides in chronological
+order, and its last six days are held out. `--synthetic` makes a similar stream without these files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WEIGHTS = (25.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0)  # of a prior, in tok
 
 @dataclass(frozen=True)
 class Stream:
-    """Tokens in the order of time; the two parts do not overlap."""
+    """Tokens in chronological order; the two parts do not overlap."""
 
     train: np.ndarray
     validate: np.ndarray
@@ -43,7 +43,7 @@ class Stream:
 
 
 def load(path: Path) -> Stream:
-    """What `save` wrote."""
+    """The stream that `Stream.save` wrote."""
     with np.load(path) as file:
         return Stream(file["train"].astype(np.int64), file["validate"].astype(np.int64), int(file["vocab"]))
 
@@ -62,21 +62,21 @@ def read_centres(path: Path) -> np.ndarray:
     with gzip.open(path, "rt", newline="") as file:
         rows = [(row["pickup_latitude"], row["pickup_longitude"]) for row in csv.DictReader(file)]
     latitude, longitude = np.array(rows, dtype=np.float64).T
-    kept = _inside(latitude, longitude)
-    return np.stack([latitude[kept], longitude[kept] * SHRINK], 1)
+    valid = _inside(latitude, longitude)
+    return np.stack([latitude[valid], longitude[valid] * SHRINK], 1)
 
 
 def read_rides(path: Path, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places [rides, 2] and days of the month, in the order of time.
+    """Places [rides, 2] and days of the month, in chronological order.
 
-    Times have a resolution of a minute and the file is ordered by base: ties are broken at random.
+    Times have a resolution of one minute, and ties are broken at random.
     """
     with zipfile.ZipFile(path) as archive, archive.open(archive.namelist()[0]) as raw:
         rows = list(csv.DictReader(io.TextIOWrapper(raw, newline="")))
     times = np.array([datetime.strptime(row["Date/Time"], "%m/%d/%Y %H:%M:%S") for row in rows], dtype="datetime64[s]")
     latitude, longitude = np.array([(row["Lat"], row["Lon"]) for row in rows], dtype=np.float64).T
-    kept = _inside(latitude, longitude)
-    times, places = times[kept], np.stack([latitude[kept], longitude[kept] * SHRINK], 1)
+    valid = _inside(latitude, longitude)
+    times, places = times[valid], np.stack([latitude[valid], longitude[valid] * SHRINK], 1)
     order = np.lexsort([seeded_generator(seed, "ties").random(len(times)), times])
     days = (times - times.astype("datetime64[M]")).astype("timedelta64[D]").astype(int) + 1
     return places[order], days[order]
@@ -123,21 +123,21 @@ def taxi(rides: Path, centres: Path, seed: int = 0) -> Stream:
 
 
 def synthetic(length: int, seed: int = 0, vocab: int = CENTRES, drift: float = 0.3, stay: float = 0.97) -> Stream:
-    """A stream whose law wanders among a few hidden moods, as a city's does over the day; 5/6 of it to train.
+    """A stream of a hidden Markov model with 6 states, as a city has over the day; 5/6 of it is for training.
 
-    `drift` is the deviation of a mood's logits from the common ones, `stay` the probability that a mood lasts.
+    `drift` is the deviation of a state's logits from the common ones, `stay` the probability to keep the state.
     """
     generator = seeded_generator(seed, "synthetic")
     common = generator.normal(size=vocab) * 0.7
     logits = common + drift * generator.normal(size=(6, vocab))
     distributions = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     changes = generator.random(length) > stay
-    moods = generator.integers(len(distributions), size=length)[
+    states = generator.integers(len(distributions), size=length)[
         np.maximum.accumulate(np.where(changes, np.arange(length), 0))
     ]
-    tokens = (distributions.cumsum(-1)[moods] < generator.random((length, 1))).sum(-1).clip(max=vocab - 1)
-    cut = length * 5 // 6
-    return Stream(tokens[:cut], tokens[cut:], vocab)
+    tokens = (distributions.cumsum(-1)[states] < generator.random((length, 1))).sum(-1).clip(max=vocab - 1)
+    num_training = length * 5 // 6
+    return Stream(tokens[:num_training], tokens[num_training:], vocab)
 
 
 def chunks(tokens: np.ndarray, length: int, stride: int) -> np.ndarray:
@@ -150,24 +150,24 @@ def chunks(tokens: np.ndarray, length: int, stride: int) -> np.ndarray:
 
 
 def held_out(stream: Stream, length: int, most: int = 400) -> np.ndarray:
-    """Pieces spread over the held-out days: [pieces, 2 · length], of which the second half is to be predicted."""
+    """Pieces spread over the held-out days: [pieces, 2 · length]. The second half of each is predicted."""
     pieces = chunks(stream.validate, 2 * length, length)
     return pieces[np.linspace(0, len(pieces) - 1, min(most, len(pieces))).astype(int)]
 
 
 def baselines(stream: Stream, length: int) -> dict[str, float]:
-    """Perplexities of counts on the tokens that `held_out` asks for.
+    """Perplexities of counts on the second halves of `held_out`.
 
-    Those of the training days; those of the `length` tokens before each; those so far in the piece's second half. The
-    last two have the unigram law as a prior, of the weight that is best on training tokens.
+    Counts of the training days, of the `length` tokens before each token, and so far in the second half. The last two
+    have the unigram distribution as a prior, with the weight that is best on training tokens.
     """
     pieces, sample = held_out(stream, length), chunks(stream.train, 2 * length, length)[:2000]
     unigram = _unigram(stream)
-    found = {"unigram": float(np.exp(-np.log(unigram[pieces[:, length:]]).mean()))}
+    perplexities = {"unigram": float(np.exp(-np.log(unigram[pieces[:, length:]]).mean()))}
     for name, first in (("last counts", 0), ("counts in the chunk", length)):
         weight = min(WEIGHTS, key=lambda weight: _counted(sample, unigram, weight, first))
-        found[name] = _counted(pieces, unigram, weight, first)
-    return found
+        perplexities[name] = _counted(pieces, unigram, weight, first)
+    return perplexities
 
 
 def _counted(pieces: np.ndarray, prior: np.ndarray, weight: float, first: int) -> float:
@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rides", type=Path, help="Uber's pick-ups of April 2014, as the NYC TLC released them (zip)")
     parser.add_argument("--centres", type=Path, help="yellow cabs with pickup_latitude and pickup_longitude (csv.gz)")
-    parser.add_argument("--synthetic", type=int, metavar="TOKENS", help="make a stream instead")
+    parser.add_argument("--synthetic", type=int, metavar="TOKENS", help="length of a synthetic stream")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -5,8 +5,8 @@
 
 Tables: teacher (the autoregressive model), methods (O-PTP, C-PTP and independent prediction at --window tokens),
 losses (Table 4), embeddings (Table 5), places (Table 6), drafts (Table 7), windows (Table 8), inverse (Table 1), all.
-Every run keeps a checkpoint in --work: a command that was killed goes on where it was when it is given again, and
-tables share the runs they have in common. Without --tokens the stream is synthetic.
+Every run has a checkpoint in --work: the same command continues an interrupted run, and tables share the runs that they
+have in common. Without --tokens the stream is synthetic.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Row:
 
 
 def measure(laboratory: Laboratory, run: Run, student: Student) -> dict[str, Any]:
-    """Leading tokens that are the teacher's own under the same uniforms (PTP, Eq. 16): mean and standard error."""
+    """The leading tokens that equal the teacher's under the same uniforms (PTP, Eq. 16): mean and standard error."""
     texts, _, uniforms = laboratory.held_out(run)
-    counts = num_correct(answers(student, run, uniforms), texts).double()
+    counts = num_correct(drafts_of(student, run, uniforms), texts).double()
     return summary(counts)
 
 
-def answers(student: Student, run: Run, uniforms: Tensor) -> Tensor:
-    """What a student writes at once, from nothing but uniforms."""
+def drafts_of(student: Student, run: Run, uniforms: Tensor) -> Tensor:
+    """A student's drafts of whole texts, from uniforms alone."""
     parts = []
     for part in uniforms.split(500):
         start = torch.full((len(part), 1), student.start_token)
@@ -70,47 +70,47 @@ def summary(counts: Tensor) -> dict[str, Any]:
 
 
 def methods(laboratory: Laboratory, runs: tuple[Run, ...], table: str) -> Iterator[Row]:
-    """Train each, measure each; and the best that predicting independently can reach, with the exact marginals."""
+    """Train and measure each run; also the optimum of independent prediction, with the exact marginals."""
     texts, _, uniforms = laboratory.held_out(runs[0])
     best = pick_tokens(uniforms, laboratory.marginals(runs[0]).expand(len(texts), -1, -1), token_order=runs[0].order)
-    kept = {name: asdict(runs[0])[name] for name in ("window", "seed", "order")}
-    yield Row(table, {"form": "exact marginals"} | kept, summary(num_correct(best, texts).double()))
+    shared = {name: asdict(runs[0])[name] for name in ("window", "seed", "order")}
+    yield Row(table, {"form": "exact marginals"} | shared, summary(num_correct(best, texts).double()))
     for run in runs:
         student, training = laboratory.trained(run)
         yield Row(table, asdict(run), measure(laboratory, run, student) | training)
 
 
 def losses(base: Run) -> tuple[Run, ...]:
-    """Table 4: what is compared, on whose texts."""
+    """Table 4: losses and proposals."""
     pairs = [(CATEGORICAL, loss) for loss in ("kl", "reverse-kl", "bce", "ce")]
     pairs += [(ONE_HOT, loss) for loss in ("bce", "ce")]
     return tuple(
-        replace(of(form, base), loss=loss, proposal=proposal)
+        replace(with_base(form, base), loss=loss, proposal=proposal)
         for proposal in ("teacher", "student", "dataset")
         for form, loss in [*pairs, (INDEPENDENT, "kl")]
     )
 
 
-def of(run: Run, base: Run) -> Run:
-    """A method with the window, embedding, seed and order asked for."""
+def with_base(run: Run, base: Run) -> Run:
+    """A method with the base run's window, embedding, seed and order."""
     return replace(run, window=base.window, kind=base.kind, seed=base.seed, order=base.order, grow=base.grow)
 
 
 def several_drafts(laboratory: Laboratory, run: Run) -> Iterator[Row]:
-    """Table 7: of M sets of uniforms the one whose places lie nearest to the middle of their intervals (PTP, Eq. 18).
+    """Table 7: of M sets of uniforms the one that is nearest to the middle of the intervals (PTP, Eq. 18).
 
-    A uniform's place in its interval says nothing about the token, so the M texts need not be written: M sets of
-    places are drawn for one text of the teacher's, which has the same law. (Eq. 18's argmax is an argmin.)
+    The position of a uniform in its interval is independent of the token, so M texts are not needed: M sets of
+    positions are drawn for one text of the teacher, which has the same distribution. (Eq. 18's argmax is an argmin.)
     """
     student, _ = laboratory.trained(run)
     texts, distributions, _ = laboratory.held_out(run)
-    borders = uniform_intervals(distributions, texts, token_order=run.order)
+    intervals = uniform_intervals(distributions, texts, token_order=run.order)
     for count in (*DRAFTS, math.inf):
         places = torch.full(texts.shape, 0.5, dtype=torch.float64)
         if count < math.inf:
             places = torch.stack([_central(int(count), run, row) for row in range(len(texts))])
-        uniforms = (borders.low + places * (borders.high - borders.low)).clamp(0, 1 - 2.0**-53)
-        counts = num_correct(answers(student, run, uniforms), texts).double()
+        uniforms = (intervals.low + places * (intervals.high - intervals.low)).clamp(0, 1 - 2.0**-53)
+        counts = num_correct(drafts_of(student, run, uniforms), texts).double()
         yield Row("drafts", asdict(run) | {"drafts": count if count < math.inf else "infinite"}, summary(counts))
 
 
@@ -120,12 +120,12 @@ def _central(count: int, run: Run, row: int) -> Tensor:
 
 
 def prefixes(laboratory: Laboratory, base: Run) -> Iterator[Row]:
-    """Table 8: fewer queries in a call. Queries do not see later ones, so one model answers for all N up to its own."""
+    """Table 8: fewer queries in a call. Queries do not attend to later ones, so one model serves all smaller N."""
     for method in METHODS:
-        run = of(method, base)
+        run = with_base(method, base)
         student, training = laboratory.trained(run)
         texts, _, uniforms = laboratory.held_out(run)
-        counts = num_correct(answers(student, run, uniforms), texts)
+        counts = num_correct(drafts_of(student, run, uniforms), texts)
         for length in sorted({*(n for n in PREFIXES if n < run.window), run.window}):
             row = summary(counts.clamp_max(length).double())
             yield Row("windows", asdict(run) | {"limit": length}, row | training)
@@ -148,17 +148,17 @@ def table(name: str, laboratory: Laboratory, base: Run) -> Iterator[Row]:
         teacher, training = laboratory.teacher(base.seed)
         yield Row(name, {"model": "autoregressive", "seed": base.seed}, laboratory.perplexity(teacher) | training)
     elif name == "methods":
-        yield from methods(laboratory, tuple(of(run, base) for run in METHODS), name)
+        yield from methods(laboratory, tuple(with_base(run, base) for run in METHODS), name)
     elif name == "losses":
         yield from methods(laboratory, losses(base), name)
     elif name == "embeddings":
-        runs = [replace(of(run, base), kind=kind) for kind in KINDS for run in (ONE_HOT, CATEGORICAL)]
-        yield from methods(laboratory, (*runs, of(INDEPENDENT, base)), name)
+        runs = [replace(with_base(run, base), kind=kind) for kind in KINDS for run in (ONE_HOT, CATEGORICAL)]
+        yield from methods(laboratory, (*runs, with_base(INDEPENDENT, base)), name)
     elif name == "places":
-        runs = [replace(of(run, base), b=b) for b in PLACES for run in (ONE_HOT, CATEGORICAL)]
-        yield from methods(laboratory, (*runs, of(INDEPENDENT, base)), name)
+        runs = [replace(with_base(run, base), b=b) for b in PLACES for run in (ONE_HOT, CATEGORICAL)]
+        yield from methods(laboratory, (*runs, with_base(INDEPENDENT, base)), name)
     elif name == "drafts":
-        yield from several_drafts(laboratory, of(ONE_HOT, base))
+        yield from several_drafts(laboratory, with_base(ONE_HOT, base))
     elif name == "windows":
         yield from prefixes(laboratory, base)
     else:
@@ -171,19 +171,22 @@ TABLES = ("teacher", "methods", "losses", "embeddings", "places", "drafts", "win
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=(*TABLES, "all"))
-    parser.add_argument("--tokens", type=Path, help="what taxi_data.py wrote")
-    parser.add_argument("--work", type=Path, default=Path("runs/taxi"), help="where checkpoints are kept")
+    parser.add_argument("--tokens", type=Path, help="the output of taxi_data.py")
+    parser.add_argument("--work", type=Path, default=Path("runs/taxi"), help="folder of checkpoints")
     parser.add_argument("--out", type=Path, help="results as JSON")
     parser.add_argument("--window", type=int, default=16, help="N, the tokens of a call")
     parser.add_argument(
-        "--order", choices=("pick", "token"), default="token", help="of the tokens in Pick: ours, or ids"
+        "--order",
+        choices=("pick", "token"),
+        default="token",
+        help="of the tokens in Pick: that of Saltus, or token ids",
     )
     parser.add_argument(
-        "--kind", choices=KINDS, default="bits", help="embedding of uniforms, where the table does not vary it"
+        "--kind", choices=KINDS, default="bits", help="embedding of uniforms, unless the table varies it"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument(
-        "--grow", type=float, default=0.0, help="share of the steps in which windows grow to N; for N of a hundred"
+        "--grow", type=float, default=0.0, help="fraction of the steps in which windows grow to N; for N of a hundred"
     )
     parser.add_argument("--threads", type=int, default=1)
     for name, value in asdict(Scale()).items():
@@ -207,7 +210,7 @@ def main() -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]], scale: Scale, threads: int) -> None:
-    """All rows so far, under another name first."""
+    """Write all rows so far, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps({"scale": asdict(scale), "threads": threads, "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Print the tables that taxi_ptp.py measured as Markdown: a mean over seeds, and their spread where there are several.
+"""The tables of taxi_ptp.py as Markdown: the mean over seeds, and the standard deviation if there are several.
 
 python recipes/taxi_tables.py runs/results/*.json > tables.md
 """
@@ -35,26 +35,26 @@ VARIED = {
     "drafts": ("drafts",),
     "windows": ("limit",),
     "inverse": ("model",),
-}  # what the rows of a table differ in, besides the method
+}  # the columns of a table, besides the method
 SHOWN = ("correct", "perplexity", "perplexity of second halves", "perplexity in windows")
 
 
 def read(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All rows, each with the steps that it was trained for."""
+    """All rows of some files."""
     return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
 
-def tables(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], dict[tuple, dict[str, list[float]]]]:
-    """By table and window, then by line: what was measured, a value for each seed."""
-    found: dict[tuple[str, int], dict[tuple, dict[str, list[float]]]] = {}
+def group_rows(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], dict[tuple, dict[str, list[float]]]]:
+    """By table and window, then by line: the measured values, one for each seed."""
+    tables: dict[tuple[str, int], dict[tuple, dict[str, list[float]]]] = {}
     for row in rows:
         run, measured = row["run"], row["measured"]
-        table = found.setdefault((row["table"], run.get("window", 0)), {})
+        table = tables.setdefault((row["table"], run.get("window", 0)), {})
         line = (METHODS.get(run.get("form"), ""), *(run.get(name, "") for name in VARIED[row["table"]]))
         for name in SHOWN:
             if name in measured:
                 table.setdefault(line, {}).setdefault(name, []).append(measured[name])
-    return found
+    return tables
 
 
 def spread(values: list[float]) -> str:
@@ -77,8 +77,8 @@ def markdown(name: str, window: int, table: Mapping[tuple, Mapping[str, list[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", help="what --out wrote")
-    for (name, window), table in tables(read(parser.parse_args().files)).items():
+    parser.add_argument("files", type=Path, nargs="+", help="files that --out wrote")
+    for (name, window), table in group_rows(read(parser.parse_args().files)).items():
         print(markdown(name, window, table))
 
 

@@ -1,4 +1,4 @@
-"""Adapters in training: packed windows are what each is alone, the model stays as it is, and what is learned drafts."""
+"""Training of adapters: packed windows equal separate ones, the model does not change, and a trained adapter drafts."""
 
 import math
 from dataclasses import replace
@@ -27,11 +27,11 @@ from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 from saltus.training.tasks.training_task import TrainingTask
 
 WINDOW, TEMPERATURES = 4, (0.7, 1.0)
-LESSONS = WindowSettings(texts=2, windows=3, greedy=0.5, slots=40, held_out=0.3)
+WINDOW_SETTINGS = WindowSettings(texts=2, windows=3, greedy=0.5, slots=40, held_out=0.3)
 KINDS = [
     ("one-hot", "ce"), ("one-hot", "bce"), ("categorical", "ce"), ("categorical", "kl"), ("categorical", "reverse-kl"),
     ("independent", "ce"), ("independent", "kl"),
@@ -41,7 +41,7 @@ every_kind = pytest.mark.parametrize(("form", "loss"), KINDS)
 
 
 def samples(count: int = 6) -> list[Sample]:
-    """Random texts of unlike lengths, half of them written greedily, as it were."""
+    """Random texts of different lengths, half of them at temperature 0."""
     made = []
     for number in range(count):
         tokens = text(18 + 3 * number, number).tolist()
@@ -49,91 +49,91 @@ def samples(count: int = 6) -> list[Sample]:
     return made
 
 
-def course_on(
-    model, folder: Path, *, lessons: WindowSettings = LESSONS, learned: float = 0.3, **settings
+def make_task(
+    model, folder: Path, *, window_settings: WindowSettings = WINDOW_SETTINGS, learned: float = 0.3, **settings
 ) -> AdapterTrainingTask:
-    """A course whose adapter changes much already."""
-    for _ in collect_uniform_intervals(model, samples(), folder, TEMPERATURES, lessons.slots):
+    """A task whose adapter already changes logits a lot."""
+    for _ in collect_uniform_intervals(model, samples(), folder, TEMPERATURES, window_settings.slots):
         pass
     gating = settings.pop("gating", GatedLoraSettings(rank=4, alpha=4.0))
     objective = DistillationSettings(settings.pop("form", "one-hot"), settings.pop("loss", "ce"), WINDOW)
-    course = AdapterTrainingTask(model, load_uniform_intervals(folder), gating, objective, lessons, **settings)
+    task = AdapterTrainingTask(model, load_uniform_intervals(folder), gating, objective, window_settings, **settings)
     with torch.no_grad():
-        for name, weight in course.module.named_parameters():
+        for name, weight in task.module.named_parameters():
             drawn = seeded_generator(1, name).normal(0, learned, tuple(weight.shape))
             weight.add_(torch.from_numpy(drawn).to(weight) * min(weight.shape[-1], 8) ** -0.5)
-    return course
+    return task
 
 
-def gradients(course: AdapterTrainingTask, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    course.module.zero_grad()
+def gradients(task: AdapterTrainingTask, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    task.module.zero_grad()
     loss.backward()
-    return {name: weight.grad.clone() for name, weight in course.module.named_parameters() if weight.grad is not None}
+    return {name: weight.grad.clone() for name, weight in task.module.named_parameters() if weight.grad is not None}
 
 
-def one_by_one(course: AdapterTrainingTask, step: int) -> torch.Tensor:
-    """The loss by the library's own causal attention: each window behind its own context, in a forward of its own."""
-    cut, total, weight = course.window_dataset.training_batch(step), 0.0, 0.0
-    course.model.set_attn_implementation("eager")
-    for row in range(len(cut.window_starts)):
-        for window, split in enumerate(cut.window_starts[row].tolist()):
-            temperature, known = cut.temperatures[row, window], cut.targets[row, window]
-            whole = torch.cat([cut.tokens[row, :split], known])[None]
+def one_by_one(task: AdapterTrainingTask, step: int) -> torch.Tensor:
+    """The loss by the library's own causal attention: each window in its own forward."""
+    batch, total, weight = task.window_dataset.training_batch(step), 0.0, 0.0
+    task.model.set_attn_implementation("eager")
+    for row in range(len(batch.window_starts)):
+        for window, split in enumerate(batch.window_starts[row].tolist()):
+            temperature, known = batch.temperatures[row, window], batch.targets[row, window]
+            whole = torch.cat([batch.tokens[row, :split], known])[None]
             inputs = torch.cat([whole[:, :split], torch.zeros(1, WINDOW, dtype=torch.long)], 1)
             queries = torch.arange(split, split + WINDOW)
-            told = query_uniforms(cut.uniforms[row, window], course.distillation.form)
-            with gated_adapter(course.model, course.module, Gate(queries, told, temperature.expand(WINDOW))):
-                logits = course.model(inputs, use_cache=False).logits[0, split:]
-            distributions = course.model(whole, use_cache=False).logits[0, split - 1 : -1].detach()
+            uniforms = query_uniforms(batch.uniforms[row, window], task.distillation.form)
+            with gated_adapter(task.model, task.module, Gate(queries, uniforms, temperature.expand(WINDOW))):
+                logits = task.model(inputs, use_cache=False).logits[0, split:]
+            distributions = task.model(whole, use_cache=False).logits[0, split - 1 : -1].detach()
             warm = 1.0 if temperature == 0 else float(temperature)
-            if course.distillation.form != "one-hot":
+            if task.distillation.form != "one-hot":
                 logits, distributions = logits / warm, distributions / warm
             own, teacher = logits.log_softmax(-1), distributions.log_softmax(-1)
             loss = -own.gather(-1, known[:, None])[:, 0]
-            if course.distillation.loss == "bce":
+            if task.distillation.loss == "bce":
                 others = torch.log1p(-own.exp())
                 loss = loss - others.sum(-1) + others.gather(-1, known[:, None])[:, 0]
-            if temperature > 0 and course.distillation.loss == "kl":
+            if temperature > 0 and task.distillation.loss == "kl":
                 loss = (teacher.exp() * (teacher - own)).sum(-1)
-            if temperature > 0 and course.distillation.loss == "reverse-kl":
+            if temperature > 0 and task.distillation.loss == "reverse-kl":
                 loss = (own.exp() * (own - teacher)).sum(-1)
             for depth in range(WINDOW):
-                if cut.loss_mask[row, window, depth]:
-                    share = course.window_settings.discount ** max(depth - 1, 0)
+                if batch.loss_mask[row, window, depth]:
+                    share = task.window_settings.discount ** max(depth - 1, 0)
                     total, weight = total + share * loss[depth], weight + share
-    course.model.set_attn_implementation("saltus")
+    task.model.set_attn_implementation("saltus")
     return total / weight
 
 
-def assert_same_as_one_by_one(course: AdapterTrainingTask) -> None:
-    course.model.double()
-    course.module.double()
+def assert_same_as_one_by_one(task: AdapterTrainingTask) -> None:
+    task.model.double()
+    task.module.double()
     for step in range(2):
-        loss = course.loss(step)
-        packed = gradients(course, loss)
-        alone = one_by_one(course, step)
+        loss = task.loss(step)
+        packed = gradients(task, loss)
+        alone = one_by_one(task, step)
         torch.testing.assert_close(loss, alone)
-        for name, gradient in gradients(course, alone).items():
+        for name, gradient in gradients(task, alone).items():
             largest = float(gradient.abs().max())
-            assert largest > 0 or (course.distillation.form == "independent" and name.startswith("auxiliary.map"))
+            assert largest > 0 or (task.distillation.form == "independent" and name.startswith("auxiliary.map"))
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=1e-5 * largest)  # some layers use float32
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in EXPERTS])
 def test_packed_windows_have_the_loss_and_gradients_of_separate_forwards(name, tmp_path):
     """Also where windows slide, logits are capped or scaled, and positions are learned."""
-    assert_same_as_one_by_one(course_on(tiny(name), tmp_path))
+    assert_same_as_one_by_one(make_task(tiny(name), tmp_path))
 
 
 @every_kind
-def test_so_they_have_for_every_form_and_loss(form, loss, tmp_path):
-    assert_same_as_one_by_one(course_on(tiny("Llama"), tmp_path, form=form, loss=loss))
+def test_packed_windows_equal_separate_ones_for_every_form_and_loss(form, loss, tmp_path):
+    assert_same_as_one_by_one(make_task(tiny("Llama"), tmp_path, form=form, loss=loss))
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_layers_that_are_computed_again_give_the_same_gradients(name, tmp_path):
+def test_checkpointed_activations_give_the_same_gradients(name, tmp_path):
     kept, again = (
-        course_on(tiny(name), tmp_path, gating=GatedLoraSettings(4, 4.0, dropout=0.2), recompute=recompute)
+        make_task(tiny(name), tmp_path, gating=GatedLoraSettings(4, 4.0, dropout=0.2), recompute=recompute)
         for recompute in (False, True)
     )
     calls = []
@@ -147,18 +147,18 @@ def test_layers_that_are_computed_again_give_the_same_gradients(name, tmp_path):
 
 
 def test_dropout_is_a_function_of_the_step_and_leaves_other_randomness_alone(tmp_path):
-    course = course_on(tiny("Llama"), tmp_path, gating=GatedLoraSettings(4, 4.0, dropout=0.3))
+    task = make_task(tiny("Llama"), tmp_path, gating=GatedLoraSettings(4, 4.0, dropout=0.3))
     state = torch.get_rng_state()
-    first = course.loss(0)
+    first = task.loss(0)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    assert torch.equal(course.loss(0), first)
-    course.module.eval()
-    assert not torch.equal(course.loss(0), first)
+    assert torch.equal(task.loss(0), first)
+    task.module.eval()
+    assert not torch.equal(task.loss(0), first)
 
 
 def test_autocast_computes_nearly_the_same(tmp_path):
-    exact, quick = (course_on(tiny("Llama"), tmp_path, autocast=autocast) for autocast in (False, True))
+    exact, quick = (make_task(tiny("Llama"), tmp_path, autocast=autocast) for autocast in (False, True))
     assert quick.loss(0).dtype == torch.float32
     torch.testing.assert_close(quick.loss(0), exact.loss(0), rtol=0.1, atol=0.1)
     assert not torch.equal(quick.loss(0), exact.loss(0))
@@ -167,40 +167,40 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 # What windows are
 
 
-def test_queries_are_asked_as_they_are_at_decoding(tmp_path):
-    """The logits of a window are those of a group behind the same text: at its positions, told what it is told."""
+def test_queries_are_those_of_decoding(tmp_path):
+    """A window's logits equal those of a query window at decoding, with the same text and uniforms."""
     for greedy in (0.0, 1.0):
-        course = course_on(tiny("Llama"), tmp_path, lessons=replace(LESSONS, greedy=greedy))
-        cut = course.window_dataset.training_batch(1)
-        packed, rows = course._pack(cut)
-        logits = packed_logits(course.model, packed, rows.flatten(), course.module, cut.temperatures).view(
+        task = make_task(tiny("Llama"), tmp_path, window_settings=replace(WINDOW_SETTINGS, greedy=greedy))
+        batch = task.window_dataset.training_batch(1)
+        packed, rows = task._pack(batch)
+        logits = packed_logits(task.model, packed, rows.flatten(), task.module, batch.temperatures).view(
             *rows.shape, -1
         )
-        network = CausalNetwork(course.model)
-        network.attach_adapter(course.module.eval())
-        for row, window in np.ndindex(*cut.window_starts.shape):
-            decided = cut.tokens[row, : cut.window_starts[row, window]].numpy()
-            uniforms = cut.uniforms[row, window].nan_to_num(0.5).tolist()  # at temperature 0 none is told, whatever
+        network = CausalNetwork(task.model)
+        network.attach_adapter(task.module.eval())
+        for row, window in np.ndindex(*batch.window_starts.shape):
+            decided = batch.tokens[row, : batch.window_starts[row, window]].numpy()
+            uniforms = batch.uniforms[row, window].nan_to_num(0.5).tolist()  # arbitrary at temperature 0
             inputs = ForwardInputs(continuation(decided, 9))
-            ask = with_query_chains(inputs, [(-1, uniforms)], float(cut.temperatures[row, window]))
+            ask = with_query_chains(inputs, [(-1, uniforms)], float(batch.temperatures[row, window]))
             own = network.forward([ask], [network.new_kv_cache()])[0].logits[1:]
             torch.testing.assert_close(own, logits[row, window].detach(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
-def test_students_of_laws_learn_at_the_temperature_of_the_text(form, tmp_path):
-    course = course_on(tiny("Llama"), tmp_path, form=form)
+def test_students_of_distributions_learn_at_the_temperature_of_the_text(form, tmp_path):
+    task = make_task(tiny("Llama"), tmp_path, form=form)
     found = {0.0: set(), 0.7: set()}
     for step in range(20):
-        cut = course.window_dataset.training_batch(step)
-        for row, rows in enumerate(cut.corpus_rows[:, 0].tolist()):
-            written = next(one[3] for one in course.corpus.text_table if one[0] == rows) / 1000
-            found[written] |= set(cut.temperatures[row].tolist())
+        batch = task.window_dataset.training_batch(step)
+        for row, rows in enumerate(batch.corpus_rows[:, 0].tolist()):
+            written = next(one[3] for one in task.corpus.text_table if one[0] == rows) / 1000
+            found[written] |= set(batch.temperatures[row].tolist())
     expected = {0.0: {0.0, 0.7, 1.0}, 0.7: {0.7, 1.0}} if form == "one-hot" else {0.0: {0.0}, 0.7: {0.7}}
     assert found == expected
 
 
-def test_laws_without_edges_at_their_temperature_are_refused(tmp_path):
+def test_a_temperature_without_intervals_is_refused(tmp_path):
     model = tiny("Llama")
     for _ in collect_uniform_intervals(model, samples(), tmp_path, (1.0,), 40):
         pass
@@ -211,11 +211,11 @@ def test_laws_without_edges_at_their_temperature_are_refused(tmp_path):
     with pytest.raises(ValueError, match="take 2 or more"):
         AdapterTrainingTask(model, corpus, GatedLoraSettings(4), DistillationSettings(window=1))
     with pytest.raises(ValueError, match="fewer than two texts"):
-        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(LESSONS, slots=4))
+        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(WINDOW_SETTINGS, slots=4))
 
 
-def test_edges_are_those_that_are_kept_beside_states(tmp_path):
-    """Read by another attention, and cut where the slots end."""
+def test_intervals_are_those_cached_beside_states(tmp_path):
+    """Computed with another attention, and truncated at `slots` tokens."""
     network = CausalNetwork(tiny("Llama"))
     for _ in collect_hidden_states(network, samples(), tmp_path / "states", TEMPERATURES):
         pass
@@ -234,18 +234,18 @@ def test_edges_are_those_that_are_kept_beside_states(tmp_path):
         list(collect_uniform_intervals(tiny("Llama"), samples(), tmp_path / "20", TEMPERATURES, 21))
 
 
-def test_an_exam_counts_right_drafts_behind_the_first_query_and_one_token_more(tmp_path, monkeypatch):
-    """By a student that says what it should up to a place: the first query's answer never matters."""
-    course = course_on(tiny("Llama"), tmp_path)
-    for cut in course.window_dataset.validation_batches(False):
-        monkeypatch.setattr(course.window_dataset, "validation_batches", lambda greedy, cut=cut: iter([cut]))
+def test_tokens_per_call_are_the_correct_drafts_behind_the_first_query_and_one(tmp_path, monkeypatch):
+    """With drafts that are correct up to some position; the first query's prediction is ignored."""
+    task = make_task(tiny("Llama"), tmp_path)
+    for batch in task.window_dataset.validation_batches(False):
+        monkeypatch.setattr(task.window_dataset, "validation_batches", lambda greedy, batch=batch: iter([batch]))
         for right in range(WINDOW):
-            answers = cut.targets.clone()
+            answers = batch.targets.clone()
             answers[..., 0] += 1
             answers[..., right + 1 :] += 1
-            monkeypatch.setattr(course, "_drafted_tokens", lambda cut, answers=answers: answers)
-            known = cut.loss_mask[..., 1:].sum(-1)
-            assert course.evaluate()["sampled"] == float((1 + known.clamp_max(right)).double().mean())
+            monkeypatch.setattr(task, "_drafted_tokens", lambda batch, answers=answers: answers)
+            known = batch.loss_mask[..., 1:].sum(-1)
+            assert task.evaluate()["sampled"] == float((1 + known.clamp_max(right)).double().mean())
         break
 
 
@@ -263,32 +263,32 @@ SCHEDULE = Schedule(200, 0.01, warm_up=10, every=40)
 
 
 def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[AdapterTrainingTask, list[float]]:
-    """An adapter that has read a few texts again and again, and is examined on one of them."""
+    """An adapter trained on a few texts, and evaluated on one of them."""
     engine = saltus.load(str(folder), "plain", device="cpu")
     written = texts_of(engine, PROMPTS, temperature)
     model = engine.network.model
     again = [Sample([*one.prompt, one.completion[0]], one.completion[1:], temperature) for one in written]
     for _ in collect_uniform_intervals(model, written + again, work / "edges", (1.0,)):
         pass
-    lessons = WindowSettings(texts=4, windows=12, greedy=0.8, held_out=0.1, discount=0.9)
+    window_settings = WindowSettings(texts=4, windows=12, greedy=0.8, held_out=0.1, discount=0.9)
     objective = DistillationSettings(form, window=5)
-    course = AdapterTrainingTask(
-        model, load_uniform_intervals(work / "edges"), GatedLoraSettings(16, 16.0), objective, lessons, "tiny"
+    task = AdapterTrainingTask(
+        model, load_uniform_intervals(work / "edges"), GatedLoraSettings(16, 16.0), objective, window_settings, "tiny"
     )
-    return course, train(course.module, course.loss, SCHEDULE, work / "run.pt", {"form": form})
+    return task, train(task.module, task.loss, SCHEDULE, work / "run.pt", {"form": form})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "temperature"), [("one-hot", 0.0), ("one-hot", 1.0), ("categorical", 0.0)])
 def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature, tiny_folder, tmp_path):
     folder = tiny_folder(3)
-    course, curve = school(folder, tmp_path, form, temperature)
-    assert isinstance(course, TrainingTask)
+    task, curve = school(folder, tmp_path, form, temperature)
+    assert isinstance(task, TrainingTask)
     assert curve[-1] < curve[0] / 3
-    report = course.evaluate()
+    report = task.evaluate()
     assert report["sampled" if temperature else "greedy"] > 2
     assert math.isnan(report["greedy" if temperature else "sampled"])
-    course.save(tmp_path / "adapter", {"steps": 200})
+    task.save(tmp_path / "adapter", {"steps": 200})
     assert read_metadata(tmp_path / "adapter").training == {"steps": 200, "form": form, "window": 5}
     own = {"model": str(tmp_path / "adapter")}
     engine = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own})
@@ -312,24 +312,24 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_training_leaves_the_model_and_its_rows_as_they_are(name, tmp_path):
     model = tiny(name)
-    course = course_on(model, tmp_path, learned=0.0)
+    task = make_task(model, tmp_path, learned=0.0)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    cut = course.window_dataset.training_batch(0)
-    packed, rows = course._pack(cut)
+    batch = task.window_dataset.training_batch(0)
+    packed, rows = task._pack(batch)
     context = torch.arange(packed.context_length)
-    plain = packed_logits(model, packed, context, course.module, cut.temperatures)
-    curve = train(course.module, course.loss, Schedule(30, 0.02, every=10), tmp_path / "run.pt", {})
+    plain = packed_logits(model, packed, context, task.module, batch.temperatures)
+    curve = train(task.module, task.loss, Schedule(30, 0.02, every=10), tmp_path / "run.pt", {})
     assert curve[-1] < curve[0] - 0.3
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(packed_logits(model, packed, context, course.module, cut.temperatures), plain)
+    assert torch.equal(packed_logits(model, packed, context, task.module, batch.temperatures), plain)
     inputs = [
-        packed_logits(model, packed, rows.flatten(), adapter, cut.temperatures) for adapter in (course.module, None)
+        packed_logits(model, packed, rows.flatten(), adapter, batch.temperatures) for adapter in (task.module, None)
     ]
     assert not torch.equal(*inputs)
     assert not any(module._forward_hooks for module in model.modules())
     network, bare = CausalNetwork(model), CausalNetwork(tiny(name))
-    network.attach_adapter(course.module)
+    network.attach_adapter(task.module)
     ask = ForwardInputs(continuation(text(20), 9), (5, 6), (-1, 0))
     own = network.forward([with_query_chains(ask, [(1, [0.1, 0.9])], 0.7)], [network.new_kv_cache()])[0].logits[:3]
     assert torch.equal(own, bare.forward([ask], [bare.new_kv_cache()])[0].logits)
@@ -339,7 +339,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path):
     schedule = Schedule(12, 0.02, every=4)
 
     def begun() -> AdapterTrainingTask:
-        return course_on(tiny("Llama"), tmp_path / "edges", gating=GatedLoraSettings(4, 4.0, dropout=0.1))
+        return make_task(tiny("Llama"), tmp_path / "edges", gating=GatedLoraSettings(4, 4.0, dropout=0.1))
 
     whole, interrupted, resumed = begun(), begun(), begun()
     expected = train(whole.module, whole.loss, schedule, tmp_path / "whole.pt", {})
@@ -356,7 +356,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path):
         assert torch.equal(weight, other)
 
 
-def test_the_teachers_edges_are_those_of_its_plain_forward(tmp_path):
+def test_the_teachers_intervals_are_those_of_its_plain_forward(tmp_path):
     model = tiny("GPT2")
     logits = model(torch.from_numpy(text(18))[None]).logits[0].detach()
     for _ in collect_uniform_intervals(model, samples(1), tmp_path, TEMPERATURES):

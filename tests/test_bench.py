@@ -263,7 +263,7 @@ def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     first = open_records(tmp_path, plan(), TASKS, NOW)
     first.append(run.measure_task(0))
     first.append(run.measure_task(1))
-    file = tmp_path / "records.jsonl"
+    file = tmp_path / "out" / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
     second = open_records(tmp_path, plan(), TASKS, NOW)
@@ -418,3 +418,15 @@ def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     deep = Path(tmp_path / "a" / "b")
     saltus_(*asked, "--out", deep)
     assert (deep / "results.json").exists()
+
+
+def test_a_damaged_record_is_named_with_its_line(asked, tmp_path):
+    common = [*asked, "--limit", 2, "--out", tmp_path / "out"]
+    saltus_(*common)
+    file = tmp_path / "out" / "records.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + b'{"task": "bro\x01ken"}\n' + b"".join(lines[2:]))
+    assert "records.jsonl, line 2 is damaged; delete" in saltus_(*common, code=2).stderr
+    file.write_bytes(b"".join(lines))
+    (file.parent / "plan.json").write_text("[]")
+    assert "plan.json is damaged; give another --out" in saltus_(*common, code=2).stderr

@@ -19,7 +19,7 @@ MUCH = "".join(f"{TEXT}So {number} cats sat.\n" for number in range(300))
 
 
 def test_a_byte_is_the_token_64_places_behind_it():
-    made = bytes_target.tokenizer()
+    made = bytes_target.byte_tokenizer()
     every = bytes(range(256))
     assert made.encode(TEXT) == [64 + byte for byte in TEXT.encode()]
     assert made.decode([64 + byte for byte in TEXT.encode()]) == TEXT
@@ -74,14 +74,14 @@ def test_it_learns_its_text_and_writes_it(trained):
 
 def test_a_run_goes_on_to_the_same_weights(trained, tmp_path, monkeypatch):
     (tmp_path / "text").write_text(MUCH, encoding="utf-8")
-    loss = bytes_target.Course.loss
+    loss = bytes_target.ByteTask.loss
 
     def killed(course, step):
         if step == 25:
             raise KeyboardInterrupt
         return loss(course, step)
 
-    monkeypatch.setattr(bytes_target.Course, "loss", killed)
+    monkeypatch.setattr(bytes_target.ByteTask, "loss", killed)
     with pytest.raises(SystemExit, match="the same command goes on"):
         run(tmp_path, "--steps", 40)
     monkeypatch.undo()

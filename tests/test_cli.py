@@ -682,3 +682,17 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves_the_conversation(tiny_folder):
     terminal.until("Ctrl-D or /exit leaves[^›]*› ", again="\x03")
     terminal.type("\x04")
     assert terminal.running.wait(timeout=60) == 0
+
+
+def test_a_draft_model_is_an_option(folder, tiny_folder):
+    draft = str(tiny_folder(seed=1))
+    plain = json.loads(saltus_("generate", PROMPT, "-m", folder, "-n", 12, "--method", "plain", "--json").stdout)
+    told = json.loads(
+        saltus_(
+            "generate", PROMPT, "-m", folder, "-n", 12, "--draft-model", draft, "--num-draft-tokens", 2, "--json"
+        ).stdout
+    )
+    assert (told["method"], told["tokens"]) == ("small_model", plain["tokens"])
+    assert "take small_model+lookup" in complaint(
+        "generate", "x", "-m", folder, "--method", "lookup", "--draft-model", draft
+    )

@@ -1,4 +1,4 @@
-"""Teacher text: whatever interrupts its writing, each text is there once, and is the one that its seed asks for."""
+"""Teacher texts: whatever interrupts their collection, each text exists once, as its seed determines it."""
 
 import gzip
 import json
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import saltus
+from saltus.training.data.collection_workers import _ShardWriter
 from saltus.training.data.teacher_texts import (
     CollectionPlan,
     TokenizedPrompt,
-    _ShardWriter,
     read_teacher_texts,
     text_seed,
     write_shard,
@@ -30,7 +30,7 @@ def folder(tiny_folder) -> str:
 
 
 @pytest.fixture
-def asked(tmp_path) -> Path:
+def prompts_file(tmp_path) -> Path:
     return lines(tmp_path / "asked.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
 
 
@@ -46,8 +46,8 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for data in shards(folder).values() for line in gzip.decompress(data).splitlines()]
 
 
-def test_texts_are_those_that_the_engine_writes(folder, asked, tmp_path):
-    collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 5)
+def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--shard", 5)
     engine, found = saltus.load(folder), rows(tmp_path / "teacher")
     assert [(row["source"], row["temperature"]) for row in found] == [("asked", 0.0), ("asked", 0.7)] * len(PROMPTS)
     for number, row in enumerate(found):
@@ -61,14 +61,14 @@ def test_texts_are_those_that_the_engine_writes(folder, asked, tmp_path):
 
 
 @pytest.mark.slow
-def test_neither_batches_nor_processes_change_a_text(folder, asked, tmp_path):
-    collect("-f", asked, "-m", folder, "--out", tmp_path / "one", "--shard", 4, "--batch-size", 1)
-    collect("-f", asked, "-m", folder, "--out", tmp_path / "two", "--shard", 4, "--processes", 2)
+def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_path):
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "one", "--shard", 4, "--batch-size", 1)
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "two", "--shard", 4, "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
 
-def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_path):
+def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     file = lines(
         tmp_path / "asked.jsonl",
         {"messages": [{"role": "user", "content": "the cat"}], "source": "talk"},
@@ -82,9 +82,9 @@ def test_prompts_are_messages_or_lines_and_say_where_they_come_from(folder, tmp_
 
 
 @pytest.mark.slow
-def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, tmp_path):
+def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, prompts_file, tmp_path):
     """Ray with two workers on this machine."""
-    common = ["collect", "jacobi", "-f", asked, "-m", folder, "-n", 20, "-b", 6, "--shard", 4]
+    common = ["collect", "jacobi", "-f", prompts_file, "-m", folder, "-n", 20, "-b", 6, "--shard", 4]
     saltus_(*common, "--out", tmp_path / "one", "--batch-size", 1)
     saltus_(*common, "--out", tmp_path / "two", "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
@@ -97,8 +97,8 @@ def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, asked, 
     assert shards(tmp_path / "one") == shards(tmp_path / "ray")
 
 
-def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
-    """Ray sends on what an error says, but not which it is: so a worker answers with it."""
+def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
+    """Ray does not keep the type of an error, so a worker returns its text."""
     loading = {"model": folder, "method": "plain"}
     worker = _ShardWriter(CollectionPlan([TokenizedPrompt("a", (3,))]), tmp_path, loading, 1, None)
     assert worker({"shard": [0]})["error"] == [""]
@@ -111,13 +111,15 @@ def test_a_worker_of_ray_tells_its_fault_in_one_line(folder, tmp_path):
 @pytest.mark.parametrize("kind", ["text", "jacobi"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
-    asked = lines(tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS))
-    wanted = ["collect", kind, "-f", asked, "-m", folder, "-n", 40, "--shard", 3]
-    saltus_(*wanted, "--out", tmp_path / "whole")
+    prompts_file = lines(
+        tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
+    )
+    command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--shard", 3]
+    saltus_(*command, "--out", tmp_path / "whole")
     killed = tmp_path / "killed"
     kills = 0
     for files in (1, 9) if processes == 1 else (5,):
-        run = get_context("fork").Process(target=saltus_, args=(*wanted, "--out", killed, "--processes", processes))
+        run = get_context("fork").Process(target=saltus_, args=(*command, "--out", killed, "--processes", processes))
         run.start()
         while len(shards(killed)) < files and run.is_alive():
             time.sleep(0.005)
@@ -128,33 +130,33 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     assert kills == (2 if processes == 1 else 1)
     there = {name: os.stat(killed / name).st_mtime_ns for name in shards(killed)}
     assert 5 <= len(there) < 28
-    saltus_(*wanted, "--out", killed, "--processes", processes)
+    saltus_(*command, "--out", killed, "--processes", processes)
     assert shards(killed) == shards(tmp_path / "whole")
     assert there.items() <= {name: os.stat(killed / name).st_mtime_ns for name in there}.items(), "none is written anew"
 
 
-def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, asked, tmp_path):
+def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, prompts_file, tmp_path):
     out = "--out", tmp_path / "teacher"
-    collect("-f", asked, "-m", folder, *out)
-    assert "all there before" in collect("-f", asked, "-m", folder, *out).stderr
+    collect("-f", prompts_file, "-m", folder, *out)
+    assert "all there before" in collect("-f", prompts_file, "-m", folder, *out).stderr
 
     def refused(*arguments: object) -> str:
         return complaint("collect", "text", *out, *arguments)
 
-    assert "begun with seed 0, not 1" in refused("-f", asked, "-m", folder, "-n", 12, "--seed", 1)
-    assert "max-new-tokens 12, not 13" in refused("-f", asked, "-m", folder, "-n", 13)
-    assert "temperatures [0.0, 0.7], not [0.5]" in refused("-f", asked, "-m", folder, "-n", 12, "-t", 0.5)
-    assert "other prompts" in refused("-f", asked, "-m", folder, "-n", 12, "--limit", 2)
-    assert "another model" in refused("-f", asked, "-m", tiny_folder(1), "-n", 12)
+    assert "begun with seed 0, not 1" in refused("-f", prompts_file, "-m", folder, "-n", 12, "--seed", 1)
+    assert "max-new-tokens 12, not 13" in refused("-f", prompts_file, "-m", folder, "-n", 13)
+    assert "temperatures [0.0, 0.7], not [0.5]" in refused("-f", prompts_file, "-m", folder, "-n", 12, "-t", 0.5)
+    assert "other prompts" in refused("-f", prompts_file, "-m", folder, "-n", 12, "--limit", 2)
+    assert "another model" in refused("-f", prompts_file, "-m", tiny_folder(1), "-n", 12)
 
 
-def test_a_damaged_file_is_one_line_with_its_name(folder, asked, tmp_path):
+def test_a_damaged_file_is_one_line_with_its_name(folder, prompts_file, tmp_path):
     out = tmp_path / "teacher"
-    collect("-f", asked, "-m", folder, "--out", out, "--shard", 5)
+    collect("-f", prompts_file, "-m", folder, "--out", out, "--shard", 5)
     file = out / "00001.jsonl.gz"
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
-    again = ["collect", "text", "-f", asked, "-m", folder, "--out", out, "--shard", 5, "-n", 12]
+    again = ["collect", "text", "-f", prompts_file, "-m", folder, "--out", out, "--shard", 5, "-n", 12]
     assert f"{file} is damaged" in complaint(*again)
     with pytest.raises(ValueError, match="is damaged"):
         read_teacher_texts(out)
@@ -167,27 +169,27 @@ def test_a_damaged_file_is_one_line_with_its_name(folder, asked, tmp_path):
     assert file.read_bytes() == whole
 
 
-def test_two_runs_do_not_work_in_one_folder(folder, asked, tmp_path):
+def test_two_runs_do_not_work_in_one_folder(folder, prompts_file, tmp_path):
     from saltus.training.loop.checkpoint import lock_folder
 
     with lock_folder(tmp_path / "teacher"):
         assert "another process" in complaint(
-            "collect", "text", "-f", asked, "-m", folder, "--out", tmp_path / "teacher"
+            "collect", "text", "-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher"
         )
 
 
-def test_ctrl_c_says_what_there_is_and_how_to_go_on(folder, asked, tmp_path, monkeypatch):
+def test_ctrl_c_reports_what_is_written_and_how_to_continue(folder, prompts_file, tmp_path, monkeypatch):
     def interrupted(engine, plan, number, *rest):
         if number == 2:
             raise KeyboardInterrupt
         return write_shard(engine, plan, number, *rest)
 
-    monkeypatch.setattr("saltus.training.data.teacher_texts.write_shard", interrupted)
-    said = collect("-f", asked, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
-    assert said == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
+    monkeypatch.setattr("saltus.training.data.collection_workers.write_shard", interrupted)
+    output = collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
+    assert output == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
 
 
-def test_bad_prompts_and_settings_cost_no_loading(folder, asked, tmp_path, monkeypatch):
+def test_bad_prompts_and_settings_are_refused_before_loading(folder, prompts_file, tmp_path, monkeypatch):
     out = "--out", tmp_path / "teacher"
     long = lines(tmp_path / "long.jsonl", {"prompt": "x" * 600})
     assert "reads 512" in complaint("collect", "text", "-f", long, *out, "-m", folder)
@@ -195,7 +197,7 @@ def test_bad_prompts_and_settings_cost_no_loading(folder, asked, tmp_path, monke
     turns = lines(tmp_path / "turns.jsonl", {"prompt": "a"}, {"turns": ["a", "b"]})
     assert "prompt 1 of" in complaint("collect", "text", "-f", turns, *out)
     assert "there is no file" in complaint("collect", "text", "-f", tmp_path / "nowhere", *out)
-    assert "temperature is -1" in complaint("collect", "text", "-f", asked, *out, "-t", -1)
+    assert "temperature is -1" in complaint("collect", "text", "-f", prompts_file, *out, "-t", -1)
     assert "--prompts" in complaint("collect", "text", *out)
 
 
@@ -204,7 +206,7 @@ def test_the_commands_of_the_group_are_shown(folder):
     assert "--processes" in saltus_("collect", "text", "--help").stdout
 
 
-def test_a_question_s_seed_is_its_own():
+def test_every_prompt_has_a_seed_of_its_own():
     assert len({text_seed(seed, number) for seed in range(10) for number in range(100)}) == 1000
     plan = CollectionPlan([TokenizedPrompt("", (1,))] * 5, (0.0, 1.0), texts_per_shard=4)
     assert plan.texts_of_shard(1) == [(2, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)]

@@ -1,4 +1,4 @@
-"""Edges: the uniforms of a given text, and those for whole tensors against the one sampling pipeline."""
+"""Uniform intervals of given texts: those of whole tensors equal those of the sampling pipeline."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def text_uniform_intervals(
     previous_tokens: np.ndarray,
     first_index: int,
 ) -> UniformIntervals:
-    """The intervals of a text's tokens, row by row with the sampling pipeline; a repetition penalty has the others."""
+    """The intervals of a text's tokens, row by row with the sampling pipeline."""
     text = np.concatenate([previous_tokens, tokens.numpy()])
     intervals = []
     for k, row in enumerate(logits):
@@ -40,7 +40,7 @@ def text_uniform_intervals(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("sharp", [0.3, 3.0])
-def test_edges_of_whole_tensors_are_those_of_the_sampling_pipeline(temperature, sharp):
+def test_intervals_of_whole_tensors_are_those_of_the_sampling_pipeline(temperature, sharp):
     rows = logits(40, 25, sharp=sharp)
     rows[:, 5] = rows[:, 7]  # ties go to the lower id
     sampling = Sampling(temperature=temperature)
@@ -61,7 +61,7 @@ def test_picks_of_whole_tensors_are_those_of_the_sampling_pipeline():
     assert found.tolist() == expected
 
 
-def test_a_uniform_on_an_edge_picks_the_token_above_it():
+def test_a_uniform_at_an_interval_s_end_picks_the_next_token():
     rows = torch.zeros(5, 4)
     assert pick_tokens(torch.tensor([0.0, 0.25, 0.5, 0.75, 0.74], dtype=torch.float64), rows).tolist() == [
         0,
@@ -92,7 +92,7 @@ def test_uniforms_placed_for_drawn_tokens_are_uniform():
     assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-square with 19 degrees of freedom, one in a thousand
 
 
-def test_edges_of_a_text_follow_every_sampling_setting():
+def test_intervals_of_a_text_follow_every_sampling_setting():
     rows, tokens = logits(6, 30), torch.tensor([3, 9, 9, 1, 0, 4])
     sampling = Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, forced=((12, 1),))
     before = np.array([4, 4, 9])
@@ -105,14 +105,14 @@ def test_edges_of_a_text_follow_every_sampling_setting():
     assert (float(found.low[3]), float(found.high[3])) == (0.0, 1.0), "a forced token has every uniform"
 
 
-def test_tokens_outside_their_edges_are_counted_and_shown():
+def test_tokens_outside_their_intervals_are_counted_and_shown():
     rows = logits(4, 10)
     rows[1, 2] = -1e4  # weight 0: no uniform picks it
     tokens, skipped = torch.tensor([2, 2, 2, 2]), SkippedTokens()
-    borders = uniform_intervals(rows, tokens)
-    _, holds = sample_uniforms(borders, seeded_generator(0, "place"))
+    intervals = uniform_intervals(rows, tokens)
+    _, holds = sample_uniforms(intervals, seeded_generator(0, "place"))
     assert holds.tolist() == [True, False, True, True]
-    skipped.record(holds, tokens, borders)
+    skipped.record(holds, tokens, intervals)
     assert (skipped.num_tokens, skipped.num_skipped) == (4, 1)
     assert "1 of 4 tokens were skipped" in str(skipped)
     assert "2 in [" in str(skipped)

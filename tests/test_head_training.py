@@ -1,4 +1,4 @@
-"""What heads are taught: the law of each token given those before it, where it counts, discounted."""
+"""Training of heads: the loss of each valid token given those before it, discounted."""
 
 import pytest
 import torch
@@ -23,22 +23,22 @@ def target():
 
 @pytest.fixture(scope="module")
 def states(target) -> HiddenStateCorpus:
-    """Made up: whatever the target might have read."""
-    dice = seeded_generator(0, "states")
+    """Random states of random texts."""
+    generator = seeded_generator(0, "states")
     count = TEXTS * LENGTH
-    tokens = torch.from_numpy(dice.integers(2, 60, size=count))
-    low = torch.from_numpy(dice.random((1, count, 1))) * 0.5
-    features = torch.from_numpy(dice.normal(size=(count, 2 * 32))).bfloat16()  # of a tap, and the last
+    tokens = torch.from_numpy(generator.integers(2, 60, size=count))
+    low = torch.from_numpy(generator.random((1, count, 1))) * 0.5
+    features = torch.from_numpy(generator.normal(size=(count, 2 * 32))).bfloat16()  # of a tap, and the last
     texts = torch.tensor([[LENGTH * i, PROMPT, LENGTH, 1000 * (i % 2)] for i in range(TEXTS)]).numpy()
     return HiddenStateCorpus(
         tokens, features, torch.cat([low, low + 0.3], -1), texts, (1.0,), (1,), model_fingerprint(target)
     )
 
 
-def course(target, states, **settings) -> HeadsTrainingTask:
-    lessons = WindowSettings(texts=3, windows=5, discount=0.8, held_out=0.3, laws=settings.pop("laws", 0.0))
+def task(target, states, **settings) -> HeadsTrainingTask:
+    window_settings = WindowSettings(texts=3, windows=5, discount=0.8, held_out=0.3, laws=settings.pop("laws", 0.0))
     shape = HeadShape(**{"hidden": 32, "circuit": "btree", "window": 4, "rank": 3, "directions": 4} | settings)
-    made = HeadsTrainingTask(target, states, shape, vocabulary_size=40, window_settings=lessons)
+    made = HeadsTrainingTask(target, states, shape, vocabulary_size=40, window_settings=window_settings)
     with torch.no_grad():
         for name, weight in made.module.named_parameters():
             weight += torch.from_numpy(seeded_generator(1, name).normal(0, 0.2, tuple(weight.shape)))
@@ -49,20 +49,20 @@ def course(target, states, **settings) -> HeadsTrainingTask:
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
 def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told, own):
-    made = course(target, states, circuit=circuit, told=told, own=own)
-    cut = made.window_dataset.training_batch(3)
+    made = task(target, states, circuit=circuit, told=told, own=own)
+    batch = made.window_dataset.training_batch(3)
     structure, model = made.shape.circuit_structure, made.module
     total, weights = 0.0, 0.0
-    for text in range(cut.window_starts.shape[0]):
-        for window in range(cut.window_starts.shape[1]):
-            last = int(cut.corpus_rows[text, cut.window_starts[text, window] - 1])
-            assert int(states.tokens[last]) == int(cut.tokens[text, cut.window_starts[text, window] - 1])
+    for text in range(batch.window_starts.shape[0]):
+        for window in range(batch.window_starts.shape[1]):
+            last = int(batch.corpus_rows[text, batch.window_starts[text, window] - 1])
+            assert int(states.tokens[last]) == int(batch.tokens[text, batch.window_starts[text, window] - 1])
             found = model(states.hidden_states[last - 1, 32:], states.tokens[last])
             distributions = torch.stack([model.log_probabilities(found, place) for place in range(4)])
             known = [] if told else [int(states.tokens[last])]
             leaves = torch.zeros(4, structure.rank)
-            following = [*known, *cut.targets[text, window].tolist()][:4]
-            counted = [bool(one) for one in cut.loss_mask[text, window]]
+            following = [*known, *batch.targets[text, window].tolist()][:4]
+            counted = [bool(one) for one in batch.loss_mask[text, window]]
             end = 4
             for place, token in enumerate(following):
                 spot = int(made.draft_indices[token])
@@ -79,24 +79,24 @@ def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told
     assert float(made.loss(3)) == pytest.approx(total / weights, rel=1e-4)
 
 
-def test_the_target_s_laws_are_learned_where_they_are_wanted(target, states):
-    """The cross-entropy with the target's own law, over the drafted tokens, is least where the two agree."""
-    made = course(target, states, circuit="ff", laws=1.0)
-    cut = made.window_dataset.training_batch(0)
-    last = int(cut.corpus_rows[0, cut.window_starts[0, 0] - 1])
+def test_the_target_s_distributions_can_be_part_of_the_loss(target, states):
+    """The cross-entropy with the target's own distribution over the drafted tokens."""
+    made = task(target, states, circuit="ff", laws=1.0)
+    batch = made.window_dataset.training_batch(0)
+    last = int(batch.corpus_rows[0, batch.window_starts[0, 0] - 1])
     logits = states.hidden_states[last + 1, 32:].float() @ target.get_output_embeddings().weight[made.module.tokens].T
-    torch.testing.assert_close(made._target_distribution(cut, 1)[0], logits.softmax(-1))
-    assert float(made.loss(0)) > float(course(target, states, circuit="ff").loss(0))
+    torch.testing.assert_close(made._target_distribution(batch, 1)[0], logits.softmax(-1))
+    assert float(made.loss(0)) > float(task(target, states, circuit="ff").loss(0))
 
 
-def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeypatch):
-    """Values and gradients, against the laws themselves."""
+def test_token_likelihoods_in_chunks_are_those_of_whole_distributions(monkeypatch):
+    """Values and gradients, compared with whole distributions."""
     monkeypatch.setattr("saltus.training.tasks.circuit_likelihood.LOGITS_PER_CHUNK", 100)  # two windows at a time
-    dice = seeded_generator(3, "spoken")
+    generator = seeded_generator(3, "spoken")
     shared, codes, reach = (
-        torch.from_numpy(dice.normal(size=size)).requires_grad_() for size in ((5, 11), (5, 4, 3), (3, 11))
+        torch.from_numpy(generator.normal(size=size)).requires_grad_() for size in ((5, 11), (5, 4, 3), (3, 11))
     )
-    tokens = torch.from_numpy(dice.integers(11, size=5))
+    tokens = torch.from_numpy(generator.integers(11, size=5))
     own = circuit_likelihood._TokenLogProbabilities.apply(shared, codes, reach, tokens)
     distribution = (shared[:, None] + codes @ reach).log_softmax(-1)
     torch.testing.assert_close(own, distribution[torch.arange(5), :, tokens])
@@ -107,7 +107,7 @@ def test_what_states_say_of_a_token_is_that_of_their_laws_piece_by_piece(monkeyp
 
 @pytest.mark.parametrize("laws", [0.0, 0.5])
 def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, laws):
-    made = course(target, states, circuit="hmm", laws=laws)
+    made = task(target, states, circuit="hmm", laws=laws)
     made.loss(0).backward()
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.parameters())
     optimiser = torch.optim.Adam(made.module.parameters(), lr=0.01)
@@ -124,9 +124,9 @@ def test_states_of_another_model_are_refused(states):
         HeadsTrainingTask(tiny_llama(seed=4), states, HeadShape(32))
 
 
-def test_texts_shorter_than_a_window_are_learned_from_as_far_as_they_go(target, states):
+def test_texts_shorter_than_a_window_have_a_loss(target, states):
     short = states.text_table.copy()
     short[:, 2] = PROMPT + 3
-    made = course(target, HiddenStateCorpus(**{**vars(states), "text_table": short}), window=8)
+    made = task(target, HiddenStateCorpus(**{**vars(states), "text_table": short}), window=8)
     assert made.loss(0).isfinite()
     assert made.evaluate().keys() == {"greedy", "sampled"}

@@ -1,4 +1,4 @@
-"""Inverse training, and students that beat whatever predicts tokens independently."""
+"""Inverse training, and students that draft better than independent prediction."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from saltus.training.data.uniform_intervals import pick_tokens, uniform_interval
 from saltus.training.data.window_packing import gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 
 VOCAB, WINDOW = 4, 4
 STEPS = torch.tensor([[0.0, 0.7, 0.3, 0.0]]) + 1e-6  # from a token to the next ones, round a ring
@@ -27,7 +27,7 @@ FIRST = torch.tensor([0.4, 0.3, 0.2, 0.1])  # no ties: where two are near, their
 
 
 def student(hidden: int = 32, seed: int = 1, spread: float = 0.0) -> Student:
-    """A small one; `spread` makes its laws differ from position to position, as if it were trained."""
+    """A small one; `spread` makes its distributions differ from position to position, as if it were trained."""
     made = Student(VOCAB, 24, hidden=hidden, layers=2, heads=2, seed=seed)
     with torch.no_grad():
         for name, weight in made.named_parameters() if spread else ():
@@ -36,13 +36,13 @@ def student(hidden: int = 32, seed: int = 1, spread: float = 0.0) -> Student:
 
 
 def ring(tokens: torch.Tensor) -> torch.Tensor:
-    """The teacher's law (logits) after each token; the last row is that of a text's first token."""
+    """The teacher's logits after each token; the last row is that of a text's first token."""
     chain = torch.stack([*(STEPS[0].roll(token) for token in range(VOCAB)), FIRST])
     return chain[tokens].log()
 
 
 def written(uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's texts, and their laws."""
+    """The teacher's texts, and their logits."""
     token, tokens, distributions = torch.full((len(uniforms),), VOCAB), [], []
     for k in range(uniforms.shape[1]):
         distributions.append(ring(token))
@@ -62,7 +62,9 @@ def test_inverted_uniforms_make_the_student_write_the_text():
     assert counted.all()
     distributions = network(pack_windows(texts, splits, query_uniforms(uniforms, "categorical")))
     assert torch.equal(pick_tokens(uniforms, distributions), gather_windows(texts, splits, WINDOW))
-    assert distributions.softmax(-1).std(dim=(0, 1, 2)).max() > 0.05, "the laws differ, or the test says nothing"
+    assert distributions.softmax(-1).std(dim=(0, 1, 2)).max() > 0.05, (
+        "the distributions differ, or the test shows nothing"
+    )
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
@@ -76,7 +78,7 @@ def test_a_student_that_verifies_itself_writes_the_same_text_with_any_window(win
     assert calls <= 36
 
 
-def test_its_own_laws_use_one_auxiliary_at_a_time():
+def test_verifier_logits_use_one_auxiliary_at_a_time():
     network, (texts, _) = student(spread=0.3), batch()
     together = ptp_lab.verifier_logits(network, texts, 5)
     assert together.shape == (3, 16, VOCAB)
@@ -102,10 +104,10 @@ def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form
     def taught(step: int) -> torch.Tensor:
         generator = seeded_generator(0, "step", step)
         texts, distributions = written(torch.from_numpy(generator.random((64, WINDOW))))
-        borders, distributions = prepend_start_position(uniform_intervals(distributions, texts), distributions)
+        intervals, distributions = prepend_start_position(uniform_intervals(distributions, texts), distributions)
         splits = torch.ones(64, 1, dtype=torch.int64)
         return distillation_loss(
-            network, network.prepend_start_token(texts), borders, splits, objective, generator, skipped, distributions
+            network, network.prepend_start_token(texts), intervals, splits, objective, generator, skipped, distributions
         )
 
     train(network, taught, Schedule(250, 4e-3, warm_up=20, every=250), tmp_path / "run.pt", {})

@@ -1,4 +1,4 @@
-"""Jacobi Forcing in training: packed blocks are what each is alone, and noise rises as the schedule says."""
+"""Training by Jacobi Forcing: packed blocks equal separate ones, and noise follows its schedule."""
 
 import json
 import signal
@@ -34,11 +34,11 @@ NOISES = [
     BlockNoise("linear", "noisy", 3), BlockNoise("random", "window", 2), BlockNoise("reverse", "noisy", 2),
     BlockNoise("linear", "large", 2), BlockNoise("any", "clean", 2),
 ]  # fmt: skip
-LESSONS = WindowSettings(texts=2, held_out=0.3, discount=0.7, slots=60)
+WINDOW_SETTINGS = WindowSettings(texts=2, held_out=0.3, discount=0.7, slots=60)
 
 
 def trajectories(count: int = 6) -> list[Trajectory]:
-    """Random texts of unlike lengths, and calls that each decide one token or two and guess at random."""
+    """Random texts of different lengths, and calls that each decide one or two tokens and guess at random."""
     made = []
     for number in range(count):
         tokens = text(24 + 3 * number, number).tolist()
@@ -54,56 +54,56 @@ def trajectories(count: int = 6) -> list[Trajectory]:
     return made
 
 
-def course_on(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **settings) -> JacobiTrainingTask:
-    """A course whose adapter, where there is one, changes much already."""
+def make_task(model, noise: BlockNoise = NOISES[0], *, gated: bool = True, **settings) -> JacobiTrainingTask:
+    """A task whose adapter, if it has one, already changes logits a lot."""
     gating = GatedLoraSettings(rank=4, alpha=4.0) if gated else None
-    course = JacobiTrainingTask(
-        model, trajectories(), gating, noise, window_settings=LESSONS, text_weight=0.5, **settings
+    task = JacobiTrainingTask(
+        model, trajectories(), gating, noise, window_settings=WINDOW_SETTINGS, text_weight=0.5, **settings
     )
     if gated:
         with torch.no_grad():
-            for name, weight in course.module.named_parameters():
+            for name, weight in task.module.named_parameters():
                 drawn = seeded_generator(1, name).normal(0, 0.3, tuple(weight.shape))
                 weight.add_(torch.from_numpy(drawn).to(weight) * min(weight.shape[-1], 8) ** -0.5)
-    return course
+    return task
 
 
-def gate_of(course: JacobiTrainingTask, rows: torch.Tensor, one: Trajectory):
-    if course.adapter is None:
+def gate_of(task: JacobiTrainingTask, rows: torch.Tensor, one: Trajectory):
+    if task.adapter is None:
         return nullcontext()
     none = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     gate = Gate(rows, none, torch.full_like(none, one.temperature), torch.ones_like(rows).bool())
-    return gated_adapter(course.model, course.adapter, gate)
+    return gated_adapter(task.model, task.adapter, gate)
 
 
-def alone(course: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
-    """What the rows of each block say, in a forward of what they see: iterates before them, or the text."""
-    first, takes = len(one.prompt), course.noise.mask == "noisy"
+def alone(task: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+    """Logits of each block's rows, in a forward of what they attend to: iterates before them, or the text."""
+    first, takes = len(one.prompt), task.noise.mask == "noisy"
     for start in range(0, len(iterate), BLOCK):
         stop = min(start + BLOCK, len(iterate))
         seen = iterate[:start] if takes else list(one.completion[:start])
         whole = torch.tensor([[*one.prompt, *seen, *iterate[start:stop]]])
-        with gate_of(course, torch.arange(first + (0 if takes else start), first + stop), one):
-            yield course.model(whole, use_cache=False).logits[0, first + start :]
+        with gate_of(task, torch.arange(first + (0 if takes else start), first + stop), one):
+            yield task.model(whole, use_cache=False).logits[0, first + start :]
 
 
-def behind_memories(course: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
-    """The same where each row sees some blocks as iterates and others as the text: keys and values put together."""
-    first, window = len(one.prompt), course.noise.window
+def behind_memories(task: JacobiTrainingTask, one: Trajectory, iterate: list[int]) -> Iterator[torch.Tensor]:
+    """The same where rows attend to iterates of some blocks and to the text of others, by joined keys and values."""
+    first, window = len(one.prompt), task.noise.window
     text_, known = DynamicCache(), []
-    course.model(torch.tensor([[*one.prompt, *one.completion]]), past_key_values=text_, use_cache=True)
+    task.model(torch.tensor([[*one.prompt, *one.completion]]), past_key_values=text_, use_cache=True)
     for block, start in enumerate(range(0, len(iterate), BLOCK)):
         stop, past = min(start + BLOCK, len(iterate)), DynamicCache()
-        for layer in range(course.model.config.num_hidden_layers):
+        for layer in range(task.model.config.num_hidden_layers):
             parts = [(text_.layers[layer].keys[:, :, :first], text_.layers[layer].values[:, :, :first])]
             for before in range(block):
                 here = slice(first + before * BLOCK, first + (before + 1) * BLOCK)
                 own = text_.layers[layer].keys[:, :, here], text_.layers[layer].values[:, :, here]
                 apart = before // window != block // window
-                parts.append(known[before][layer] if apart == (course.noise.mask == "window") else own)
+                parts.append(known[before][layer] if apart == (task.noise.mask == "window") else own)
             past.update(*(torch.cat(kind, 2) for kind in zip(*parts, strict=True)), layer)
-        with gate_of(course, torch.arange(stop - start), one):
-            out = course.model(
+        with gate_of(task, torch.arange(stop - start), one):
+            out = task.model(
                 torch.tensor([iterate[start:stop]]), past_key_values=past, use_cache=True,
                 position_ids=torch.arange(first + start, first + stop)[None],
             )  # fmt: skip
@@ -112,44 +112,44 @@ def behind_memories(course: JacobiTrainingTask, one: Trajectory, iterate: list[i
         yield out.logits[0]
 
 
-def one_by_one(course: JacobiTrainingTask, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
-    """The loss by the library's own causal attention: each block behind what it sees, in a forward of its own."""
-    course.model.set_attn_implementation("eager")
+def one_by_one(task: JacobiTrainingTask, texts: list[Trajectory], iterates: list[list[int]]) -> torch.Tensor:
+    """The loss by the library's own causal attention: each block in its own forward."""
+    task.model.set_attn_implementation("eager")
     total, weights, of_text = 0.0, 0.0, []
     for one, iterate in zip(texts, iterates, strict=True):
         first, words = len(one.prompt), list(one.completion)
         wrong = np.array(iterate) != np.array(words)
-        distributions = course.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
+        distributions = task.model(torch.tensor([[*one.prompt, *words]]), use_cache=False).logits[0, first:]
         of_text.append(losses.cross_entropy(distributions[:-1], torch.tensor(words[1:])))
-        mixed = course.noise.mask in ("window", "large")
-        said = (behind_memories if mixed else alone)(course, one, iterate)
-        for block, logits in enumerate(said):
+        mixed = task.noise.mask in ("window", "large")
+        block_logits = (behind_memories if mixed else alone)(task, one, iterate)
+        for block, logits in enumerate(block_logits):
             start, before = block * BLOCK, 0
-            border = start - start % (BLOCK * course.noise.window)
+            border = start - start % (BLOCK * task.noise.window)
             iterated = {"noisy": (0, start), "window": (0, border), "large": (border, start), "clean": (0, 0)}
-            misled = bool(wrong[slice(*iterated[course.noise.mask])].any())
+            misled = bool(wrong[slice(*iterated[task.noise.mask])].any())
             for row, place in enumerate(range(start, min(start + BLOCK, len(words) - 1))):
                 misled = misled or bool(wrong[place])
                 if misled:
-                    share = course.window_settings.discount**before
+                    share = task.window_settings.discount**before
                     total = total + share * losses.kl_divergence(distributions[place].detach(), logits[row])
                     weights, before = weights + share, before + 1
-    course.model.set_attn_implementation("saltus")
+    task.model.set_attn_implementation("saltus")
     loss = total / weights
-    return loss if course.adapter is not None else loss + course.text_weight * torch.cat(of_text).mean()
+    return loss if task.adapter is not None else loss + task.text_weight * torch.cat(of_text).mean()
 
 
-def assert_same_as_one_by_one(course: JacobiTrainingTask) -> None:
-    course.model.double()
-    course.module.double()
+def assert_same_as_one_by_one(task: JacobiTrainingTask) -> None:
+    task.model.double()
+    task.module.double()
     for first in (0, 2):
-        texts, generator = course.training_trajectories[first : first + 2], seeded_generator(0, "test", first)
-        iterates = [course.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
-        loss = course.batch_loss(texts, iterates)
-        packed = gradients(course, loss)
-        alone = one_by_one(course, texts, iterates)
+        texts, generator = task.training_trajectories[first : first + 2], seeded_generator(0, "test", first)
+        iterates = [task.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
+        loss = task.batch_loss(texts, iterates)
+        packed = gradients(task, loss)
+        alone = one_by_one(task, texts, iterates)
         torch.testing.assert_close(loss, alone)
-        for name, gradient in gradients(course, alone).items():
+        for name, gradient in gradients(task, alone).items():
             largest = float(gradient.abs().max())
             torch.testing.assert_close(packed[name], gradient, rtol=0, atol=max(1e-5 * largest, 1e-12))
 
@@ -157,13 +157,13 @@ def assert_same_as_one_by_one(course: JacobiTrainingTask) -> None:
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in EXPERTS])
 def test_packed_blocks_have_the_loss_and_gradients_of_separate_forwards(name):
     """Also where windows slide, logits are capped or scaled, and positions are learned."""
-    assert_same_as_one_by_one(course_on(tiny(name)))
+    assert_same_as_one_by_one(make_task(tiny(name)))
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.schedule}-{noise.mask}")
-def test_so_they_have_for_every_schedule_and_mask(noise, gated):
-    assert_same_as_one_by_one(course_on(tiny("Llama"), noise, gated=gated))
+def test_packed_blocks_equal_separate_ones_for_every_schedule_and_mask(noise, gated):
+    assert_same_as_one_by_one(make_task(tiny("Llama"), noise, gated=gated))
 
 
 def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
@@ -181,7 +181,7 @@ def test_a_block_takes_the_iterate_whose_share_of_wrong_tokens_is_nearest():
     assert len(set(wrong(BlockNoise("any", "clean")))) > 2
 
 
-def test_a_row_sees_what_its_mask_says():
+def test_rows_attend_by_their_mask():
     """Blocks of 2 in windows of 2: the third block's rows, of a text of three blocks behind a prompt of one token."""
     seen = {}
     for mask in ("noisy", "window", "large", "clean"):
@@ -202,33 +202,31 @@ def test_iterates_are_read_back_block_by_block():
     assert one.iterates_by_block() == [[[3, 3, 3, 3], [5, 6, 3, 8], [5, 6, 7, 8]], [[9], [9]]]
 
 
-def test_the_anchor_holds_the_laws_that_the_model_had():
-    """It costs nothing before the model has moved, and the distance of the laws of its text behind that."""
-    course = course_on(tiny("Llama"), gated=False, anchor="laws")
-    texts, generator = course.training_trajectories[:2], seeded_generator(0, "test")
-    iterates = [course.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
-    free = replace(course, text_weight=0.0)
-    torch.testing.assert_close(course.batch_loss(texts, iterates), free.batch_loss(texts, iterates))
+def test_the_anchor_is_the_divergence_from_the_initial_model():
+    """It is zero for the initial model, and then the divergence of the distributions along the text."""
+    task = make_task(tiny("Llama"), gated=False, anchor="laws")
+    texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
+    iterates = [task.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
+    free = replace(task, text_weight=0.0)
+    torch.testing.assert_close(task.batch_loss(texts, iterates), free.batch_loss(texts, iterates))
     with torch.no_grad():
-        for weight in course.model.parameters():
+        for weight in task.model.parameters():
             weight.mul_(1.05)
-    drift, expected = course.batch_loss(texts, iterates) - free.batch_loss(texts, iterates), []
-    for model in (course.model, course.reference_model):
+    drift, expected = task.batch_loss(texts, iterates) - free.batch_loss(texts, iterates), []
+    for model in (task.model, task.reference_model):
         model.set_attn_implementation("eager")
     for one in texts:
         ids, first = torch.tensor([[*one.prompt, *one.completion]]), len(one.prompt)
-        then, now = (
-            model(ids, use_cache=False).logits[0, first:-1] for model in (course.reference_model, course.model)
-        )
+        then, now = (model(ids, use_cache=False).logits[0, first:-1] for model in (task.reference_model, task.model))
         expected.append(losses.kl_divergence(then, now))
-    torch.testing.assert_close(drift, course.text_weight * torch.cat(expected).mean())
+    torch.testing.assert_close(drift, task.text_weight * torch.cat(expected).mean())
     assert drift > 1e-3
 
 
-def test_a_model_that_stands_still_is_frozen_beside_its_adapter():
+def test_a_model_is_frozen_beside_its_adapter():
     model = tiny("Llama")
-    course = course_on(model)
-    course.loss(0).backward()
+    task = make_task(model)
+    task.loss(0).backward()
     assert all(weight.grad is None for weight in model.parameters())
 
 
@@ -243,19 +241,19 @@ def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False], ids=["adapter", "model"])
-def test_training_learns_to_see_through_wrong_guesses(gated, written, tmp_path):
-    """Of texts that it has seen: what the next call will decide grows."""
+def test_training_increases_the_tokens_per_call(gated, written, tmp_path):
+    """On training texts."""
     model, room = written
     own, texts = saltus.load(model, "plain", exact=False).network.model, read_trajectories(room / "found")
     gating = GatedLoraSettings(rank=8, alpha=8.0) if gated else None
-    course = JacobiTrainingTask(
-        own, texts, gating, BlockNoise("any", "clean", 2), window_settings=replace(LESSONS, texts=4)
+    task = JacobiTrainingTask(
+        own, texts, gating, BlockNoise("any", "clean", 2), window_settings=replace(WINDOW_SETTINGS, texts=4)
     )
-    assert isinstance(course, TrainingTask)
-    course.validation_trajectories = course.training_trajectories
-    before = course.evaluate()
-    train(course.module, course.loss, Schedule(80, 1e-2, every=80), tmp_path / "checkpoint.pt", {})
-    after = course.evaluate()
+    assert isinstance(task, TrainingTask)
+    task.validation_trajectories = task.training_trajectories
+    before = task.evaluate()
+    train(task.module, task.loss, Schedule(80, 1e-2, every=80), tmp_path / "checkpoint.pt", {})
+    after = task.evaluate()
     assert 1 <= before["greedy"] < after["greedy"]
     assert 1 <= before["sampled"] <= after["sampled"]
 
@@ -265,7 +263,7 @@ def settings(*more: str) -> list[str]:
     return [part for one in given for part in ("--set", one)]
 
 
-def test_what_is_collected_is_how_the_text_came_about(written):
+def test_collected_iterates_are_those_of_decoding(written):
     model, room = written
     engine = saltus.load(model)
     for one in read_trajectories(room / "found"):
@@ -282,8 +280,8 @@ def test_what_is_collected_is_how_the_text_came_about(written):
 def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, tiny_folder):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found"]
-    said = saltus_(*common, *settings(), "--steps", 4, "--work", room / "run", "--out", room / "adapter")
-    assert "held-out tokens per call" in said.stderr
+    output = saltus_(*common, *settings(), "--steps", 4, "--work", room / "run", "--out", room / "adapter")
+    assert "held-out tokens per call" in output.stderr
     inputs = ["generate", "-m", model, "-n", 20, "-t", 0.8, "--seed", 3, "the cat sat"]
     plain = saltus_(*inputs, "--method", "plain").stdout
     for method in ("jacobi", "jacobi+lookup"):
@@ -324,17 +322,17 @@ def test_a_model_is_trained_and_loads_as_any(written):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True], ids=["random", "NaN"])
 def test_no_adapter_changes_a_text(written, broken, tmp_path):
-    """Whatever it guesses, at any temperature, alone and in batches, with many blocks, with logits that are none."""
+    """Any adapter, at any temperature, alone and in batches, with many blocks, and with logits that are not numbers."""
     model, room = written
     own = saltus.load(model, "plain").network.model
-    course = JacobiTrainingTask(
+    task = JacobiTrainingTask(
         own, read_trajectories(room / "found"), GatedLoraSettings(rank=4, alpha=4.0), BlockNoise(window=2)
     )
     with torch.no_grad():
-        for name, weight in course.module.named_parameters():
+        for name, weight in task.module.named_parameters():
             drawn = torch.from_numpy(seeded_generator(1, name).normal(0, 0.5, tuple(weight.shape))).to(weight)
             weight.copy_(torch.full_like(weight, torch.nan) if broken else drawn)
-    course.save(tmp_path / "adapter", {})
+    task.save(tmp_path / "adapter", {})
     adapter = {"model": str(tmp_path / "adapter")}
     options = {**adapter, "block": 5, "blocks": 3, "spawn": 0.2}
     prompts = ["the cat", "a dog on the mat", "log"]
@@ -416,10 +414,9 @@ def test_texts_of_another_model_and_of_one_block_are_refused(written, tiny_folde
     texts = read_trajectories(room / "found")
     short = [replace(one, completion=one.completion[:6], calls=one.calls[:1]) for one in texts]
     with pytest.raises(ValueError, match="fewer than two texts of more than a block"):
-        JacobiTrainingTask(tiny("Llama"), short, None, window_settings=LESSONS)
+        JacobiTrainingTask(tiny("Llama"), short, None, window_settings=WINDOW_SETTINGS)
+    task = JacobiTrainingTask(tiny("Llama"), texts, None, BlockNoise(window=2), window_settings=WINDOW_SETTINGS)
     with pytest.raises(ValueError, match="give a trained model by --model"):
-        JacobiTrainingTask(tiny("Llama"), texts, None, BlockNoise(window=2), window_settings=LESSONS).initialize_from(
-            room / "adapter"
-        )
+        task.initialize_from(room / "adapter")
     other = str(tiny_folder(seed=5))
     assert "were written by" in complaint("train", "jacobi", "-m", other, "--teacher", room / "found", *settings())

@@ -1,4 +1,4 @@
-"""The training loop: what is killed goes on as if it had not been, and what is damaged or another's is refused."""
+"""The training loop: a killed run resumes with an identical outcome; foreign and damaged checkpoints are refused."""
 
 from dataclasses import replace
 from multiprocessing import get_context
@@ -99,7 +99,7 @@ def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_
         assert torch.nn.functional.cosine_similarity(step.flatten(), -(left @ right).flatten(), 0) > 0.97
 
 
-def test_muon_learns_matrices_alone_and_refuses_other_weights():
+def test_muon_trains_matrices_alone_and_refuses_other_weights():
     lines = module()
     train_with = replace(SCHEDULE, optimiser="muon")
     assert [type(one).__name__ for one in _make_optimizers(lines, train_with)] == ["AdamW", "Muon"]
@@ -115,7 +115,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert torch.equal(first.weight, again.weight)
 
 
-def test_progress_says_what_is_left(tmp_path):
+def test_progress_has_the_time_left(tmp_path):
     reports: list[Progress] = []
     network = module()
     train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {}, reports.append)
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, harm):
         load_checkpoint(path)
 
 
-def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "run.pt"
     save_checkpoint(path, {"step": 1})
 
@@ -156,7 +156,7 @@ def test_a_save_that_dies_leaves_the_checkpoint_before_it(tmp_path, monkeypatch)
     assert load_checkpoint(path) == {"step": 1}
 
 
-def test_a_run_whose_loss_is_not_a_number_is_stopped_before_it_is_saved(tmp_path):
+def test_a_run_whose_loss_is_not_finite_stops_without_a_checkpoint(tmp_path):
     network = module()
     with pytest.raises(ValueError, match="take a lower rate"):
         train(network, lambda step: network.weight.sum() * torch.nan, SCHEDULE, tmp_path / "run.pt", {})

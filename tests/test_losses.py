@@ -1,4 +1,4 @@
-"""Losses: each has its minimum at the law it is about."""
+"""Losses: each has its minimum at the teacher's distribution."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from ptp_lab import masked_mean
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings
+from saltus.training.tasks.losses import DistillationSettings
 
-LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
+DISTRIBUTION = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
 
 def fitted(loss) -> torch.Tensor:
-    """The law that minimises the expected loss."""
+    """The distribution that minimizes the expected loss."""
     logits = torch.zeros(4, requires_grad=True)
     optimiser = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -27,8 +27,8 @@ def fitted(loss) -> torch.Tensor:
 
 
 def over_tokens(loss):
-    """The expectation over tokens of the law."""
-    return lambda logits: (LAW * loss(logits.expand(4, -1), torch.arange(4))).sum()
+    """The expectation over tokens of the distribution."""
+    return lambda logits: (DISTRIBUTION * loss(logits.expand(4, -1), torch.arange(4))).sum()
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def over_tokens(loss):
     [
         over_tokens(losses.cross_entropy),
         over_tokens(losses.binary_cross_entropy),
-        lambda logits: losses.kl_divergence(LAW.log(), logits),
-        lambda logits: losses.reverse_kl_divergence(LAW.log(), logits),
+        lambda logits: losses.kl_divergence(DISTRIBUTION.log(), logits),
+        lambda logits: losses.reverse_kl_divergence(DISTRIBUTION.log(), logits),
     ],
     ids=["cross-entropy", "binary cross-entropy", "KL", "reverse KL"],
 )
-def test_a_loss_is_least_at_the_law_itself(loss):
-    torch.testing.assert_close(fitted(loss), LAW, atol=2e-3, rtol=0)
+def test_a_loss_has_its_minimum_at_the_distribution(loss):
+    torch.testing.assert_close(fitted(loss), DISTRIBUTION, atol=2e-3, rtol=0)
 
 
 def test_divergences_are_those_of_torch_and_zero_between_equals():
@@ -54,7 +54,7 @@ def test_divergences_are_those_of_torch_and_zero_between_equals():
     assert losses.kl_divergence(teacher, teacher + 3).abs().max() < 1e-12
 
 
-def test_a_certain_law_has_finite_losses_and_gradients():
+def test_a_certain_distribution_has_finite_losses_and_gradients():
     logits = torch.tensor([[80.0, 0.0, -80.0]], requires_grad=True)
     for token in range(3):
         value = losses.binary_cross_entropy(logits, torch.tensor([token])) + losses.cross_entropy(
@@ -65,12 +65,12 @@ def test_a_certain_law_has_finite_losses_and_gradients():
         assert gradient.isfinite().all()
 
 
-def test_the_mean_is_over_the_tokens_that_count():
+def test_the_mean_is_over_masked_tokens():
     values = torch.tensor([1.0, 2.0, torch.inf])
     assert masked_mean(values, torch.tensor([True, True, False])) == 1.5
     assert masked_mean(values, torch.tensor([False, False, False])) == 0
 
 
-def test_a_one_hot_student_is_not_compared_by_its_laws():
+def test_a_one_hot_student_has_no_divergence():
     with pytest.raises(ValueError, match="take ce or bce"):
         DistillationSettings("one-hot", "kl")

@@ -1,6 +1,8 @@
 """Keep README and docs true: their commands exist, their methods are the methods, their Python runs."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,8 @@ def test_linked_pages_exist():
 def test_the_example_method_of_the_docs_offers_branches():
     example = {"__name__": __name__}
     exec(blocks("python", (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))[0], example)
-    offer = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
-    (branch,) = offer(continuation([5, 6, 7], length=4), None, 3)
+    draft = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
+    (branch,) = draft(continuation([5, 6, 7], length=4), None, 3)
     assert list(branch.tokens) == [6, 7]
 
 
@@ -51,3 +53,20 @@ def test_the_example_method_of_the_docs_offers_branches():
 def test_the_python_of_the_readme_runs(capsys):
     exec(blocks("python", README)[0], {})
     assert capsys.readouterr().out.strip()
+
+
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, tiny_folder):
+    command = [sys.executable, str(ROOT / "examples" / name), "--model", str(tiny_folder()), "--max-new-tokens", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_list_of_examples_is_complete():
+    listed = re.findall(r"\((\w+\.py)\)", (ROOT / "examples/README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == EXAMPLES

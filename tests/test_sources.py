@@ -295,3 +295,10 @@ def test_a_log_sees_a_line_a_stage_and_a_terminal_sees_bytes():
     with progress_bars(Console(file=screen, force_terminal=True, width=100)) as show:
         show(Stage("downloading", 500_000, 1_000_000))
     assert "0.5/1.0 MB" in screen.getvalue()
+
+
+def test_a_cache_that_cannot_be_made_is_named(monkeypatch):
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc")
+    monkeypatch.setenv("SALTUS_CACHE", "/proc/none")
+    assert "name another with SALTUS_CACHE" in complaint("smollm2-135m")

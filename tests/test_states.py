@@ -1,4 +1,4 @@
-"""Cached states of teacher texts: those of the target itself, however long a text is."""
+"""Cached states of teacher texts equal the target's own, for texts of any length."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ def sample(length: int, seed: int = 0) -> Sample:
 
 
 @torch.inference_mode()
-def test_states_and_edges_of_a_long_text_are_the_targets_own(tmp_path):
-    """Longer than a call holds."""
+def test_states_and_intervals_of_a_long_text_are_the_targets_own(tmp_path):
+    """Longer than one call."""
     model = tiny("Llama")
     network = CausalNetwork(model)
     network.add_hidden_state_layers((1,))

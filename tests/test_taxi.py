@@ -146,7 +146,7 @@ def test_tables_are_means_over_seeds_with_their_spread(tmp_path):
             {"table": "inverse", "run": {"model": "unigram"}, "measured": {"perplexity": 19.0}},
         ]
         (tmp_path / f"{seed}.json").write_text(json.dumps({"rows": rows if not seed else rows[:1]}))
-    found = taxi_tables.tables(taxi_tables.read(sorted(tmp_path.glob("*.json"))))
+    found = taxi_tables.group_rows(taxi_tables.read(sorted(tmp_path.glob("*.json"))))
     (methods, sixteen), table = next(iter(found.items()))
     assert (methods, sixteen) == ("methods", 16)
     assert "| O-PTP | 4.50 ± 0.71 (2 seeds) |" in taxi_tables.markdown(methods, sixteen, table)

@@ -1,4 +1,4 @@
-"""`saltus train ptp`: from recipe and teacher text to what drafts, through any interruption to the same weights."""
+"""`saltus train`: results of recipes draft for their model, and an interruption does not change the weights."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,14 @@ from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.objectives import OBJECTIVES
+from saltus.training.settings import Kind
+from saltus.training.tasks.adapter import AdapterTrainingTask
+from saltus.training.tasks.any_subset import AnySubsetTrainingTask
 from saltus.training.tasks.drafter import DrafterTrainingTask
+from saltus.training.tasks.heads import HeadsTrainingTask
+from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
+from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
+from saltus.training.tasks.training_task import TrainingTask
 from test_cli import complaint, lines, saltus_
 
 RECIPE = """
@@ -85,15 +93,15 @@ def scalars(work: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, teacher, tmp_path):
     out = tmp_path / "drafter"
-    said = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
-    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", said)
+    output = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
+    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", output)
     card = json.loads((out / METADATA_FILE).read_text())["card"]
     assert {"machine", "commit", "minutes", "loss"} <= card.keys()
     assert (card["steps"], card["seed"], card["teacher_texts"]) == (12, 3, 20)
     assert (card["recipe"]["name"], card["recipe"]["drafter"]["taps"]) == ("tiny", [1])
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
-    assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in said
+    assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out), "length": 4}})
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 24, "temperature": temperature}
@@ -104,10 +112,10 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     file = tmp_path / "gated.toml"
     file.write_text(ADAPTER, encoding="utf-8")
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", "rank=2"))
-    papers = json.loads((tmp_path / "work" / "adapter" / METADATA_FILE).read_text())
-    assert papers["settings"]["rank"] == papers["settings"]["alpha"] == 2
-    assert papers["training"]["steps"] == 12
-    assert papers["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    metadata = json.loads((tmp_path / "work" / "adapter" / METADATA_FILE).read_text())
+    assert metadata["settings"]["rank"] == metadata["settings"]["alpha"] == 2
+    assert metadata["training"]["steps"] == 12
+    assert metadata["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})
     given = {"max_new_tokens": 24, "temperature": 0.7}
     assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
@@ -118,8 +126,8 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
     file.write_text(ADAPTER, encoding="utf-8")
     own = tiny_folder(seed=1, num_hidden_layers=1)
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", f"student={own}", "--out", out))
-    papers = json.loads((out / METADATA_FILE).read_text())
-    assert (papers["target_name"], papers["training"]["student_of"]) == (str(own), str(folder))
+    metadata = json.loads((out / METADATA_FILE).read_text())
+    assert (metadata["target_name"], metadata["training"]["student_of"]) == (str(own), str(folder))
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 24, "temperature": temperature}
@@ -129,20 +137,20 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
         assert max(call.num_draft_tokens for call in found.calls) == 4
     other = tiny_folder(words="the dog")
     file.write_text(ADAPTER, encoding="utf-8")
-    said = complaint(*training(file, folder, teacher, tmp_path / "other", "--set", f"student={other}"))
-    assert "has another vocabulary than" in said
+    output = complaint(*training(file, folder, teacher, tmp_path / "other", "--set", f"student={other}"))
+    assert "has another vocabulary than" in output
 
 
 @pytest.mark.parametrize("kind", ["drafter", "adapter"])
-def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher, tmp_path):
+def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teacher, tmp_path):
     file = tmp_path / "tiny.toml"
     file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
     first, second = tmp_path / "first", tmp_path / "second"
     saltus_(*training(file, folder, teacher, first))
     given = [*training(file, folder, teacher, second, "--from", first / kind), "--set", "rate=1e-9", "--steps", 4]
     saltus_(*given)
-    papers = json.loads((second / kind / METADATA_FILE).read_text())
-    assert papers["card" if kind == "drafter" else "training"]["begun_with"] == str(first / kind)
+    metadata = json.loads((second / kind / METADATA_FILE).read_text())
+    assert metadata["card" if kind == "drafter" else "training"]["begun_with"] == str(first / kind)
     before, after = (load_checkpoint(work / "checkpoint.pt")["module"] for work in (first, second))
     assert before.keys() == after.keys()
     assert all(
@@ -151,8 +159,8 @@ def test_what_was_trained_is_gone_on_with_from_its_folder(kind, folder, teacher,
     bare = [*training(file, folder, teacher, second), "--set", "rate=1e-9", "--steps", 4]
     assert "belongs to a run with other settings" in complaint(*bare)
     change = "intermediate=24" if kind == "drafter" else "rank=2"
-    said = complaint(*given, "--set", change, "--work", tmp_path / "third")
-    assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", said)
+    output = complaint(*given, "--set", change, "--work", tmp_path / "third")
+    assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", output)
 
 
 def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
@@ -160,10 +168,10 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     file.write_text(HEADS, encoding="utf-8")
     given = training(file, folder, teacher, tmp_path / "work")
     given[1] = "mtpc"
-    said = saltus_(*given, "--set", "optimiser=muon").stderr
-    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", said)
-    papers = json.loads((tmp_path / "work" / "heads" / METADATA_FILE).read_text())
-    assert papers["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    output = saltus_(*given, "--set", "optimiser=muon").stderr
+    assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", output)
+    metadata = json.loads((tmp_path / "work" / "heads" / METADATA_FILE).read_text())
+    assert metadata["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path / "work" / "heads")}})
     for rule in ("match", "reject"):
         own, given = engine.copy_with(rule=rule), {"max_new_tokens": 24, "temperature": 0.0}
@@ -174,7 +182,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp_path):
+def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher, tmp_path):
     file = tmp_path / "heads.toml"
     file.write_text(HEADS, encoding="utf-8")
 
@@ -203,15 +211,15 @@ def test_richer_heads_go_on_from_poorer_ones_with_their_law(folder, teacher, tmp
         assert "cannot go on from" in complaint("train", "mtpc", *given, "--set", change)
 
 
-def test_the_curves_hold_every_step_and_what_was_examined(recipe, folder, teacher, tmp_path):
+def test_the_curves_hold_every_step_and_every_evaluation(recipe, folder, teacher, tmp_path):
     work = tmp_path / "work"
     saltus_(*training(recipe, folder, teacher, work))
     found, exams = scalars(work), load_checkpoint(work / "checkpoint.pt")["exams"]
     assert [step for step, _ in found["loss"]] == list(range(1, 13))
-    assert [exam["step"] for exam in exams] == [4, 8, 12]
+    assert [row["step"] for row in exams] == [4, 8, 12]
     for name in ("greedy", "sampled"):
-        told = found[f"held-out tokens per call/{name}"]
-        assert told == [(exam["step"], pytest.approx(exam[name])) for exam in exams]
+        values = found[f"held-out tokens per call/{name}"]
+        assert values == [(row["step"], pytest.approx(row[name])) for row in exams]
     assert [step for step, _ in found["query tokens per second"]] == [4, 8, 12]
     mean = sum(value for step, value in found["loss"] if step <= 4) / 4
     assert mean == pytest.approx(exams[0]["loss"])
@@ -244,17 +252,17 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
 
 
-def test_ctrl_c_says_where_it_was_and_how_to_go_on(recipe, folder, teacher, tmp_path, monkeypatch):
+def test_ctrl_c_reports_the_step_and_how_to_continue(recipe, folder, teacher, tmp_path, monkeypatch):
     whole = DrafterTrainingTask.loss
 
-    def interrupted(course: DrafterTrainingTask, step: int):
+    def interrupted(task: DrafterTrainingTask, step: int):
         if step == 6:
             raise KeyboardInterrupt
-        return whole(course, step)
+        return whole(task, step)
 
     monkeypatch.setattr(DrafterTrainingTask, "loss", interrupted)
-    said = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
-    assert said.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
+    output = saltus_(*training(recipe, folder, teacher, tmp_path / "work"), code=130).stderr
+    assert output.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
 
 
 def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder, teacher, tmp_path):
@@ -279,15 +287,15 @@ def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
     run = TrainingRun(chosen, select_teacher_texts(chosen, teacher), engine.network, "tiny", recipe.parent)
     for _ in run.collect():
         pass
-    cuts = run.make_task().window_dataset
-    assert len(cuts.training_table) + len(cuts.validation_table) == 20
+    dataset = run.make_task().window_dataset
+    assert len(dataset.training_table) + len(dataset.validation_table) == 20
 
     def prompts(texts) -> set[tuple[int, ...]]:
-        return {tuple(cuts.corpus.tokens[begin : begin + length].tolist()) for begin, length, *_ in texts}
+        return {tuple(dataset.corpus.tokens[begin : begin + length].tolist()) for begin, length, *_ in texts}
 
-    assert len(prompts(cuts.validation_table)) == 3
-    assert len(cuts.validation_table) == 6
-    assert not prompts(cuts.validation_table) & prompts(cuts.training_table)
+    assert len(prompts(dataset.validation_table)) == 3
+    assert len(dataset.validation_table) == 6
+    assert not prompts(dataset.validation_table) & prompts(dataset.training_table)
 
 
 def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp_path):
@@ -300,10 +308,10 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
     assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
 
 
-def test_without_teacher_text_it_says_how_to_get_it(recipe, folder, tmp_path):
+def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recipe, folder, tmp_path):
     work = tmp_path / "work"
-    said = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
-    command = said.partition("first: saltus ")[2].split()
+    output = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
+    command = output.partition("first: saltus ")[2].split()
     inputs = tmp_path / "asked.txt"
     inputs.write_text("the cat\nthe dog\nthe log\nthe mat\n")
     saltus_(*(inputs if word == "FILE" else word for word in command), "-n", 12)
@@ -334,7 +342,7 @@ def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_pa
     assert cure in complaint("train", "ptp", "-r", recipe, "--teacher", tmp_path)
 
 
-def test_an_adapter_s_recipe_without_a_meaning_for_laws_says_so(tmp_path):
+def test_an_adapter_s_recipe_with_the_key_laws_is_refused(tmp_path):
     (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "laws = 0.3"), encoding="utf-8")
     assert "leave laws out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
 
@@ -350,31 +358,48 @@ def test_an_adapter_s_recipe_without_a_meaning_for_laws_says_so(tmp_path):
         ("kind=adapter", "no setting kind"),
     ],
 )
-def test_a_wrong_change_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
+def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_path):
     assert cure in complaint("train", "ptp", "-r", recipe, "--set", change, "--teacher", tmp_path)
 
 
-def test_changes_reach_the_section_that_has_them(recipe):
+def test_overrides_reach_the_section_with_their_key(recipe):
     changed = recipes.read_recipe(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
     assert (changed.drafter.layers, changed.schedule.rate, changed.drafter.embedding) == (3, 1.0, "ar")
     assert changed.temperatures == (0.5,)
 
 
-def test_recipes_that_come_with_it_are_sound_and_listed():
-    said = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
+def test_shipped_recipes_are_valid_and_listed():
+    output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(
         recipes.shipped_recipes()
     )
     for name in recipes.shipped_recipes():
         found = recipes.read_recipe(recipes.find_recipe(name))
-        assert [method for method in said if f"{name} " in said[method]] == [OBJECTIVES[found.kind].method]
+        assert [method for method in output if f"{name} " in output[method]] == [OBJECTIVES[found.kind].method]
         assert found.about
         assert found.time
     assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")
     assert "there is no recipe nowhere.toml" in complaint("train", "ptp", "-r", "nowhere.toml")
 
 
-def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tmp_path):
+def test_all_objectives_have_one_interface():
+    assert OBJECTIVES.keys() == set(get_args(Kind))
+    assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi"}
+    tasks = DrafterTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
+    for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
+        assert issubclass(task, TrainingTask)
+        assert not task.__abstractmethods__
+
+
+def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
+    assert "only 1 stories or functions" in complaint("train", "assd", "--", "--text", "few.txt")
+    assert "holds no programs" in complaint("train", "assd", "--", "--code", "nowhere")
+    assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
+
+
+def test_a_recipe_in_python_gets_the_arguments_behind_the_dashes(recipe, tmp_path):
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     file = tmp_path / "own.py"
     file.write_text("import sys, beside\nprint(__name__, beside.WORD, sys.argv[1:])\n")
@@ -385,7 +410,7 @@ def test_a_recipe_in_python_is_run_with_what_stands_behind_the_dashes(recipe, tm
     assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
 
 
-def test_training_without_tensorboard_says_what_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
+def test_training_without_tensorboard_names_the_package_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert "pip install 'saltus[train]'" in complaint(*training(recipe, folder, teacher, tmp_path / "work"))
 

@@ -12,7 +12,7 @@ from saltus.networks.draft_models.upper_layers import last_layers
 from saltus.networks.loading.drafter_files import load_heads, model_fingerprint, save_drafter
 from saltus.networks.models.causal import CausalNetwork
 from saltus.training.data.seeded_generator import seeded_generator
-from test_head_training import course, states, target  # noqa: F401
+from test_head_training import states, target, task  # noqa: F401
 
 LAYERS = 4
 TEXT = list(range(40, 72))
@@ -40,7 +40,7 @@ def features_of(network: CausalNetwork, text: list[int]) -> torch.Tensor:
     return network.forward([inputs], [network.new_kv_cache()])[0].hidden_states
 
 
-def heard(heads: HeadNetwork, features: torch.Tensor, pieces: list[int]) -> torch.Tensor:
+def last_state(heads: HeadNetwork, features: torch.Tensor, pieces: list[int]) -> torch.Tensor:
     """The state that heads read in the end, shown the text in pieces."""
     kv_cache, state, shown = heads.new_kv_cache(), torch.empty(0), 0
     for end in pieces:
@@ -52,7 +52,7 @@ def heard(heads: HeadNetwork, features: torch.Tensor, pieces: list[int]) -> torc
 @pytest.mark.parametrize("layers", [1, 3])
 def test_untrained_they_are_the_target(network, layers):
     features = features_of(network, TEXT)
-    state = heard(HeadNetwork(made_for(network, layers), network), features, [len(TEXT) - 1])
+    state = last_state(HeadNetwork(made_for(network, layers), network), features, [len(TEXT) - 1])
     torch.testing.assert_close(state, features[-2, -32:], **close)
 
 
@@ -66,7 +66,7 @@ def test_trained_they_are_read_in_pieces_as_they_were_in_training(network, layer
     assert (expected - features[-2, -32:]).abs().max() > 0.1
     heads = HeadNetwork(model, network)
     for pieces in ([len(TEXT) - 1], [7, 8, 20, len(TEXT) - 1]):
-        torch.testing.assert_close(heard(heads, features, pieces), expected, **close)
+        torch.testing.assert_close(last_state(heads, features, pieces), expected, **close)
 
 
 def test_the_model_stays_as_it_was(network):
@@ -100,7 +100,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
 
 
 def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # noqa: F811
-    made = course(target, states, layers=1, lora=2, taps=(1,))
+    made = task(target, states, layers=1, lora=2, taps=(1,))
     made.loss(0).backward()
     assert made.module.upper is not None
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.upper.parameters())
@@ -108,18 +108,18 @@ def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # no
 
 
 def test_they_may_come_to_heads_that_had_none(target, states, tmp_path):  # noqa: F811
-    course(target, states, circuit="cp").save(tmp_path, {})
-    richer = course(target, states, circuit="btree", layers=1, lora=2, taps=(1,))
+    task(target, states, circuit="cp").save(tmp_path, {})
+    richer = task(target, states, circuit="btree", layers=1, lora=2, taps=(1,))
     richer.initialize_from(tmp_path)
     assert richer.module.upper is not None
     richer.save(tmp_path / "richer", {})
     with pytest.raises(ValueError, match="cannot go on from"):
-        course(target, states, circuit="btree").initialize_from(tmp_path / "richer")
+        task(target, states, circuit="btree").initialize_from(tmp_path / "richer")
 
 
 def test_states_without_the_layer_below_are_refused(target, states):  # noqa: F811
     with pytest.raises(ValueError, match="without those after layer 0; collect them anew"):
-        course(target, states, layers=2, taps=(0,))
+        task(target, states, layers=2, taps=(0,))
 
 
 def test_what_cannot_be_adapted_is_refused(network):

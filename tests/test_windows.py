@@ -1,4 +1,4 @@
-"""Windows: many in one forward must be what each is alone."""
+"""Packed windows: many in one forward have the logits that each has alone."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ VOCAB, WINDOW = 7, 4
 
 
 def student(kind: str = "bits") -> Student:
-    """In float64, with weights large enough to see each other."""
+    """In float64, with weights so large that rows influence each other."""
     made = Student(VOCAB, 40, hidden=16, layers=2, heads=2, embedding=kind, seed=1).double()
     with torch.no_grad():
         for name, weight in made.named_parameters():
@@ -58,7 +58,7 @@ def test_packed_windows_have_the_losses_and_gradients_of_separate_forwards(form)
             torch.testing.assert_close(weight.grad, gradients[name])
 
 
-def test_a_query_sees_nothing_behind_it():
+def test_a_query_attends_to_nothing_behind_it():
     network, (texts, splits, uniforms) = student(), batch(1, 1)
     before = network(pack_windows(texts, splits, uniforms))
     later = uniforms.clone()
@@ -79,7 +79,7 @@ def test_a_query_stands_at_the_position_of_the_token_it_predicts():
     assert torch.equal(packed.queries_by_window(packed.uniforms), uniforms)
 
 
-def test_windows_lie_in_the_text_and_everywhere_in_it():
+def test_windows_start_everywhere_in_the_text():
     splits = sample_window_starts(2000, 20, 3, WINDOW, seeded_generator(0, "splits"), first=2)
     assert (splits.min(), splits.max()) == (2, 16)
     assert (splits.diff(dim=1) >= 0).all()
@@ -91,13 +91,13 @@ def test_a_text_shorter_than_a_window_is_refused():
         sample_window_starts(2, 4, 1, 4, seeded_generator(0, "splits"))
 
 
-def test_a_categorical_query_is_given_the_uniform_before_its_own():
+def test_a_categorical_query_has_the_uniform_before_its_own():
     uniforms = torch.tensor([[0.1, 0.2, 0.3]])
     assert torch.equal(query_uniforms(uniforms, "categorical")[:, 1:], uniforms[:, :-1])
     assert query_uniforms(uniforms, "categorical")[:, 0].isnan().all()
     assert query_uniforms(uniforms, "independent").isnan().all()
 
 
-def test_what_follows_a_skipped_token_does_not_count():
+def test_tokens_behind_an_invalid_one_are_invalid():
     holds = torch.tensor([[True, True, False, True], [True, True, True, True]])
     assert valid_prefix(holds).tolist() == [[True, True, False, False], [True, True, True, True]]

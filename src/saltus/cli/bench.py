@@ -153,14 +153,12 @@ def run(
         profile=False,
     )  # fmt: skip
     sides = _systems_under_test(engine, names, peers, assistant, endpoint or ())
-    distribution = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
-    run = Benchmark(
-        engine, sides, tasks, {**writing, "sampling": Sampling(**distribution)}, raw, find_grader(suite, tasks)
-    )
+    run = Benchmark(engine, sides, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks))
     settings = {
         **writing,
-        **distribution,
+        **sampling,
         "rule": rule,
         "budget": engine.decoder.budget,
         "adaptive": engine.decoder.adaptive,
@@ -200,7 +198,7 @@ def _validate_settings(
     assistant: str | None,
     option: Sequence[str] | None,
     rule: str,
-    **distribution: Any,
+    **sampling: Any,
 ) -> None:
     """Raise ValueError for what cannot be, before anything long begins."""
     from saltus.cli.open_engine import validate_settings
@@ -208,7 +206,7 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **distribution)
+    validate_settings("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **sampling)
     from saltus.evaluation.benchmarks.peers import check_peers
 
     check_peers(_peers(peers, assistant), assistant)

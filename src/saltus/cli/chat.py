@@ -18,23 +18,15 @@ COMMANDS_HELP = """/help          this list
 /exit          leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
+@o.with_options()
 def chat(
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    method: o.Method = o.DEFAULT_METHOD,
-    option: o.Options = None,
-    budget: o.Budget = None,
-    rule: o.Rule = "match",
+    *,
+    model_options: o.ModelOptions,
+    method_options: o.MethodOptions,
     system: o.System = None,
     max_new_tokens: o.MaxNewTokens = 512,
     stop: o.Stop = None,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.RepetitionPenalty = 1.0,
-    seed: o.Seed = 0,
+    sampling_options: o.SamplingOptions,
     colour: o.Colour = False,
 ) -> None:
     """Hold a conversation; what was said stays in mind.
@@ -49,16 +41,11 @@ def chat(
 
         printf 'Hello!\\nWhat did I say?\\n' | saltus chat
     """
-    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.open_engine import open_with_options
 
-    distribution: dict[str, Any] = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed,
-    }  # fmt: skip
-    validate_settings(method, option, rule, **distribution)
-    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
-    settings = {**distribution, "max_new_tokens": max_new_tokens, "stop": stop or ()}
-    Chat(engine, method, settings, system, bool(colour)).run()
+    engine, sampling = open_with_options(model_options, method_options, sampling_options)
+    settings = {**sampling, "max_new_tokens": max_new_tokens, "stop": stop or ()}
+    Chat(engine, engine.method, settings, system, bool(colour)).run()
 
 
 @dataclass

@@ -20,28 +20,23 @@ DEFAULT_PROMPTS = (
 )
 
 
+@o.with_options(omit=("rule", "min_p", "repetition_penalty"))
 def check(
+    *,
     prompts: o.Prompts = None,
     limit: o.Limit = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    method: o.Method = o.DEFAULT_METHOD,
-    option: o.Options = None,
-    budget: o.Budget = None,
+    model_options: o.ModelOptions,
+    method_options: o.MethodOptions,
     free_shapes: Annotated[
         bool,
         typer.Option(
             "--free-shapes",
-            help="Let calls round as their shapes have it, and see the flips that come.",
+            help="Use kernels whose rounding depends on the shapes of calls, and see the flips.",
             rich_help_panel=o.METHOD_PANEL,
         ),
     ] = False,
     max_new_tokens: o.MaxNewTokens = 64,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    seed: o.Seed = 0,
+    sampling_options: o.SamplingOptions,
     json: o.Json = False,
 ) -> None:
     """Write prompts with a method and with plain decoding, and compare.
@@ -64,18 +59,16 @@ def check(
     prompt in turn, after a warm-up, with the reading of the prompts included.
     """
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
-    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.open_engine import open_with_options
 
-    distribution: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    validate_settings(method, option, **distribution)
-    engine = open_engine(model, method, option, dtype=dtype, device=device, budget=budget, exact=not free_shapes)
-    result = compare(engine, inputs, method, {**distribution, "max_new_tokens": max_new_tokens})
+    engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=not free_shapes)
+    result = compare(engine, inputs, engine.method, {**sampling, "max_new_tokens": max_new_tokens})
     if json:
         from saltus.cli.report import print_json
 
         print_json(result)
     else:
-        _show(result, inputs, method)
+        _show(result, inputs, engine.method)
     if result["flips"]:
         raise typer.Exit(1)
 

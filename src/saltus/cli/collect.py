@@ -1,4 +1,4 @@
-"""Collect what is learned from: texts that a model writes."""
+"""`saltus collect`: the texts for training, written by a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ collect = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 @collect.callback()
 @no_type_check  # typer calls it with the context of its own click
 def collect_(context: typer.Context) -> None:
-    """Collect what drafters learn from.
+    """Collect texts for training.
 
     [bold]Examples[/bold]
 
@@ -46,14 +46,14 @@ Prompts = Annotated[
 Out = Annotated[
     Path,
     typer.Option(
-        "--out", metavar="DIR", help="The texts; what was interrupted goes on there.", rich_help_panel=o.OUTPUT_PANEL
+        "--out", metavar="DIR", help="The texts; a repeated command continues there.", rich_help_panel=o.OUTPUT_PANEL
     ),
 ]
 FreeShapes = Annotated[
     bool,
     typer.Option(
         "--free-shapes",
-        help="Let calls round as their shapes have it: quicker batches on a GPU, and texts that depend on them.",
+        help="Allow rounding that depends on the shape of a batch: faster on a GPU, but texts then depend on batches.",
         rich_help_panel=o.MODEL_PANEL,
     ),
 ]
@@ -69,7 +69,7 @@ Temperatures = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts that share a call.", rich_help_panel=WORK_PANEL)
+    int, typer.Option("--batch-size", metavar="N", min=1, help="Texts written together.", rich_help_panel=WORK_PANEL)
 ]
 Processes = Annotated[
     int,
@@ -85,8 +85,8 @@ Ray = Annotated[
     typer.Option(
         "--ray",
         metavar="ADDRESS",
-        help="Deal the work out to the machines of this Ray cluster; [i]local[/i] is this machine, [i]auto[/i] the"
-        " cluster it belongs to. DIR is on a disk that all of them share.",
+        help="Use the machines of this Ray cluster; [i]local[/i] is this machine, [i]auto[/i] the cluster that it"
+        " belongs to. All machines must share the disk of DIR.",
         rich_help_panel=WORK_PANEL,
     ),
 ]
@@ -109,23 +109,23 @@ def text(
     ray: Ray = None,
     shard: TextsPerShard = 128,
 ) -> None:
-    """Let a model answer prompts, and keep the answers as token ids.
+    """Let a model answer prompts, and write the answers as token ids.
 
     [dim]Give the same command again after an interruption: it writes the files that
-    are missing. A text depends on the seed and on the number of its prompt, never
+    are missing. A text depends on the seed and on the number of its prompt, not
     on batches or processes.[/dim]
 
     [bold]Examples[/bold]
 
-        saltus collect text --prompts asked.jsonl --out teacher
+        saltus collect text --prompts prompts.jsonl --out teacher
 
-        saltus collect text -f asked.txt -t 0 -t 0.7 -t 1 -n 160 --out teacher
+        saltus collect text -f prompts.txt -t 0 -t 0.7 -t 1 -n 160 --out teacher
 
-        saltus collect text -f asked.jsonl --out teacher --processes 4
+        saltus collect text -f prompts.jsonl --out teacher --processes 4
 
-    [bold]DIR[/bold] gets 00000.jsonl.gz and so on, in each line source, temperature, prompt
-    and completion; collect.json says which model wrote them and how.
-    [bold]saltus train ptp[/bold] learns from it.
+    The files of [bold]DIR[/bold] are 00000.jsonl.gz and so on, with source, temperature,
+    prompt and completion in each line, and collect.json, with model and settings.
+    [bold]saltus train ptp[/bold] reads it.
     """
     loading = {
         "model": model, "method": "plain", "options": {}, "dtype": dtype, "device": device, "exact": not free_shapes,
@@ -149,7 +149,7 @@ def jacobi(
         typer.Option(
             "--adapter",
             metavar="DIR",
-            help="Guess by this adapter of [i]saltus train jacobi[/i]: for another round of training.",
+            help="Draft with this adapter of [i]saltus train jacobi[/i], for another round of training.",
             rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
@@ -166,23 +166,23 @@ def jacobi(
     ray: Ray = None,
     shard: TextsPerShard = 128,
 ) -> None:
-    """Let a model answer prompts by Jacobi decoding, and keep every iterate of every block.
+    """Let a model answer prompts by Jacobi decoding, and write every iterate of every block.
 
     [dim]Give the same command again after an interruption: it writes the files that
-    are missing. What is written depends on the seed and on the number of the
-    prompt, never on batches, processes or machines.[/dim]
+    are missing. A text depends on the seed and on the number of its prompt, not
+    on batches, processes or machines.[/dim]
 
     [bold]Examples[/bold]
 
-        saltus collect jacobi --prompts asked.jsonl --out trajectories
+        saltus collect jacobi --prompts prompts.jsonl --out trajectories
 
-        saltus collect jacobi -f asked.jsonl -t 0 --block 32 -m tuned --out round-2
+        saltus collect jacobi -f prompts.jsonl -t 0 --block 32 -m tuned --out round-2
 
-        saltus collect jacobi -f asked.jsonl --out /shared/trajectories --ray auto --processes 8
+        saltus collect jacobi -f prompts.jsonl --out /shared/trajectories --ray auto --processes 8
 
-    [bold]DIR[/bold] gets what [bold]saltus collect text[/bold] writes, and in each line also [i]iterates[/i]: for each
-    call the number of tokens decided before it and the guesses for those behind.
-    [bold]saltus train jacobi[/bold] learns from it.
+    The files of [bold]DIR[/bold] are those of [bold]saltus collect text[/bold], and each line also has
+    [i]iterates[/i]: for each call the number of decided tokens, and the guesses behind
+    them. [bold]saltus train jacobi[/bold] reads it.
     """
     options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
     if adapter is not None:
@@ -214,15 +214,10 @@ def _collect_texts(
     settings["temperatures"] = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
     from saltus.training.data.teacher_texts import CollectionPlan
 
-    CollectionPlan((), **settings)  # a wrong number costs no loading
+    CollectionPlan((), **settings)  # it raises errors for its settings before a model is loaded
     from saltus.cli.open_engine import open_engine
-    from saltus.training.data.teacher_texts import (
-        collect_in_process,
-        collect_in_processes,
-        collect_with_ray,
-        missing_shards,
-        prepare_folder,
-    )
+    from saltus.training.data.collection_workers import collect_in_process, collect_in_processes, collect_with_ray
+    from saltus.training.data.teacher_texts import missing_shards, prepare_folder
     from saltus.training.loop.checkpoint import lock_folder
 
     engine = open_engine(**load_options, batch_size=batch_size, profile=False)
@@ -234,22 +229,22 @@ def _collect_texts(
         )
     plan = CollectionPlan(tokenize_prompts(engine, inputs, prompts), **settings)
     with lock_folder(out):
-        left = prepare_folder(out, plan, engine)
-        if ray is not None and left:
+        missing = prepare_folder(out, plan, engine)
+        if ray is not None and missing:
             del engine
-            done = collect_with_ray(plan, left, out, load_options, batch_size, processes, ray)
-        elif processes > 1 and len(left) > 1:
+            progress = collect_with_ray(plan, missing, out, load_options, batch_size, processes, ray)
+        elif processes > 1 and len(missing) > 1:
             del engine
-            done = collect_in_processes(plan, left, out, load_options, batch_size, processes)
+            progress = collect_in_processes(plan, missing, out, load_options, batch_size, processes)
         else:
-            done = collect_in_process(engine, plan, left, out, batch_size)
-        _show_progress(done, plan, left, out)
+            progress = collect_in_process(engine, plan, missing, out, batch_size)
+        _show_progress(progress, plan, missing, out)
         if lost := len(missing_shards(out, plan)):
             raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
 
 
 def tokenize_prompts(engine: Any, inputs: Sequence[Prompt], file: Path) -> list[Any]:
-    """The prompts as tokens. Errors: ValueError for one that the model cannot read."""
+    """The token ids of the prompts. Errors: ValueError for one that is longer than the context."""
     from saltus.training.data.teacher_texts import TokenizedPrompt
 
     found, context = [], engine.target.context_length
@@ -266,26 +261,24 @@ def tokenize_prompts(engine: Any, inputs: Sequence[Prompt], file: Path) -> list[
 
 
 def _show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
-    """Show how far it has come, and at the end, or at Ctrl-C, what there is."""
+    """Show the progress, and at the end or at Ctrl-C what is written."""
     from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_meter
     from saltus.training.data.teacher_texts import missing_shards
 
-    ended, tokens, began = (
-        plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing),
-        0,
-        time.monotonic(),
-    )
+    ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
+    tokens, start_time = 0, time.monotonic()
     try:
-        with closing(progress), progress_meter(plan.num_texts, "texts") as tell:
-            tell(ended)
+        with closing(progress), progress_meter(plan.num_texts, "texts") as show:
+            show(ended)
             for texts, new in progress:
                 ended, tokens = ended + texts, tokens + new
-                tell(ended, f"{tokens / (time.monotonic() - began):,.0f} tokens/s")
+                show(ended, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
     except KeyboardInterrupt:
-        whole = len(plan.shard_names) - len(missing_shards(out, plan))
+        complete = len(plan.shard_names) - len(missing_shards(out, plan))
         raise KeyboardInterrupt(
-            f"interrupted; {whole:,} of {len(plan.shard_names):,} files are written, the same command writes the others"
+            f"interrupted; {complete:,} of {len(plan.shard_names):,} files are written,"
+            " the same command writes the others"
         ) from None
     print_note(
         f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")

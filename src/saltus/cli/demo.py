@@ -56,13 +56,13 @@ def demo(
     """
     from saltus.cli.open_engine import open_engine, validate_settings
 
-    distribution: dict[str, Any] = {
+    sampling: dict[str, Any] = {
         "temperature": (0.0 if seed is None else 0.7) if temperature is None else temperature,
         "seed": seed or 0,
     }
-    validate_settings(method, None, **distribution)
+    validate_settings(method, None, **sampling)
     engine = open_engine(model, method, None, dtype=dtype, device=device)
-    _run_demo(engine, question or QUESTION, model, method, {**distribution, "max_new_tokens": max_new_tokens}, colour)
+    _run_demo(engine, question or QUESTION, model, method, {**sampling, "max_new_tokens": max_new_tokens}, colour)
 
 
 def _run_demo(

@@ -12,7 +12,9 @@ from saltus.cli import options as o
 from saltus.engine.prompts import Conversation, Prompt, read_prompts
 
 
+@o.with_options()
 def generate(
+    *,
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from stdin.")
     ] = None,
@@ -20,22 +22,12 @@ def generate(
     limit: o.Limit = None,
     system: o.System = None,
     raw: o.Raw = False,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    method: o.Method = o.DEFAULT_METHOD,
-    option: o.Options = None,
-    budget: o.Budget = None,
-    rule: o.Rule = "match",
+    model_options: o.ModelOptions,
+    method_options: o.MethodOptions,
     max_new_tokens: o.MaxNewTokens = 256,
     stop: o.Stop = None,
     ignore_eos: o.IgnoreEos = False,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.RepetitionPenalty = 1.0,
-    seed: o.Seed = 0,
+    sampling_options: o.SamplingOptions,
     colour: o.Colour = None,
     compare: Annotated[
         bool,
@@ -70,25 +62,20 @@ def generate(
         raise ValueError("--compare is for reading; `saltus check --json` compares for programs")
     if raw and (system or any(len(each.turns) != 1 for each in inputs)):
         raise ValueError("--raw continues a text as it is; leave out --system, messages and turns, or leave out --raw")
-    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.open_engine import open_with_options
 
-    distribution: dict[str, Any] = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed,
-    }  # fmt: skip
-    validate_settings(method, option, rule, **distribution)
-    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
+    engine, sampling = open_with_options(model_options, method_options, sampling_options)
     settings = {
-        **distribution,
+        **sampling,
         "max_new_tokens": max_new_tokens,
         "stop": stop or (),
         "ignore_eos": ignore_eos,
         "raw": raw,
     }
     if json:
-        _print_records(engine, inputs, system, method, settings)
+        _print_records(engine, inputs, system, engine.method, settings)
     else:
-        _print_answers(engine, inputs, system, method, settings, colour, compare)
+        _print_answers(engine, inputs, system, engine.method, settings, colour, compare)
 
 
 def _print_records(

@@ -11,7 +11,9 @@ import typer
 from saltus.cli import options as o
 
 
+@o.with_options(omit=("draft_model", "num_draft_tokens"), model="stories")
 def infill(
+    *,
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="A text with holes; - reads it from stdin.")
     ] = None,
@@ -21,25 +23,15 @@ def infill(
             "--file", "-f", metavar="FILE", help="A file with holes, of several lines.", rich_help_panel=o.PROMPT_PANEL
         ),
     ] = None,
-    model: o.Model = "stories",
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    method: o.Method = "assd",
-    option: o.Options = None,
-    budget: o.Budget = None,
-    rule: o.Rule = "match",
+    model_options: o.ModelOptions,
+    method_options: o.InfillMethodOptions,
     open_tokens: Annotated[
         int,
         typer.Option(
             "--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH_PANEL
         ),
     ] = 24,
-    temperature: o.Temperature = 0.0,
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    min_p: o.MinP = 0.0,
-    repetition_penalty: o.RepetitionPenalty = 1.0,
-    seed: o.Seed = 0,
+    sampling_options: o.SamplingOptions,
     steps: Annotated[
         bool,
         typer.Option(
@@ -48,7 +40,7 @@ def infill(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Fill the holes of a text, several tokens a call, from the joint law of what is missing.
+    """Fill the holes of a text, several tokens a call, from the joint distribution of the missing tokens.
 
     A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model.
 
@@ -68,19 +60,14 @@ def infill(
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
     inputs = _read_file(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
-    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.cli.open_engine import open_with_options
     from saltus.engine.infill_template import parse_template
 
-    distribution: dict[str, Any] = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
-        "repetition_penalty": repetition_penalty, "seed": seed,
-    }  # fmt: skip
-    validate_settings(method, option, rule, **distribution)
     template = parse_template(inputs)
-    engine = open_engine(model, method, option, dtype=dtype, device=device, rule=rule, budget=budget)
-    found = engine.infill(template, open_tokens=open_tokens, **distribution)
+    engine, sampling = open_with_options(model_options, method_options, sampling_options)
+    found = engine.infill(template, open_tokens=open_tokens, **sampling)
     if json:
-        _print_record(found, method)
+        _print_record(found, engine.method)
         return
     _print_text(found, steps)
     from saltus.cli.answers import print_note
@@ -88,7 +75,7 @@ def infill(
     counted = found.statistics
     print_note(
         f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} a call"
-        f" · {counted.tokens_per_second:.1f} tokens/s · {method}"
+        f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bring a model and a method together, and refuse bad settings before anything long begins."""
+"""Load a model with a method for a command; bad settings are refused before anything is downloaded or loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from saltus.cli.options import DEFAULT_METHOD, MethodOptions, ModelOptions, SamplingOptions
 from saltus.networks.loading.progress import no_progress, progress_bars
 from saltus.networks.loading.sources import resolve
 from saltus.networks.loading.target_drafters import is_drafter_spec
 
 
+def open_with_options(
+    models: ModelOptions, methods: MethodOptions, sampling: SamplingOptions, **settings: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The engine that a command's options describe, and its sampling settings. Errors: ValueError."""
+    from saltus.engine.method_options import with_draft_model
+
+    options = parse_method_options(methods.option or (), methods.method or DEFAULT_METHOD)
+    method, options = with_draft_model(methods.method, options, methods.draft_model, methods.num_draft_tokens)
+    chosen = dataclasses.asdict(sampling)
+    validate_settings(method, options, methods.rule, **chosen)
+    loading = {**dataclasses.asdict(models), "rule": methods.rule, "budget": methods.budget, **settings}
+    return open_engine(method=method, options=options, **loading), chosen
+
+
 def open_engine(
     model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
 ) -> Any:
-    """`saltus.load`, also with the options of a command line: `lookup.longest=5`; a terminal sees what takes long."""
+    """`saltus.load`, also with options of the form `lookup.longest=5`; on a terminal with progress bars."""
     from saltus.methods import make_methods
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
@@ -43,7 +58,7 @@ def open_engine(
 
 @contextmanager
 def _temporary_note(line: str) -> Iterator[None]:
-    """A line on a terminal that is gone when the work is done."""
+    """A line on the terminal that is removed when the work is done."""
     print(f"\x1b[2m{line} …\x1b[0m", end="", file=sys.stderr, flush=True)
     try:
         yield
@@ -51,14 +66,19 @@ def _temporary_note(line: str) -> Iterator[None]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def validate_settings(method: str, options: Sequence[str] | None, rule: str = "match", **sampling: Any) -> None:
-    """Raise ValueError where method, options, rule or sampling cannot be, before a model is fetched or loaded."""
+def validate_settings(
+    method: str,
+    options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    rule: str = "match",
+    **sampling: Any,
+) -> None:
+    """Raise ValueError for a wrong method, option, rule or sampling setting, before a model is downloaded or loaded."""
     from saltus.core.noise import Noise
     from saltus.core.rules import RULES
     from saltus.core.sampling import Sampling
     from saltus.methods import make_methods
 
-    make_methods(method, parse_method_options(options or (), method))
+    make_methods(method, options if isinstance(options, Mapping) else parse_method_options(options or (), method))
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; there are {', '.join(RULES)}")
     Noise(sampling.pop("seed", 0))
@@ -117,7 +137,7 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 
 def _silence_transformers() -> None:
-    """Transformers talks on stderr while it loads; here only its errors are wanted."""
+    """Show only errors of Transformers while it loads."""
     if not os.environ.get("SALTUS_DEBUG"):
         from transformers.utils import logging
 

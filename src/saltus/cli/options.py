@@ -1,11 +1,18 @@
-"""Say once what an option is called and means; every command that has it uses these."""
+"""Define each option of the command line once, and the groups of options that commands share."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from saltus.engine.method_options import DEFAULT_METHOD
 
 MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL = (
     "Model",
@@ -37,21 +44,24 @@ Dtype = Annotated[
         MODEL_PANEL,
         "--dtype",
         metavar="TYPE",
-        help="float32, bfloat16 or float16; auto is what the model was saved in.",
+        help="float32, bfloat16 or float16; auto: as the model was saved.",
     ),
 ]
 Device = Annotated[
     str,
-    _option(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto is a GPU where there is one."),
+    _option(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one."),
 ]
 
-Method = Annotated[
-    str,
+_METHOD_HELP = "How to draft: lookup, jacobi+lookup, … ([i]saltus methods[/i] lists them)."
+Method = Annotated[str, _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
+DraftModel = Annotated[
+    str | None,
+    _option(METHOD_PANEL, "--draft-model", metavar="MODEL", help="A smaller model that drafts (method small_model)."),
+]
+NumDraftTokens = Annotated[
+    int | None,
     _option(
-        METHOD_PANEL,
-        "--method",
-        metavar="NAME",
-        help="Who guesses: lookup, jacobi+lookup, … ([i]saltus methods[/i] lists them).",
+        METHOD_PANEL, "--num-draft-tokens", metavar="N", min=1, help="Tokens that the draft model proposes, at most."
     ),
 ]
 Options = Annotated[
@@ -60,11 +70,11 @@ Options = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Guessed tokens that one call checks, at most."),
+    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Draft tokens that one call verifies, at most."),
 ]
 WholeTrees = Annotated[
     bool,
-    _option(METHOD_PANEL, "--whole-trees", help="Check every guess that the budget allows, whether it pays or not."),
+    _option(METHOD_PANEL, "--whole-trees", help="Verify the whole budget of draft tokens, whether it pays or not."),
 ]
 Rule = Annotated[
     str,
@@ -72,27 +82,37 @@ Rule = Annotated[
         METHOD_PANEL,
         "--rule",
         metavar="RULE",
-        help="match keeps the text token for token; reject keeps its law (Leviathan et al. 2023).",
+        help="match: the same text; reject: the same distribution (rejection sampling).",
     ),
 ]
 
 Temperature = Annotated[
     float,
-    _option(SAMPLING_PANEL, "--temperature", "-t", metavar="X", help="0 takes the likeliest token; higher dares more."),
+    _option(
+        SAMPLING_PANEL,
+        "--temperature",
+        "-t",
+        metavar="X",
+        help="0: the most likely token; higher: more varied.",
+    ),
 ]
 TopP = Annotated[
-    float, _option(SAMPLING_PANEL, "--top-p", metavar="X", help="Keep the likeliest tokens of this joint probability.")
+    float,
+    _option(SAMPLING_PANEL, "--top-p", metavar="X", help="Keep the most likely tokens with this total probability."),
 ]
-TopK = Annotated[
-    int, _option(SAMPLING_PANEL, "--top-k", metavar="N", help="Keep the so many likeliest tokens; 0 keeps all.")
-]
+TopK = Annotated[int, _option(SAMPLING_PANEL, "--top-k", metavar="N", help="Keep the N most likely tokens; 0: all.")]
 MinP = Annotated[
     float,
     _option(SAMPLING_PANEL, "--min-p", metavar="X", help="Drop tokens less likely than this share of the likeliest."),
 ]
 RepetitionPenalty = Annotated[
     float,
-    _option(SAMPLING_PANEL, "--repetition-penalty", metavar="X", help="Above 1, tokens seen before get less likely."),
+    _option(
+        SAMPLING_PANEL,
+        "--repetition-penalty",
+        metavar="X",
+        help="Above 1: earlier tokens become less likely.",
+    ),
 ]
 Seed = Annotated[
     int,
@@ -100,12 +120,13 @@ Seed = Annotated[
 ]
 
 MaxNewTokens = Annotated[
-    int, _option(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="Tokens of an answer, at most.")
+    int, _option(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="New tokens of an answer, at most.")
 ]
 Stop = Annotated[
-    list[str] | None, _option(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated.")
+    list[str] | None,
+    _option(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated."),
 ]
-IgnoreEos = Annotated[bool, _option(LENGTH_PANEL, "--ignore-eos", help="Write on where the model would end.")]
+IgnoreEos = Annotated[bool, _option(LENGTH_PANEL, "--ignore-eos", help="Go on after end tokens.")]
 
 Prompts = Annotated[
     Path | None,
@@ -118,14 +139,12 @@ Prompts = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, _option(PROMPT_PANEL, "--limit", metavar="N", min=1, help="Take the first so many prompts of the file.")
+    int | None, _option(PROMPT_PANEL, "--limit", metavar="N", min=1, help="Use only the first N prompts of the file.")
 ]
 Raw = Annotated[
     bool, _option(PROMPT_PANEL, "--raw", help="Continue the prompt itself, without the model's chat template.")
 ]
-System = Annotated[
-    str | None, _option(PROMPT_PANEL, "--system", metavar="TEXT", help="What the model is told before the prompt.")
-]
+System = Annotated[str | None, _option(PROMPT_PANEL, "--system", metavar="TEXT", help="The system message.")]
 
 Colour = Annotated[
     bool | None,
@@ -139,4 +158,87 @@ Colour = Annotated[
 Json = Annotated[bool, _option(OUTPUT_PANEL, "--json", help="Print JSON, for programs.")]
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_METHOD = "lookup"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is loaded."""
+
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How to draft and verify."""
+
+    method: Annotated[
+        str | None,
+        _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP, show_default=DEFAULT_METHOD),
+    ] = None
+    option: Options = None
+    draft_model: DraftModel = None
+    num_draft_tokens: NumDraftTokens = None
+    budget: Budget = None
+    rule: Rule = "match"
+
+
+@dataclass(frozen=True)
+class InfillMethodOptions(MethodOptions):
+    """The same with the default method for texts with holes."""
+
+    method: Method = "assd"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are sampled; the fields are keyword arguments of `Engine.generate`."""
+
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed = 0
+
+
+def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Turn a command's parameters that are groups of options into those options.
+
+    `omit` names options that this command does not have, `defaults` gives other defaults. In --help the options of a
+    group stand where the group stands in the command's signature.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        groups: dict[str, tuple[type, list[str]]] = {}
+        for one in inspect.signature(command).parameters.values():
+            kind = hints[one.name]
+            if not dataclasses.is_dataclass(kind):
+                parameters.append(one.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            types = get_type_hints(kind, include_extras=True)
+            fields = [field for field in dataclasses.fields(kind) if field.name not in omit]
+            groups[one.name] = kind, [field.name for field in fields]  # pyright: ignore[reportArgumentType]
+            parameters += [
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name],
+                    default=defaults.get(field.name, field.default),
+                )
+                for field in fields
+            ]  # fmt: skip
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            found = {
+                name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
+            }
+            return command(**given, **found)
+
+        run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate

@@ -84,8 +84,7 @@ InitialFolder = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None,
-    _option(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]"),
+    Path | None, _option(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]")
 ]
 ListRecipes = Annotated[bool, _option(RECIPE_PANEL, "--list", help="Show the recipes that come with Saltus.")]
 

@@ -1,4 +1,4 @@
-"""Follow a training run: in words on the screen, and in curves for TensorBoard."""
+"""The progress of a training run: a line on the screen, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def summary_writer() -> Callable[..., Any]:
-    """What writes for TensorBoard. Errors: ValueError where that is not installed."""
+    """The class that writes for TensorBoard. Errors: ValueError if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # pyright: ignore[reportPrivateImportUsage]
     except ImportError:
@@ -18,7 +18,7 @@ def summary_writer() -> Callable[..., Any]:
 
 
 class TrainingLog:
-    """The curves of a run: on the screen in words, and in a folder for TensorBoard."""
+    """The curves of a run, in a folder for TensorBoard, and its status line."""
 
     def __init__(self, writer: Callable[..., Any], folder: Path, queries: int) -> None:
         self.make_writer, self.folder, self.queries_per_step = writer, folder, queries
@@ -27,21 +27,18 @@ class TrainingLog:
         self.metrics: dict[str, float] = {}
 
     def step(self, step: int, loss: float) -> None:
-        """A step is done. What a killed run has told of it and later ones is purged."""
+        """Record a step. Records of a killed run for this and later steps are purged."""
         if self.summary is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.summary, self.start_time, self.first_step = (
-                self.make_writer(str(self.folder), purge_step=step),
-                monotonic(),
-                step,
-            )
+            self.summary = self.make_writer(str(self.folder), purge_step=step)
+            self.start_time, self.first_step = monotonic(), step
         elif step > self.first_step:
             self.queries_per_second = self.queries_per_step * (step - self.first_step) / (monotonic() - self.start_time)
         self.last_step, self.loss = step, loss
         self.summary.add_scalar("loss", loss, step)
 
     def checkpoint(self, progress: Any) -> None:
-        """An examination's findings."""
+        """Record the metrics of a checkpoint."""
         self.metrics = {name: value for name, value in progress.metrics.items() if value == value}
         for name, value in self.metrics.items():
             self.summary.add_scalar(f"held-out tokens per call/{name}", value, progress.step)
@@ -50,8 +47,8 @@ class TrainingLog:
 
     @property
     def status_line(self) -> str:
-        found = "".join(f" · {name} {value:.2f} a call" for name, value in self.metrics.items())
-        return f"loss {self.loss:.3f}{found} · {self.queries_per_second:,.0f} query tokens/s"
+        metrics = "".join(f" · {name} {value:.2f} a call" for name, value in self.metrics.items())
+        return f"loss {self.loss:.3f}{metrics} · {self.queries_per_second:,.0f} query tokens/s"
 
     def close(self) -> None:
         if self.summary is not None:

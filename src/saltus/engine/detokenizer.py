@@ -1,4 +1,4 @@
-"""Turn tokens into text as they are decided: never half a character, never what may become a stop string."""
+"""Turn tokens into text as they are decided: no half characters, no text that may begin a stop string."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
-CONTEXT_TOKENS = 8  # tokens of the prompt that say how a continuation joins it
-MAX_PENDING_TOKENS = 64  # tokens that are waited for until broken bytes are taken for what they are
+CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
+MAX_PENDING_TOKENS = 64  # tokens to wait for the rest of a character before broken bytes are emitted
 
 
 class Detokenizer:
-    """Decode token by token; what was said never changes.
+    """Decode token by token; emitted text never changes.
 
-    Only a short window is decoded each time: the tokens of the last complete piece, for the spaces between words,
-    and those since.
+    Only a short window is decoded each time: the tokens of the last complete piece, which decide about spaces between
+    words, and those since. (DecodeStream of tokenizers does the same for fast tokenizers, but emits nothing for broken
+    bytes however many follow.)
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
@@ -33,7 +34,7 @@ class Detokenizer:
             return ""
         if whole.startswith(self.emitted_text):
             new = whole[len(self.emitted_text) :]
-        else:  # broken bytes changed how the tokens before them read
+        else:  # broken bytes changed the decoding of the tokens before them
             new = self._decode(self.pending_tokens)[len(self.emitted_text) - len(self.context_text) :]
         self.emitted_text = whole
         if new and whole == text:
@@ -49,7 +50,7 @@ class Detokenizer:
 
 @dataclass
 class TextOutput:
-    """The text of one continuation so far, and whether it has ended."""
+    """The text of one continuation so far; ends at end tokens and stop strings."""
 
     detokenizer: Detokenizer
     end_tokens: frozenset[int]  # tokens that end it
@@ -72,7 +73,7 @@ class TextOutput:
         return self.ended
 
     def release(self, final: bool = False) -> str:
-        """What may be shown now and was not yet: all but a tail that may begin a stop string."""
+        """The text not yet released, except a tail that may begin a stop string (unless `final`)."""
         held = 0 if final or self.ended else _held_back_length(self.text, self.stop_strings)
         new = self.text[self.num_released : len(self.text) - held]
         self.num_released += len(new)
@@ -86,7 +87,7 @@ def _held_back_length(text: str, stop_strings: tuple[str, ...]) -> int:
 
 
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Checked: a stop string is not empty."""
+    """Stop strings as a tuple. Errors: ValueError for an empty one."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in stops:
         raise ValueError("a stop string is empty and would end every text at once; remove it")

@@ -17,6 +17,7 @@ from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_string
 from saltus.engine.encoding import encode_prompt, is_batch, uses_chat_template
 from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
+from saltus.engine.method_options import with_draft_model
 from saltus.engine.request import Request
 from saltus.engine.results import (
     Chunk,
@@ -34,7 +35,6 @@ from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import DEFAULT_MODEL
 
-DEFAULT_METHOD = "lookup"
 DEFAULT_BUDGET = 16  # draft tokens of a call
 MAX_BUDGET = 128
 
@@ -300,26 +300,6 @@ def load(
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
     decoder.setup(method)
     return Engine(target, method, decoder)
-
-
-def with_draft_model(
-    method: str | None,
-    options: Mapping[str, Mapping[str, Any]],
-    draft_model: str | None,
-    num_draft_tokens: int | None,
-) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """The method and its options, where a draft model may be given in Transformers' words. Errors: ValueError."""
-    given = {"model": draft_model, "length": num_draft_tokens}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return DEFAULT_METHOD if method is None else method, options
-    method = "small_model" if method is None else method
-    if "small_model" not in method.split("+"):
-        raise ValueError(
-            f"a draft model belongs to the method small_model, but the method is {method};"
-            f" leave the method out, or take small_model+{method}"
-        )
-    return method, {**options, "small_model": {**options.get("small_model", {}), **given}}
 
 
 def _find_profile(

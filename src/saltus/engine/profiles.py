@@ -1,4 +1,4 @@
-"""Keep what `saltus tune` found best for a model on this machine; an engine takes it where nobody says otherwise."""
+"""Save the settings that `saltus tune` found best for a model on this machine; `load` uses them if none are given."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Any
 
 import torch
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.networks.cache_folder import cache_folder, make_cache_folder
 
 log = logging.getLogger("saltus")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Options of a method, and the nodes of a call, for a model on a machine."""
+    """Options of a method, and the budget of draft tokens, for a model on a machine."""
 
     method: str
     model: str
     machine: str
-    adapter: str = ""  # that drafts, where one does
-    fingerprint: str = ""  # of the model
+    adapter: str = ""  # the adapter that drafts, if there is one
+    fingerprint: str = ""  # of the model's weights
     options: Mapping[str, Any] = field(default_factory=dict)
     budget: int = 16
-    made: Mapping[str, Any] = field(default_factory=dict)  # how: command, commit, what was measured
+    made: Mapping[str, Any] = field(default_factory=dict)  # command, commit, measurements
 
     @property
     def path(self) -> Path:
-        conditioning = "|".join((self.method, _resolved(self.model), self.machine, _resolved(self.adapter)))
-        return cache_folder() / "profiles" / f"{blake2b(conditioning.encode(), digest_size=12).hexdigest()}.json"
+        key = "|".join((self.method, _resolved(self.model), self.machine, _resolved(self.adapter)))
+        return cache_folder() / "profiles" / f"{blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
     def save(self) -> Path:
-        """For every engine from now on."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Write the profile; `load` uses it from now on. Errors: ValueError if the cache cannot be written."""
+        make_cache_folder(self.path.parent)
         self.path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         return self.path
 
 
 def find_profile(method: str, model: str, machine: str, adapter: str = "") -> Profile | None:
-    """What was saved for them, if anything was; a damaged file is none, and is named in a warning."""
+    """The saved profile, or None; a damaged file counts as none and is named in a warning."""
     path = Profile(method, model, machine, adapter).path
     if not path.is_file():
         return None
@@ -57,19 +57,19 @@ def find_profile(method: str, model: str, machine: str, adapter: str = "") -> Pr
 
 
 def _resolved(path_or_name: str) -> str:
-    """A folder by its whole path, a name as it is."""
+    """The absolute path of a folder; a name stays as it is."""
     return str(Path(path_or_name).resolve()) if path_or_name and Path(path_or_name).is_dir() else path_or_name
 
 
 def machine_name(device: torch.device) -> str:
-    """The processor with its cores, or the GPU, whichever computes."""
+    """The processor and its number of cores, or the name of the GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, {os.cpu_count()} cores"
 
 
 def processor_name() -> str:
-    """Its name, as the system tells it."""
+    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Read prompts: from the command line, from stdin, from text files, and from JSON lines."""
+"""Read prompts from the command line, from stdin, from text files, and from JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked: messages to begin with, then turns of the user; each answer enters before the next turn."""
+    """First messages, then turns of the user; each answer is added before the next turn."""
 
     turns: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
@@ -22,20 +22,20 @@ class Prompt:
 
     @property
     def preview(self) -> str:
-        """What a list of prompts shows of it."""
+        """A text that represents the prompt in a list."""
         return self.turns[0] if self.turns else str(self.messages[-1].get("content", ""))
 
 
 @dataclass(frozen=True)
 class ConversationTurn:
-    """One question to the engine: `said` is what a record shows, `given` what the engine gets."""
+    """One request: `shown_prompt` is for records, `prompt` for the engine."""
 
     shown_prompt: str | list[Message]
     prompt: str | list[Message]
 
 
 class Conversation:
-    """Ask the turns of a prompt one after the other; every answer must be told before the next ask."""
+    """The turns of a prompt one after the other; `add_answer` must be called before the next turn."""
 
     def __init__(self, prompt: Prompt, system: str | None = None) -> None:
         self.prompt = prompt
@@ -55,7 +55,7 @@ class Conversation:
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None, limit: int | None = None) -> list[Prompt]:
-    """The prompts that a command line asks for; `-` among the words is stdin. Raises ValueError of one line."""
+    """The prompts of a command line; the argument `-` reads stdin. Errors: ValueError of one line."""
     if arguments and file:
         raise ValueError("prompts are given both as words and with --prompts; give one or the other")
     if not arguments and not file:
@@ -64,7 +64,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None, limit: int | None 
         return read_prompts_file(file)[:limit]
     prompts = [Prompt((_read_stdin() if word == "-" else word,)) for word in arguments]
     if any(not prompt.turns[0].strip() for prompt in prompts):
-        raise ValueError("the prompt is empty; say what the model shall answer or continue")
+        raise ValueError("the prompt is empty; give a text to answer or to continue")
     return prompts
 
 

@@ -1,1 +1,1 @@
-"""Measure what each method is worth: suites, graders, peers, and what is made of the records."""
+"""Benchmarks, profiling, the sandbox for graded programs, and reports."""

@@ -24,16 +24,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from saltus.networks.loading.checkpoints import fills_holes
 from saltus.networks.models.any_subset import ANY_SUBSET
 from saltus.training.data import infill_texts
+from saltus.training.data.packed_forward import pack_causal, packed_logits
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.training_loop import Schedule, print_progress
 from saltus.training.run import train_task
@@ -41,13 +45,30 @@ from saltus.training.tasks.any_subset import (
     HOLE_FRACTION_RANGES,
     AnySubsetTrainingTask,
     HoleSettings,
-    LeftToRightTrainingTask,
     XlnetTrainingTask,
 )
 from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
 from saltus.training.tasks.training_task import TrainingTask
 
 HELD_OUT = 0.01  # fraction of the texts
+
+
+@dataclass(eq=False)
+class LeftToRightTrainingTask(AnySubsetTrainingTask):
+    """A causal model on the same texts, to compare with."""
+
+    def hole_logits(
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "tokens vocab"], Int[Tensor, "tokens"]]:
+        """Logits of all tokens but the first, and the tokens."""
+        is_token = ranks[:, 1:] >= 0
+        with self._autocast():
+            logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), is_token.flatten().nonzero()[:, 0])
+        return logits.float(), tokens[:, 1:][is_token]
+
+    def evaluate(self) -> dict[str, float]:
+        """Bits of a token."""
+        return {"bits": super().evaluate()["bits at 20%"]}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -50,10 +50,7 @@ class TrainingRun(TrainingInputs):
         return task
 
     def train(
-        self,
-        task: TrainingTask,
-        on_checkpoint: Callable[[Progress], None],
-        on_step: Callable[[int, float], None],
+        self, task: TrainingTask, on_checkpoint: Callable[[Progress], None], on_step: Callable[[int, float], None]
     ) -> dict[str, Any]:
         """Train to the end, from the last checkpoint on; returns the results for the card. Errors: ValueError."""
         recipe = json.loads(json.dumps(self.recipe.identity))

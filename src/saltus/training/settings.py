@@ -14,7 +14,7 @@ from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSched
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule
-from saltus.training.tasks.distillation import DistillationSettings, Loss
+from saltus.training.tasks.losses import DistillationSettings, Loss
 
 Kind = Literal["drafter", "adapter", "heads", "forcing"]
 

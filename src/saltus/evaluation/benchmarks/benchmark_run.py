@@ -1,4 +1,4 @@
-"""Measure: every side writes every prompt, in turns, and each answer becomes a line of records."""
+"""Measure: every system answers every prompt, in turns, and each answer becomes one record."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ WARM_UP_PROMPT = "Say hello to the world, then say it again, and a third time: h
 
 @dataclass
 class Benchmark:
-    """What is measured: the sides (the first is plain), the tasks, and how answers are written and graded."""
+    """What is measured: the systems (the first is plain), the tasks, the request settings and the grader."""
 
     engine: Engine
     systems: Sequence[SystemUnderTest]
     tasks: Sequence[Task]
-    request_settings: Mapping[str, Any]  # fields of Question: max_new_tokens, seed, sampling, ignore_eos
+    request_settings: Mapping[str, Any]  # fields of BenchmarkRequest: max_new_tokens, seed, sampling, ignore_eos
     raw: bool = False
     grader: Grader | None = None
 
     def warm_up(self) -> None:
-        """Let each side write a little, so that no first call counts."""
+        """Let each system decode a little, so that no first call is measured."""
         question = self._new_request(WARM_UP_PROMPT, False, ())
         few = min(16, question.max_new_tokens)
-        for side in self.systems:
-            side.to_answer(question, side.generate(dataclasses.replace(question, max_new_tokens=few)))
+        for system in self.systems:
+            system.to_answer(question, system.generate(dataclasses.replace(question, max_new_tokens=few)))
 
     def measure_task(self, task_index: int) -> list[Record]:
-        """All sides on one task, turn by turn; the side that begins is another one for each task.
+        """All systems on one task, turn by turn; each task starts with another system.
 
-        What plain decoding answered enters the next turn of all of them, so that all read the same.
+        Plain decoding's answer enters the next turn of all systems, so that all read the same.
         """
         task, found = self.tasks[task_index], []
         raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
         first = task_index % len(self.systems)
         order = [*self.systems[first:], *self.systems[:first]]
         conversation = Conversation(task.prompt)
-        for turn, (said, given) in enumerate(_conversation_turns(task, conversation, raw)):
-            question = self._new_request(given, raw, task.stop if raw else ())
+        for turn, (shown, prompt) in enumerate(_conversation_turns(task, conversation, raw)):
+            question = self._new_request(prompt, raw, task.stop if raw else ())
             made = {}
-            for side in order:
+            for system in order:
                 started = time.perf_counter()
-                answer = side.generate(question)
-                made[side.name] = answer, time.perf_counter() - started
-            for side in self.systems:
-                answer, seconds = made[side.name]
-                written = side.to_answer(question, answer)
-                found.append({"asked": said} | self._record(task, turn, side, question, written, seconds))
-                if side is self.systems[0]:
+                answer = system.generate(question)
+                made[system.name] = answer, time.perf_counter() - started
+            for system in self.systems:
+                answer, seconds = made[system.name]
+                written = system.to_answer(question, answer)
+                found.append({"asked": shown} | self._record(task, turn, system, question, written, seconds))
+                if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
         return found
 
@@ -102,7 +102,7 @@ class Benchmark:
 
 
 def _conversation_turns(task: Task, conversation: Conversation, raw: bool) -> Iterator[tuple[str, Any]]:
-    """What is asked in each turn, and what the engine is given for it."""
+    """For each turn: the prompt as records show it, and the prompt for the engine."""
     if raw:
         yield str(task.raw), task.raw
         return
@@ -112,19 +112,19 @@ def _conversation_turns(task: Task, conversation: Conversation, raw: bool) -> It
 
 @dataclass
 class BenchmarkRecords:
-    """Records on disk, a line each; a task that was measured before is not measured again."""
+    """Records on disk, one line each; measured tasks are not measured again."""
 
     records: list[Record]
-    run_info: Mapping[str, Any]  # command, date, commit, machine, model, of when it began
+    run_info: Mapping[str, Any]  # command, date, commit, machine, model of its first start
     file: Path | None = None
 
     @property
     def num_measured_tasks(self) -> int:
-        """Tasks that are measured."""
+        """How many tasks have been measured."""
         return len({record["task"] for record in self.records})
 
     def append(self, records: Sequence[Record]) -> None:
-        """Keep all records of one more task."""
+        """Add all records of one task."""
         self.records += records
         if self.file is not None:
             with open(self.file, "a", encoding="utf-8") as out:
@@ -140,9 +140,10 @@ def open_records(
     run_info: Mapping[str, Any],
     fresh: bool = False,
 ) -> BenchmarkRecords:
-    """Begin, or go on where a run of the same plan was interrupted, at the same commit.
+    """Start a run, or continue an interrupted run of the same plan at the same commit.
 
-    `plan` says what the run is, its "sides" among it; a folder that holds another is a ValueError, unless `fresh`.
+    `plan` identifies the run; its "sides" are the systems. Errors: ValueError if the folder holds another run (unless
+    `fresh`) or a damaged file.
     """
     if folder is None:
         return BenchmarkRecords([], run_info)
@@ -151,7 +152,7 @@ def open_records(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--out {folder} is a file; give a folder") from None
-    before = json.loads(kept.read_text()) if kept.exists() and not fresh else None
+    before = _read_plan(kept) if kept.exists() and not fresh else None
     begun = before.pop("circumstances") if before else run_info
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
@@ -163,19 +164,21 @@ def open_records(
         file.unlink(missing_ok=True)
         kept.write_text(json.dumps({**plan, "circumstances": run_info}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["sides"]) for task in tasks}
-    notebook = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
-    if notebook.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
+    records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
+    if records.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
         raise ValueError(
             f"{folder} was begun at commit {begun['commit']}, and this is {run_info['commit']};"
             " give another --out, or --fresh to measure anew"
         )
-    return notebook
+    return records
 
 
 def _read_complete_tasks(file: Path, records_per_task: Mapping[str, int]) -> list[Record]:
-    """The records of a file up to a task that was cut off, which is taken away from the file."""
+    """The records of a file up to an unfinished task, which is removed from the file. Errors: ValueError."""
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    records = [
+        _read_record(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.endswith(b"\n")
+    ]
     last = records[-1]["task"] if records else None
     begun = sum(record["task"] == last for record in records)
     if last is not None and begun < records_per_task[last]:
@@ -185,6 +188,26 @@ def _read_complete_tasks(file: Path, records_per_task: Mapping[str, int]) -> lis
     return records
 
 
+def _read_record(line: bytes, location: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or "task" not in record:
+        raise ValueError(f"{location} is damaged; delete this line and all below it, or give --fresh to measure anew")
+    return record
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        plan = None
+    if not isinstance(plan, dict) or "circumstances" not in plan:
+        raise ValueError(f"{file} is damaged; give another --out, or --fresh to measure anew")
+    return plan
+
+
 def _abbreviate(value: Any) -> str:
-    said = json.dumps(value)
-    return said if len(said) < 40 else said[:37] + "…"
+    text = json.dumps(value)
+    return text if len(text) < 40 else text[:37] + "…"

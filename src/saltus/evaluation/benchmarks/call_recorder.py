@@ -1,6 +1,6 @@
-"""Watch the network's calls from outside, and find out whether a text was really decided by them.
+"""Record the network's calls from outside, and check that they really decided a text.
 
-What a benchmark counts comes from here, not from the account that a method or the engine gives of itself.
+Benchmarks count calls here and do not trust the counts of a method or the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call that was made: what was asked, how many decided tokens it had to read, and its wall time."""
+    """One call for one text: its inputs, the decided tokens that it had to read, and its wall time."""
 
     inputs: ForwardInputs
     context_tokens_read: int
@@ -27,7 +27,7 @@ class RecordedCall:
 
 @dataclass
 class CallRecorder:
-    """A network that keeps a record of what it is asked; everything else is the network's own."""
+    """A network that records its calls; everything else is passed on to the wrapped network."""
 
     network: Any
     calls: list[RecordedCall] = field(default_factory=list, init=False)
@@ -50,18 +50,18 @@ class CallRecorder:
 
 
 def tokens_decided_by_call(calls: Sequence[RecordedCall], prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """How many of the text's tokens each call decided, by where the next one took up."""
+    """How many of the text's tokens each call decided, by the position where the next call starts."""
     text = len(prompt) + len(tokens)
     places = [*(min(len(seen.inputs.canvas.decided_prefix), text) for seen in calls), text]
     return [end - begin for begin, end in pairwise(places)]
 
 
 def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """What is wrong with the claim that these calls decided these tokens after this prompt; nothing, if it is true.
+    """Problems with the claim that these calls decided these tokens behind this prompt; empty if it is true.
 
-    The first call reads the whole prompt. Each further one stands behind the tokens of the one before, and all of
-    these but the last were nodes of that call's tree, one below the other: the network has seen each in its place.
-    A call that only drafts, by auxiliary queries, may decide nothing.
+    The first call reads the whole prompt. Each later one continues behind the tokens of the call before, and all of
+    these but the last were a path in that call's tree, so that the network has evaluated each in its place. A call
+    that only drafts, by query nodes, may decide nothing.
     """
     text = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
     if not calls:

@@ -1,4 +1,4 @@
-"""Grade what was written: exact answers, programs that pass their tests, and summaries near a reference."""
+"""Grade answers: exact numbers, programs that pass their tests, and overlap with a reference text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 @dataclass(frozen=True)
 class Grader:
-    """How answers of one kind are scored: what the headline number is called, and the score of (row, text)."""
+    """How answers of one kind are scored: the name of the metric, and the score of (row, text)."""
 
     metric_name: str
     score: Callable[[Mapping[str, Any], str], Score]
 
 
 def main_score(score: Mapping[str, bool | float]) -> float:
-    """The number of a score that goes into "accuracy", 0 to 1."""
+    """The part of a score that counts as "accuracy", 0 to 1."""
     for name in ("passed", "correct", "rougeL"):
         if name in score:
             return float(score[name])
@@ -38,7 +38,7 @@ def main_score(score: Mapping[str, bool | float]) -> float:
 
 
 def exact_answer(row: Mapping[str, Any], text: str) -> Score:
-    """GSM8K (Cobbe et al. 2021): is the last number of the text, or what follows "####", that of `row["answer"]`?"""
+    """GSM8K (Cobbe et al. 2021): 1 if the number behind "####", or the last one, equals that of `row["answer"]`."""
     reference = last_number(row["answer"])
     if reference is None:
         raise ValueError(f"the reference {row['answer'][:40]!r} has no number; GSM8K's answers end in '#### number'")
@@ -46,7 +46,7 @@ def exact_answer(row: Mapping[str, Any], text: str) -> Score:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that first follows a "####" at once, else the last of all; None without one."""
+    """The first number directly behind "####", else the last number of the text; None without one."""
     numbers = [(match.start(), _to_decimal(match)) for match in NUMBER_PATTERN.finditer(text)]
     for marker in re.finditer(r"####\s*", text):  # a heading of Markdown looks the same, but has words behind it
         for start, value in numbers:

@@ -1,4 +1,4 @@
-"""Answer lm-evaluation-harness: its log-likelihoods by trees on the target, its texts by any method.
+"""A model class for lm-evaluation-harness: log-likelihoods by trees, texts by any method.
 
 Tokens, truncation and stopping are those of lm_eval's own class for Transformers' models, so that scores compare.
 """
@@ -20,12 +20,12 @@ MODEL_NAME = "saltus"
 AUTO_BATCH_SIZE = 16  # texts at once where batch_size is "auto"
 DEFAULT_MAX_LENGTH = 2048  # lm_eval's guess for models that do not say
 
-logger = logging.getLogger("lm_eval.saltus")  # lm_eval shows what its own loggers say
+logger = logging.getLogger("lm_eval.saltus")  # lm_eval shows messages of its own loggers only
 
 
 @lru_cache(maxsize=1)
 def model_class() -> type[Any]:
-    """The class that lm_eval knows as "saltus" from now on. Errors: ValueError where lm_eval is not installed."""
+    """Register the model class as "saltus" with lm_eval. Errors: ValueError if lm_eval is not installed."""
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.api.registry import register_model
@@ -37,11 +37,11 @@ def model_class() -> type[Any]:
 
 
 class SaltusLMBase:
-    """A model of lm_eval that writes with a method of Saltus; `model_class` joins it to lm_eval's base class.
+    """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
     `pretrained` (or `model`) is a name, a folder or an Engine. `method`, `dtype`, `rule`, `budget` and `options` are
-    those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. Where a task samples, each request
-    has a seed of its own, made of `seed`, its prompt and the number of its repetition. Errors: ValueError of one line.
+    those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a task samples, each request
+    has a seed of its own, derived from `seed`, its prompt and the number of its repetition. Errors: ValueError.
     """
 
     cache_hook: Any
@@ -73,7 +73,7 @@ class SaltusLMBase:
         from saltus.core.noise import Noise
         from saltus.engine.engine import Engine, load
 
-        Noise(seed)  # a negative seed is refused here
+        Noise(seed)  # refuses a negative seed
         chosen = _method_options(options, fields)
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
@@ -99,9 +99,9 @@ class SaltusLMBase:
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict, additional_config: dict | None = None) -> Any:
-        """Made by lm_eval, whose settings yield to the model's own arguments.
+        """How lm_eval creates the model; the model's own arguments override lm_eval's settings.
 
-        It asks for cuda:0 where nobody chose a device, so where there is none that means the CPU.
+        lm_eval passes cuda:0 by default; without a GPU that means the CPU.
         """
         import torch
 
@@ -130,7 +130,7 @@ class SaltusLMBase:
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What stands in the results beside the scores."""
+        """Facts about the model for lm_eval's results file."""
         import saltus
 
         model = self.engine.network.model
@@ -148,7 +148,7 @@ class SaltusLMBase:
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text; a begin token that it brings along is not doubled."""
+        """The tokens of a text; a begin token that the text contains is not doubled."""
         if add_special_tokens is None:
             begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = False if begins else self.add_bos_token
@@ -162,7 +162,7 @@ class SaltusLMBase:
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as one text; a template that knows no system role does without its message."""
+        """A conversation as one text; without a system message if the template has no system role."""
         from jinja2 import TemplateError
 
         def rendered(messages: list[dict[str, str]]) -> str:
@@ -185,7 +185,7 @@ class SaltusLMBase:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Logarithm of the likelihood of each continuation, and whether greedy decoding would write it."""
+        """The log-likelihood of each continuation, and whether greedy decoding would give it."""
         from tqdm import tqdm
 
         from saltus.evaluation.benchmarks.loglikelihood import score_continuations
@@ -199,7 +199,7 @@ class SaltusLMBase:
 
             def done(index: int, found: Any) -> None:
                 bar.update()
-                if requests[index][0] is not None:  # windows of a rolling one are kept by whoever asked for them
+                if requests[index][0] is not None:  # for rolling windows the caller caches
                     answer = (found.log_likelihood, found.is_greedy)
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
 
@@ -209,7 +209,7 @@ class SaltusLMBase:
     def _truncate_context(
         self, request: Any, context: list[int], continuation: list[int]
     ) -> tuple[list[int], list[int]]:
-        """A pair that the model can read: its last token is scored and not read, what is too long goes in front."""
+        """Cut a pair from the left to the context length; its last token is scored but not read."""
         if not (context and continuation):
             raise ValueError(f"the continuation of {str(request)[:80]!r} adds no token to its context; mend the task")
         if len(continuation) > self.max_length:
@@ -223,7 +223,7 @@ class SaltusLMBase:
         return context[max(excess, 0) :], continuation
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Logarithm of the likelihood of whole texts, in windows as long as the model reads."""
+        """The log-likelihood of whole texts, in windows of the context length."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows, owners = [], []
@@ -242,7 +242,7 @@ class SaltusLMBase:
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a stop string, written by the engine's method."""
+        """The continuation of each context up to a stop string, decoded by the engine's method."""
         from tqdm import tqdm
 
         repeats: Counter[str] = Counter()
@@ -293,7 +293,7 @@ class SaltusLMBase:
         return LmEvalRequest(context, generation_kwargs, stops, text)
 
     def _generate(self, requests: Sequence[LmEvalRequest]) -> Iterator[LmEvalRequest]:
-        """Each job as its text is finished. Prompts that begin alike follow each other and share what was read."""
+        """Yield each request as it finishes. Prompts are sorted, so that shared prefixes are read once."""
         from saltus.engine.prefix_cache import PrefixCache
 
         waiting = sorted(requests, key=lambda job: list(job.request.prompt))
@@ -320,7 +320,7 @@ class SaltusLMBase:
 def _method_options(
     options: Mapping[str, Mapping[str, Any]] | None, arguments: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Options by method; a field such as `lookup.longest` is one, and any other name is refused."""
+    """Options by method from arguments such as `lookup.longest`. Errors: ValueError for any other name."""
     chosen = {method: dict(values) for method, values in (options or {}).items()}
     for name, value in arguments.items():
         method, dot, key = name.partition(".")
@@ -344,7 +344,7 @@ def _parse_batch_size(requested: int | str | None, maximum: int | None) -> int:
 
 
 def _tokenizer_with_bos_setting(loaded: Any, add_bos_token: bool | None) -> Any:
-    """The engine's tokenizer, or one from the same place that writes, or omits, a begin token."""
+    """The engine's tokenizer, or one from the same folder that adds, or omits, a begin token."""
     if add_bos_token is None:
         return loaded
     from transformers import AutoTokenizer
@@ -353,7 +353,7 @@ def _tokenizer_with_bos_setting(loaded: Any, add_bos_token: bool | None) -> Any:
 
 
 def _tokenizer_max_length(tokenizer: Any) -> int:
-    """Tokens that a tokenizer says its model reads; where it says nothing its number is absurd."""
+    """The context length that a tokenizer states, if it states one (else its number is huge)."""
     length = getattr(tokenizer, "model_max_length", None)
     return int(length) if length and length < 10**9 else DEFAULT_MAX_LENGTH
 

@@ -1,4 +1,4 @@
-"""Read what lm_eval asks to be generated: where the text ends, and by which law it is written."""
+"""Translate lm_eval's generation requests: where the text ends, and how it is sampled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAMPLING_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")
-IGNORED_SETTINGS = {"num_beams": 1, "use_cache": True}  # what may be said, since it changes nothing
-DEFAULT_TOP_K = 50  # of Transformers, where neither the request nor the model says otherwise
+IGNORED_SETTINGS = {"num_beams": 1, "use_cache": True}  # accepted, since it changes nothing
+DEFAULT_TOP_K = 50  # Transformers' defaults
 
 
 @dataclass(eq=False)
 class LmEvalRequest:
-    """A request and its text."""
+    """A request of lm_eval, and the engine's request for it."""
 
     context: str
     generation_kwargs: Mapping[str, Any]
@@ -24,7 +24,7 @@ class LmEvalRequest:
 
 @dataclass
 class EndCondition:
-    """Told the tokens of a text: does it end with this one? Stop strings are looked for among special tokens too."""
+    """An `is_end` function: True if the text ends with this token. Stop strings may contain special tokens."""
 
     tokenizer: Any
     end_tokens: frozenset[int]
@@ -32,7 +32,7 @@ class EndCondition:
     tokens: list[int] = field(default_factory=list)
     window_tokens: int = field(
         init=False
-    )  # tokens that a stop string can take; a few more, since it may be spelt otherwise
+    )  # tokens that a stop string can span; a few more, since other tokens may spell it
 
     def __post_init__(self) -> None:
         spelt = (self.tokenizer.encode(stop, add_special_tokens=False) for stop in self.stop_strings)
@@ -47,7 +47,7 @@ class EndCondition:
 
 
 def sampling_from_kwargs(generation_kwargs: Mapping[str, Any], model: Any) -> Any:
-    """The law that `model.generate` would use: the request's, else the model's own, else Transformers' defaults."""
+    """The sampling of `model.generate`: the request's settings, else the model's, else Transformers' defaults."""
     from saltus.core.sampling import Sampling
 
     given = {name: value for name, value in generation_kwargs.items() if name not in ("do_sample", "temperature")}

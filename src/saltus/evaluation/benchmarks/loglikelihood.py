@@ -1,4 +1,4 @@
-"""Score continuations under a network: those of one context hang from it as a tree; what texts share is read once."""
+"""Score continuations by a network: continuations of one context form a tree, and shared prefixes are read once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.protocols import Network
 from saltus.core.scheduler import SequenceState, run_batch
 
-MAX_NODES_PER_CALL, MIN_NODES_PER_TEXT = 200, 24  # nodes of a round of calls, and of one text in it
+MAX_NODES_PER_CALL, MIN_NODES_PER_TEXT = 200, 24  # nodes of one batched call, and of one text in it
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """The tokens of a context and of its continuation; neither is empty."""
@@ -22,15 +22,15 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class ContinuationScore:
-    """What the network thinks of a continuation."""
+    """The log-likelihood of a continuation."""
 
     log_likelihood: float = 0.0  # natural logarithm, summed over its tokens
-    is_greedy: bool = True  # would greedy decoding have written it?
+    is_greedy: bool = True  # True if greedy decoding would give it
 
 
 @dataclass
 class ContinuationTree:
-    """Continuations of one context; those that begin alike share nodes."""
+    """Continuations of one context as a tree; common prefixes share nodes."""
 
     context: Sequence[int]
     tokens: list[int] = field(default_factory=list)
@@ -38,10 +38,10 @@ class ContinuationTree:
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # node by parent and token
     continuations: list[tuple[int, list[int], list[int]]] = field(
         default_factory=list
-    )  # whose, rows of logits, their tokens
+    )  # (continuation, rows of logits, tokens)
 
     def add_continuation(self, index: int, tokens: Sequence[int]) -> None:
-        """Add a continuation. Its last token is scored, but nothing follows it, so it needs no node."""
+        """Add a continuation. Its last token is scored but needs no node, since nothing follows it."""
         node, rows = -1, [0]
         for token in tokens[:-1]:
             child = self.children.setdefault((node, token), len(self.tokens))
@@ -56,7 +56,7 @@ class ContinuationTree:
         return ForwardInputs(continuation(self.context, 1), tuple(self.tokens), tuple(self.parents))
 
     def add_scores(self, outputs: ForwardOutputs, scores: Sequence[ContinuationScore]) -> None:
-        """Add what the reply says to the scores of the owners. Log-softmax is taken in float32."""
+        """Add log-softmax values (float32) of a call to the scores of its continuations."""
         logits = outputs.logits.float()
         best, total = logits.argmax(-1), logits.logsumexp(-1)
         for owner, rows, tokens in self.continuations:
@@ -72,10 +72,10 @@ def score_continuations(
     batch_size: int = 1,
     on_score: Callable[[int, ContinuationScore], Any] | None = None,
 ) -> list[ContinuationScore]:
-    """The score of each continuation after its context; `done` is told each, by its index, once it is known.
+    """The score of each continuation behind its context; `done(index, score)` is called as each is known.
 
-    Texts are read in the order of their tokens, so that one memory serves all that begin alike; each of the `lanes`
-    has a memory, and they are evaluated together. A continuation that is too long for a call is scored in pieces.
+    Texts are read in the order of their tokens, so that one KV cache serves all with a common prefix; `batch_size`
+    such caches are used in each call. A continuation that is too long for a call is scored in pieces.
     """
     room = max(MAX_NODES_PER_CALL // batch_size, MIN_NODES_PER_TEXT)
     order = sorted(range(len(pairs)), key=lambda i: (*pairs[i][0], *pairs[i][1]))
@@ -97,7 +97,7 @@ def _scoring_generator(
     scores: Sequence[ContinuationScore],
     on_score: Callable | None,
 ) -> DecodeGenerator:
-    """Ask for one tree after another, and add up."""
+    """Yield one tree after another, and add up the scores."""
     for tree, complete in _continuation_trees(order, pairs, max_nodes):
         tree.add_scores((yield tree.forward_inputs()), scores)
         if on_score is not None:
@@ -108,7 +108,7 @@ def _scoring_generator(
 def _continuation_trees(
     order: Sequence[int], pairs: Sequence[Pair], max_nodes: int
 ) -> Iterator[tuple[ContinuationTree, list[int]]]:
-    """Trees of at most `room` nodes, and whose scores are complete with each."""
+    """Trees of at most `room` nodes, each with the continuations whose scores it completes."""
     tree, complete = None, []
     for owner in order:
         context, tokens = pairs[owner]

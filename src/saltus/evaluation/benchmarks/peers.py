@@ -1,4 +1,4 @@
-"""Let others write the same prompts in the same run: Transformers' ways to decode, and servers that speak OpenAI's."""
+"""Peers that decode the same prompts in the same run: Transformers' generate, and servers of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRANSFORMERS_PEERS = ("transformers", "transformers-lookup", "transformers-assis
 
 
 class _TokenCounter(BaseStreamer):
-    """How many tokens each step of `generate` gave out."""
+    """A streamer that counts the tokens of each step of `generate`."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -44,7 +44,7 @@ class _TokenCounter(BaseStreamer):
 
 @dataclass
 class TransformersPeer:
-    """`model.generate` with the settings that make its way of decoding, on weights of the same dtype as ours."""
+    """`model.generate` of Transformers with settings for one decoding strategy, in the engine's dtype."""
 
     name: str
     engine: Engine
@@ -108,7 +108,7 @@ def _subtract(widths: list[int], reads: list[int]) -> list[int]:
 
 
 def transformers_peers(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer]:
-    """Peers that share one model, loaded when first used, from the engine's folder and in its dtype."""
+    """Transformers peers; they share one model, loaded on first use from the engine's folder in its dtype."""
     check_peers(names, assistant)
     ours = engine.network.model
 
@@ -128,7 +128,7 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
 
 
 def check_peers(names: list[str], assistant: str | None) -> None:
-    """Raises ValueError for a peer that there is not, or that lacks its assistant."""
+    """Raise ValueError for an unknown peer, or one without its assistant."""
     for name in names:
         if name not in TRANSFORMERS_PEERS:
             raise ValueError(
@@ -140,7 +140,7 @@ def check_peers(names: list[str], assistant: str | None) -> None:
 
 @dataclass
 class OpenAIServerPeer:
-    """A server that speaks OpenAI's protocol, such as vLLM's or llama.cpp's: its calls stay unknown."""
+    """A server that speaks OpenAI's protocol, such as vLLM's or llama.cpp's; its calls are unknown."""
 
     url: str
     engine: Engine
@@ -205,7 +205,7 @@ def _open_url(url: str, body: dict[str, Any] | None) -> Any:
 
 
 def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events."""
+    """The JSON objects of a stream of server-sent events."""
     for line in response:
         said = line.decode().strip()
         if said.startswith("data:") and said != "data: [DONE]":

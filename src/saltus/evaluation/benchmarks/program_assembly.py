@@ -1,7 +1,7 @@
-"""Make one program of a written text and the tests of its task, to be run by the sandbox.
+"""Build one program from an answer and the tests of its task, for the sandbox.
 
-A chat model fences its code and puts words around it; a model without template goes on where the prompt ends, and on
-beyond the function. Both are read here; nothing is repaired but the indentation of a body that was fenced without it.
+A chat model fences its code and adds words around it; a model without template continues the prompt, and goes on
+behind the function. Both forms are read here. The only repair is the indentation of a body that was fenced without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CODE_START = re.compile(r"^(?:(?:import|from|async def|def|class)\b|@|\w+ *=[^=]
 def humaneval(row: Mapping[str, Any], text: str) -> str:
     """HumanEval (Chen et al. 2021): the text is the rest of `row["prompt"]`, or a fenced body or function.
 
-    A function that the text defines anew has what the prompt holds above its own definition in front.
+    If the text defines the function anew, the part of the prompt above its definition is put in front.
     """
     if _starts_indented(text):
         return _with_tests(row, row["prompt"] + function_body(text))
@@ -46,7 +46,7 @@ def mbpp(row: Mapping[str, Any], text: str) -> str:
 def infilling(row: Mapping[str, Any], text: str) -> str:
     """HumanEval infilling (Bavarian et al. 2022): prompt, text and suffix; the text is cut to the lines of the hole.
 
-    A hole of whole lines is filled by whole lines; one that ends within a line by a text that does.
+    A hole of whole lines gets whole lines; a hole that ends within a line is filled within that line.
     """
     hole = row["canonical_solution"]
     code = extract_code(text) if text.lstrip().startswith("```") else text
@@ -66,9 +66,9 @@ def function_body(text: str) -> str:
 
 
 def extract_code(text: str, definition: re.Pattern[str] | None = None) -> str:
-    """The first fenced block in Python, of those with `wanted` where there is one; without a fence, what reads as code.
+    """The first fenced Python block, preferably one that contains `wanted`; without a fence, what parses as code.
 
-    The last block may be open, and code may begin where the prompt left a fence open: both lack one of its marks.
+    The last block may lack its end mark, and the first its begin mark if the prompt opened the fence.
     """
     fences = [fence for fence in CODE_FENCE.finditer(text) if fence[2].lower() in PYTHON_FENCE_LANGUAGES]
     head = text[: fences[0].start()] if fences else text
@@ -80,19 +80,19 @@ def extract_code(text: str, definition: re.Pattern[str] | None = None) -> str:
 
 
 def _starts_indented(text: str) -> bool:
-    """Does it begin with an indented line of code?"""
+    """True if it begins with an indented line of code."""
     line = text.lstrip("\r\n")
     return line.startswith((" ", "\t")) and not line.lstrip().startswith("```")
 
 
 def _remove_indent(indent: str, block: str) -> str:
-    """A block less the indentation of its fence, as in a list."""
+    """A block without the indentation of its fence (as in a list)."""
     return re.sub(f"^{indent}", "", block, flags=re.MULTILINE) if indent else block
 
 
 def _longest_parsable_code(text: str) -> str:
-    """From the first line that begins code on, the longest part that Python can read: words around it, or a last
-    function that the end of the text cut, are left out."""
+    """The longest part from the first line of code that Python can parse, without words around it, or a last function
+    that is cut off."""
     begin = CODE_START.search(text)
     code = text[begin.start() :] if begin else text
     ends = [len(code), *(found.start() for found in reversed(list(TOP_LEVEL_STATEMENT.finditer(code))))]

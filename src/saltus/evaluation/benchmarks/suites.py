@@ -1,4 +1,4 @@
-"""Read the tasks of a suite: from a file, from a data set of the hub, or the few that come with the package."""
+"""Load the tasks of a suite: from a file, from a dataset of the hub, or those that come with the package."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and what an answer is graded by."""
+    """A prompt, and the row by which its answer is graded."""
 
     id: str
     category: str
     prompt: Prompt
-    raw: str | None = None  # what a model without chat template continues in place of the prompt
-    always_raw: bool = False  # also with one
-    stop: tuple[str, ...] = ()  # ends what is continued raw
+    raw: str | None = None  # the text to continue by a model without chat template
+    always_raw: bool = False  # continue it even with a chat template
+    stop: tuple[str, ...] = ()  # stop strings for raw continuation
     reference: Mapping[str, Any] = field(default_factory=dict)  # fields of the row, for the grader
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks by name: where they are by default, which fields a row needs, and what is made of one."""
+    """A named suite: its default location, the fields that a row needs, and how a row becomes a task."""
 
     name: str
     description: str
@@ -114,7 +114,7 @@ SUITES = {
 
 
 def find_suite(spec: str) -> Suite | None:
-    """The suite that a name like `humaneval:FILE` asks for; None for `prompts:FILE`. Raises ValueError of one line."""
+    """The suite of a name like `humaneval:FILE`; None for `prompts:FILE`. Errors: ValueError of one line."""
     name, _, where = spec.partition(":")
     if name == "prompts":
         if not where:
@@ -128,9 +128,9 @@ def find_suite(spec: str) -> Suite | None:
 
 
 def load_tasks(spec: str, limit: int | None = None) -> list[Task]:
-    """The tasks of `NAME` or `NAME:WHERE`, WHERE being a file or a data set (`owner/name:configuration@split`).
+    """The tasks of `NAME` or `NAME:WHERE`, WHERE being a file or a dataset (`owner/name:configuration@split`).
 
-    `limit` takes so many, evenly spread, so that every category keeps its share. Raises ValueError of one line.
+    `limit` takes so many, evenly spread, so that every category keeps its share. Errors: ValueError of one line.
     """
     suite, where = find_suite(spec), spec.partition(":")[2]
     if suite is None:
@@ -146,18 +146,18 @@ def load_tasks(spec: str, limit: int | None = None) -> list[Task]:
 
 
 def suite_label(spec: str) -> str:
-    """A suite as results name it: of a file only its own name."""
+    """The name of a suite for results; of a file only its base name."""
     name, _, where = spec.partition(":")
     return f"{name} ({Path(where).name})" if where else name
 
 
 def tasks_fingerprint(tasks: list[Task]) -> str:
-    """What tells one choice of tasks from another."""
+    """A digest that identifies a selection of tasks."""
     return blake2b(repr([(task.id, task.prompt) for task in tasks]).encode(), digest_size=8).hexdigest()
 
 
 def find_grader(spec: str, tasks: list[Task]) -> Grader | None:
-    """What answers of a suite are graded by; prompts of a file by ROUGE, where each has a reference."""
+    """The grader of a suite; for prompts of a file ROUGE, if each has a reference."""
     suite = find_suite(spec)
     if suite is None:
         return GRADERS["rouge"] if all("reference" in task.reference for task in tasks) else None
@@ -190,7 +190,7 @@ def _checked_task(suite: Suite, row: Any, number: int, location: str) -> Task:
 
 
 def _read_rows(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
-    """Each row with the place that an error names."""
+    """Each row with its location for error messages."""
     if not source and suite.default_source is None:
         text = (files("saltus.evaluation.benchmarks") / f"{suite.name}.jsonl").read_text(encoding="utf-8")
         yield from _parse_lines(text, f"{suite.name}.jsonl")

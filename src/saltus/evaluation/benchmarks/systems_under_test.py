@@ -1,4 +1,4 @@
-"""Put the things that are compared on one footing: each writes an answer, and accounts for it afterwards."""
+"""The interface of everything that a benchmark compares: it answers a request, and accounts for it afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saltus.evaluation.benchmarks.call_recorder import (
 
 @dataclass(frozen=True)
 class BenchmarkRequest:
-    """One text to write, the same for every side."""
+    """One request, the same for every system."""
 
     prompt: str | list[dict[str, Any]]  # a text or messages, as `Engine.generate` takes them
     prompt_tokens: tuple[int, ...]  # what the model reads
@@ -34,31 +34,31 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call of the model: tokens that it decided, drafted tokens that it checked, wall time, decided tokens read."""
+    """One call of the model; the fields are keys of records.jsonl."""
 
-    decided: int
-    nodes: int
+    decided: int  # tokens that it decided
+    nodes: int  # draft tokens that it verified
     seconds: float
-    read: int
+    read: int  # decided tokens that it read: the prompt, at first
 
 
 @dataclass(frozen=True)
 class MeasuredAnswer:
-    """An answer and how it came about; `calls` is None where a side does not tell."""
+    """An answer and its calls; `calls` is None if the system does not report them."""
 
     tokens: list[int]
-    pieces: list[str]  # the text, by call where calls are known
+    pieces: list[str]  # the text, split by call if calls are known
     finish_reason: str | None
     calls: list[TimedCall] | None
     prefill_seconds: float
     draft_calls: int = 0
-    new_tokens: int | None = None  # where the side counts them itself
+    new_tokens: int | None = None  # if the system counts them itself
     problems: list[str] = field(default_factory=list)
 
 
 @runtime_checkable
 class SystemUnderTest(Protocol):
-    """Something that writes. Only `write` is timed, from outside."""
+    """A method of Saltus or a peer. `generate` is timed from outside."""
 
     @property
     def name(self) -> str: ...
@@ -71,13 +71,13 @@ class SystemUnderTest(Protocol):
     def generate(self, request: BenchmarkRequest) -> Any: ...
 
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
-        """What `write` returned, taken apart."""
+        """Turn the output of `generate` into a MeasuredAnswer; not timed."""
         ...
 
 
 @dataclass
 class MethodUnderTest:
-    """One of our methods. Its calls are counted by a witness at the network, not by the engine."""
+    """A method of Saltus. Its calls are counted by a CallRecorder around the network, not by the engine."""
 
     name: str
     engine: Engine
@@ -87,11 +87,11 @@ class MethodUnderTest:
     def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation, list[RecordedCall]]:
         self.engine.decoder.prefix_cache.clear()  # every system reads its prompts itself
         self.call_recorder.calls.clear()
-        distribution = request.sampling
+        sampling = request.sampling
         stream = self.engine.stream(
             request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
-            max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=distribution.temperature,
-            top_k=distribution.top_k, top_p=distribution.top_p,
+            max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=sampling.temperature,
+            top_k=sampling.top_k, top_p=sampling.top_p,
         )  # fmt: skip
         pieces = [chunk.text for chunk in stream]
         return pieces, stream.generation, list(self.call_recorder.calls)
@@ -113,17 +113,16 @@ class MethodUnderTest:
 
 
 def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
-    """A side for each method; they share the engine's model, what it learned of costs, and one witness."""
-    witness = CallRecorder(engine.network)
-    watched = engine.copy_with(network=witness)
-    sides = [MethodUnderTest(name, watched, witness) for name in methods]
-    for side in sides:
-        watched.decoder.setup(side.name)  # models of the methods' own are loaded now
-    return sides
+    """A system for each method; they share the engine's model, its call costs, and one CallRecorder."""
+    recorder = CallRecorder(engine.network)
+    recorded = engine.copy_with(network=recorder)
+    for name in methods:
+        recorded.decoder.setup(name)  # load draft models now
+    return [MethodUnderTest(name, recorded, recorder) for name in methods]
 
 
 def split_text_by_call(tokenizer: Any, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:
-    """The text that each call added, for sides that give tokens only."""
+    """The text that each call added, for systems that report tokens only."""
     detokenizer, found, at = Detokenizer(tokenizer), [], 0
     for count in tokens_per_call:
         found.append("".join(detokenizer.add(token) for token in tokens[at : at + count]))
@@ -134,9 +133,9 @@ def split_text_by_call(tokenizer: Any, tokens: Sequence[int], tokens_per_call: S
 def early_end_problems(
     request: BenchmarkRequest, answer: MeasuredAnswer, end_tokens: frozenset[int], available_tokens: int | None
 ) -> list[str]:
-    """A text ends by an end token, a stop string, or where its length is reached; else somebody stopped writing.
+    """A problem if a text ends without an end token, a stop string, or its full length.
 
-    `room` is how many tokens the model's context leaves behind the prompt.
+    `available_tokens` is how many tokens the context leaves behind the prompt; None: no limit.
     """
     length = min(request.max_new_tokens, request.max_new_tokens if available_tokens is None else available_tokens)
     count = len(answer.tokens)

@@ -1,4 +1,6 @@
-"""Tell what the time of a network call goes to: embedding, attention, products with weights, unembedding, the rest."""
+"""Split the time of a network call: embedding, attention, linear layers, unembedding, the rest.
+
+torch.profiler is used on CUDA only: on CPU it does not see our kernels, which are no operators of PyTorch."""
 
 from __future__ import annotations
 
@@ -37,9 +39,9 @@ def profile_call(
 ) -> dict[str, Any]:
     """Milliseconds of a call by part, of the round whose whole is the median; `rest` is what no part accounts for.
 
-    Where kernels do several things at once (norms, SiLU and sums of the lean decoder) they count as linear layers.
-    `overhead` is how much watching slows the call. On CUDA the parts are the time of kernels, called without graphs,
-    and the whole is a call as it is made: `rest` may then be negative.
+    Fused kernels (norms, SiLU and sums of the native decoder) count as linear layers. `overhead` is how much the
+    measurement slows the call. On CUDA the parts are kernel times without graphs, and the whole is a call with graphs:
+    `rest` may then be negative.
     """
     kv_cache, one = network.new_kv_cache(), synthetic_inputs(num_nodes, text_length, vocab_size)
 
@@ -79,7 +81,7 @@ def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> 
 
 
 def _measure_by_profiler(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
-    """Seconds that kernels ran which a part has launched."""
+    """Seconds of the kernels that each part launched (CUDA)."""
     fixed, activities = network.fixed_shape_runner, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with ExitStack() as stack:
         if fixed is not None:
@@ -106,7 +108,7 @@ def _with_record_function(part: str, function: Callable[..., Any]) -> Callable[.
 
 @contextmanager
 def instrumented(network: Any, wrap: WrapFunction) -> Iterator[None]:
-    """Let every part of a network's calls run through `wrap` while the context is open."""
+    """Within the context, run every part of a network's calls through `wrap`."""
     with ExitStack() as stack:
         for context in (
             _patch_native_decoder(network.native_decoder, wrap)
@@ -128,7 +130,7 @@ def _patch_native_decoder(decoder: Any, wrap: WrapFunction) -> Iterator[Abstract
 
 
 def _wrap_kernel(wrap: WrapFunction, part: str, kernel: Any) -> Callable[..., Any]:
-    """A function of C has no name to copy, so another one stands before it."""
+    """Wrap a C function, which has no __name__, in a Python function."""
     return wrap(part, lambda struct: kernel(struct))
 
 
@@ -141,7 +143,7 @@ def _patch_modules(model: Any, wrap: WrapFunction) -> Iterator[AbstractContextMa
 
 
 def _part_of_module(module: Any, output_embeddings: Any) -> str | None:
-    """What a module without modules of its own does; what is told by no name or weight is rest."""
+    """The part that a leaf module belongs to, by its name or weight; else the rest."""
     if module is output_embeddings:
         return UNEMBEDDING
     if any(True for _ in module.children()):

@@ -34,7 +34,7 @@ class CallShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CallGrid:
-    """Which calls are measured, and how often. Batches are measured at one length. Errors: ValueError."""
+    """The calls to measure, and how often. Batches are measured at one length. Errors: ValueError."""
 
     nodes: tuple[int, ...] = DEFAULT_NODES
     lengths: tuple[int, ...] = DEFAULT_LENGTHS
@@ -54,7 +54,7 @@ class CallGrid:
             raise ValueError(f"rounds is {self.rounds}, but must be 1 or more")
 
     def check_context_length(self, context: int | None, name: str) -> None:
-        """Raise ValueError where a text with its nodes is longer than what the model called `name` reads."""
+        """Raise ValueError if a text with its nodes exceeds the context of the model called `name`."""
         if context is not None and (longest := self.lengths[-1]) + PATH_LENGTH > context:
             raise ValueError(
                 f"a text of {longest:,} tokens, and nodes {PATH_LENGTH} deep behind it, is too long for {name},"
@@ -74,7 +74,7 @@ class CallGrid:
 
     @property
     def num_calls(self) -> int:
-        """How many calls `measure` makes, warm-up and reading of the texts included."""
+        """How many calls are made, warm-up and prefill included."""
         texts = len(self.lengths) + max(self.batches) - 1
         return (
             texts
@@ -84,14 +84,14 @@ class CallGrid:
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:
-    """The usual lengths that fit into a context; a half of it where none does."""
+    """The usual lengths that fit into a context; half the context if none does."""
     fit = tuple(length for length in DEFAULT_LENGTHS if context is None or length + PATH_LENGTH <= context)
     return fit or (max((context or 0) // 2, 1),)
 
 
 @dataclass
 class CallTimings:
-    """Seconds by round. They are added as they are measured: who is interrupted keeps what there is."""
+    """Seconds by call and round, filled as they are measured, so that an interrupted run keeps them."""
 
     call_seconds: dict[CallShape, list[float]] = field(default_factory=dict)
     prefill_seconds: dict[int, list[float]] = field(default_factory=dict)
@@ -105,8 +105,8 @@ def measure_calls(
     clock: Clock = time.perf_counter,
     synchronize: Callable[[], Any] = lambda: None,
 ) -> Iterator[None]:
-    """Fill `timings`; yields after each call. Each round makes every call once, forwards and backwards in turn,
-    so that a machine that drifts hurts all alike; the first round is a warm-up. `settle` waits for the device."""
+    """Fill `timings`; yields after each call. Each round makes every call once, in alternating order, so that drift of
+    the machine affects all alike; the first round is a warm-up. `synchronize` waits for the device."""
     sequences = {(length, 0) for length in grid.lengths} | {
         (grid.batch_length, sequence) for sequence in range(max(grid.batches))
     }
@@ -137,7 +137,7 @@ def measure_calls(
 
 
 def synthetic_inputs(nodes: int, length: int, vocab_size: int, sequence: int = 0) -> ForwardInputs:
-    """A call of `nodes` nodes, the last decided token included, behind a text of `length` tokens of no meaning."""
+    """A call of `nodes` nodes, the last decided token included, behind a text of `length` arbitrary tokens."""
     tokens = (np.arange(length + nodes - 1, dtype=np.int64) * 7919 + 104729 * (sequence + 1)) % vocab_size
     parents = tuple(-1 if node % PATH_LENGTH == 0 else node - 1 for node in range(nodes - 1))
     return ForwardInputs(continuation(tokens[:length], PATH_LENGTH), tuple(tokens[length:].tolist()), parents)
@@ -158,7 +158,7 @@ def quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
 
 
 def kv_cache_growth(network: Network, vocab_size: int, context: int | None) -> dict[str, Any]:
-    """Slots that a text's memory fills beyond its decided tokens, over calls of many nodes that are all rejected."""
+    """KV cache entries beyond the decided tokens, after calls of many nodes that are all rejected."""
     kv_cache, text, over = network.new_kv_cache(), synthetic_inputs(1, 32, vocab_size).canvas.decided_prefix, []
     for _ in range(16 if context is None else max(min(16, context - 40), 1)):
         network.forward([ForwardInputs(continuation(text, 2), tuple(range(16)), (-1,) * 16)], [kv_cache])

@@ -1,4 +1,4 @@
-"""Search the settings with which Jacobi decoding is quickest on the machine at hand (Jacobi Forcing, App. D and E)."""
+"""Search the settings with which Jacobi decoding is fastest on this machine (Jacobi Forcing, App. D and E)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Setting = Mapping[str, Any]
 
 
 def affordable_draft_tokens(nodes: Sequence[int], times: Sequence[float], max_cost_ratio: float) -> int:
-    """The most drafted tokens whose call costs at most `dearest` times one of none; 3 at least.
+    """The most draft tokens whose call costs at most `max_cost_ratio` times a call without drafts; at least 3.
 
-    `nodes` count the last decided token too.
+    Node counts include the last decided token.
     """
     points = sorted(zip(nodes, times, strict=True))
     return max([4, *(n for n, seconds in points if seconds <= max_cost_ratio * points[0][1])]) - 1
@@ -37,8 +37,8 @@ def affordable_draft_tokens(nodes: Sequence[int], times: Sequence[float], max_co
 class JacobiSearch:
     """Tokens per second of settings, on the same texts in turn; plain decoding is one of them.
 
-    First block × candidates with two blocks live, then blocks live × spawn with the best of these. Who is interrupted
-    keeps what is measured.
+    First block × candidates with two live blocks, then live blocks × spawn with the best of these. An interrupted
+    search keeps its measurements.
     """
 
     engine: Engine
@@ -58,31 +58,31 @@ class JacobiSearch:
         """Block × candidates, those within the budget."""
         rows = (
             self.budget // 2 if "model" in self.fixed_options else self.budget
-        )  # an adapter reads guesses in rows of its own
+        )  # an adapter reads the guesses in extra rows
         blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
         return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
 
     @property
     def num_texts(self) -> int:
-        """How many texts are written in all."""
+        """How many texts are decoded in all."""
         return self.rounds * len(self.prompts) * (len(self.grid) + 1 + len(self.second_stage) + 1)
 
     def run(self) -> Iterator[None]:
-        """Yields after each text."""
+        """Measure all settings; yields after each text."""
         yield from self._measure([{PLAIN: True}, *self.grid])
         self.best_of_grid = self.best(self.grid)
         yield from self._measure([{PLAIN: True}, *({**self.best_of_grid, **more} for more in self.second_stage)])
 
     @property
     def second_stage(self) -> list[Setting]:
-        """Blocks live × spawn; one block alone spawns none."""
+        """Live blocks × spawn; a single block does not spawn."""
         several = [
             {"blocks": live, "spawn": spawn} for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS) if live > 1
         ]
         return [{"blocks": 1}, *several]
 
     def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
-        """Each round writes every text by all settings, forwards and backwards in turn; the first text warms up."""
+        """Each round decodes every text with all settings, in alternating order; the first text is a warm-up."""
         for setting in settings:
             self._generate(setting, 0, warm_up=True)
         for number in range(self.rounds):
@@ -104,7 +104,7 @@ class JacobiSearch:
             self.tokens.setdefault(key, {})[text] = (found.statistics.tokens, found.statistics.calls)
 
     def tokens_per_second(self, setting: Setting) -> float:
-        """Tokens per second over the texts, of each the median time; prefill included."""
+        """Tokens per second over all texts, by the median time of each; prefill included."""
         key = tuple(setting.items())
         spent = sum(statistics.median(times) for times in self.seconds[key].values())
         return sum(tokens for tokens, _ in self.tokens[key].values()) / spent
@@ -115,7 +115,7 @@ class JacobiSearch:
         return tokens / calls
 
     def best(self, settings: Sequence[Setting]) -> Setting:
-        """By the fitted surface where settings are of block × candidates, else as measured."""
+        """The best of some settings: by the fitted surface for block × candidates, else as measured."""
         if settings == self.grid:
             heights = SpeedupSurface.fit(self.speedup_points())
             return max(
@@ -131,7 +131,7 @@ class JacobiSearch:
         return [(one["block"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
 
     def best_setting(self) -> Setting:
-        """The best of all."""
+        """The best of all settings."""
         return self.best([{**self.best_of_grid, **more} for more in self.second_stage])
 
     def table_rows(self) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ class JacobiSearch:
 
 @dataclass(frozen=True)
 class SpeedupSurface:
-    """A polynomial in log₂ block and log₂ (1 + candidates), of the degree that foretells left-out points best."""
+    """A polynomial in log₂ block and log₂ (1 + candidates), of the degree with the best leave-one-out prediction."""
 
     degree: int
     weights: np.ndarray

@@ -1,4 +1,4 @@
-"""Say how quick a call could be at best: what it must read and compute, over what the machine reads and computes."""
+"""The roofline of a call: what it must read and compute, against the machine's bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from saltus.evaluation.profiling.call_timing import CallShape, Clock
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
-KNEE_COST_RATIO = 1.25  # the measured knee: where a call costs so many times what one of one node costs
+KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """What a call needs of the machine. Experts, where there are any, are all counted as read."""
+    """Bytes and operations of a call. All experts are counted as read."""
 
-    weight_bytes: int  # read once a call, tied embeddings once; of a table for look-up only, rows
-    row_bytes: int  # read for each row: its embedding, where that is not the unembedding
+    weight_bytes: int  # read once a call; tied embeddings once
+    row_bytes: int  # read for each row: its embedding, if it is not tied
     token_bytes: int  # keys and values of one token of a text
     row_flops: int  # of the products with weights, for each row
     pair_flops: int  # of attention, for each row and token that it sees
@@ -57,11 +57,11 @@ def count_demand(model: Any) -> ResourceDemand:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """What a machine can do: the best that was measured of each."""
+    """Measured bandwidth and arithmetic of a machine, the best of several ways."""
 
     bytes_per_second: float
     flops_per_second: float
-    measured: Mapping[str, float]  # what each way of measuring gave, in the same units
+    measured: Mapping[str, float]  # by way of measurement, in the same units
     threads: int
 
 
@@ -134,15 +134,15 @@ def lower_bound(demand: ResourceDemand, speed: MachineSpeed, call_shape: CallSha
 
 
 def predicted_knee(demand: ResourceDemand, speed: MachineSpeed, length: int) -> float:
-    """The nodes of a call from which on computing takes longer than reading."""
+    """The number of nodes from which on a call is compute-bound."""
     each = demand.flops(CallShape(1, length)) / speed.flops_per_second - demand.row_bytes / speed.bytes_per_second
     return demand.bytes_read(CallShape(0, length)) / speed.bytes_per_second / each if each > 0 else float("inf")
 
 
 def measured_knee(nodes: Sequence[int], times: Sequence[float]) -> float | None:
-    """The nodes at which a call costs DEARER times one of one node, between two measured ones by a straight line.
+    """The nodes at which a call costs KNEE_COST_RATIO times a call of one node, linear between measured ones.
 
-    None where no call is that dear, or none of one node was measured.
+    None if no call costs that much, or a call of one node was not measured.
     """
     points = sorted(zip(nodes, times, strict=True))
     if not points or points[0][0] != 1:

@@ -1,4 +1,4 @@
-"""Tell what a step costs around the network call: drafting, sampling, deciding, and the loop itself."""
+"""Split the time of a decoding step: network call, drafting, sampling, verification, and the loop itself."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def profile_step(
 ) -> dict[str, Any]:
     """Milliseconds of a step by part, mean over the steps after the prefill, of the round whose step is the median.
 
-    The prompt is always the same; `overhead` is how much watching slows a step. Drafting of methods that ask a
-    network of their own counts as rest.
+    The prompt is always the same; `overhead` is how much the measurement slows a step. Calls of draft models count as
+    rest.
     """
     settings = {"method": method, "max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
 
     def write(watch: PartTimer | None = None) -> tuple[float, int]:
-        engine.decoder.prefix_cache.clear()  # so that each round reads the prompt itself
+        engine.decoder.prefix_cache.clear()  # each round reads the prompt itself
         stream = engine.stream(PROMPT, **settings)
         next(stream)
         if watch:
@@ -66,13 +66,13 @@ def profile_step(
 
 @contextmanager
 def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callable[[], Any]) -> Iterator[None]:
-    """Let the loop's parts run on the stopwatch while the context is open."""
+    """Within the context, time the parts of the loop."""
     ensemble, network = engine.decoder.setup(method), engine.network
     call, drafters = network.forward, ensemble.new_drafters
 
     def settled(*args: Any, **settings: Any) -> Any:
         batch_outputs = call(*args, **settings)
-        synchronize()  # so that a device's time is not taken for that of what reads its answer
+        synchronize()  # the device's time must not count for the code that reads its results
         return batch_outputs
 
     rules = {name: timer.time_function(RULE, rule) for name, rule in decoder.RULES.items()}

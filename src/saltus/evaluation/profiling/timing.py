@@ -1,4 +1,6 @@
-"""Time the parts of a program from outside: put timed functions in the place of its own for a while."""
+"""Time the parts of a program from outside, by replacing functions with timed ones for a while.
+
+torch.profiler sees operators of PyTorch, but neither our kernels nor the Python around them."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WrapFunction = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class PartTimer:
-    """Seconds by part. What is begun within another part counts for itself alone, so that parts add up."""
+    """Seconds by part. Time of a nested part does not count for the outer one, so that parts add up."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -25,7 +27,7 @@ class PartTimer:
         self._last_change = 0.0
 
     def time_function(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time added to `part`."""
+        """The function, with its time added to `part`."""
         parts, clock = self._active_parts, self.clock
 
         @wraps(function)
@@ -41,7 +43,7 @@ class PartTimer:
         return run
 
     def reset(self) -> None:
-        """Forget all; between parts only."""
+        """Set all times to zero; only while no part is running."""
         assert not self._active_parts, "a part is under way"
         self.seconds = {}
 
@@ -54,7 +56,7 @@ class PartTimer:
 
 @contextmanager
 def temporarily_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module, class or object another attribute, and at the end its own again."""
+    """Replace an attribute of a module, class or object within the context."""
     own = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:

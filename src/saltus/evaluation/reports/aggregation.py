@@ -1,4 +1,4 @@
-"""Make of the records what a reader wants to know: rates, speed-ups and how certain they are."""
+"""Aggregate records: rates, speed-ups, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUMMED_COLUMNS = (
     "texts", "calls", "tokens", "seconds", "prefill_seconds", "later_calls", "later_tokens", "later_seconds", "nodes",
     "score", "scored",
 )  # fmt: skip
-RATES = {  # numerator and denominator, each a sum over texts
+RATES = {  # numerator and denominator, both sums over texts
     "tokens_per_call": ("tokens", "calls"),
     "tokens_per_second": ("tokens", "seconds"),
     "decode_tokens_per_second": ("later_tokens", "later_seconds"),
@@ -34,7 +34,7 @@ Sums = dict[str, np.ndarray]
 
 
 def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What results.json says of each side, computed from the records alone; plain comes first."""
+    """The entry of each system in results.json, computed from the records only; plain comes first."""
     sides = list(dict.fromkeys(record["side"] for record in records))
     tasks = list(dict.fromkeys(record["task"] for record in records))
     of_plain = {_text_id(record): record for record in records if record["side"] == BASELINE}
@@ -96,7 +96,7 @@ def _select_tasks(sums: Sums, mask: np.ndarray) -> Sums:
 
 
 def _rates_with_intervals(own: Sums, plain: Sums, calls_known: bool) -> dict[str, Any]:
-    """Rates of a side over some tasks, each with its interval: the central 95 % of a bootstrap over tasks."""
+    """Rates of a system over some tasks, each with the central 95 % of a bootstrap over tasks."""
     weights = _resample_counts(len(own["texts"]))
     point, spread = _rates(own, plain, np.ones((1, len(own["texts"])))), _rates(own, plain, weights)
     unknown = set() if calls_known else {"tokens_per_call", "ms_per_call", "nodes_per_call"}
@@ -124,7 +124,7 @@ def _rates(own: Sums, plain: Sums, weights: Float[np.ndarray, "resamples tasks"]
 
 @lru_cache(maxsize=16)
 def _resample_counts(num_tasks: int) -> Float[np.ndarray, "resamples tasks"]:
-    """How often each task is drawn: the same draws for every side, so that ratios are of the same tasks."""
+    """Bootstrap counts of each task: the same for every system, so that ratios compare the same tasks."""
     u = Noise(0).uniforms("bootstrap", np.arange(RESAMPLES * num_tasks)).reshape(RESAMPLES, num_tasks)
     drawn = (u * num_tasks).astype(np.int64)
     counts = np.zeros((RESAMPLES, num_tasks))
@@ -142,13 +142,13 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _acceptance_by_position(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of the calls that checked drafts, the share whose k-th drafted token, and all before it, became text."""
+    """Of the calls that verified drafts, the share whose first k draft tokens were all accepted, by k."""
     depths = np.array([c["decided"] - 1 for record in records for c in record["calls"] if c["nodes"]])
     return [float((depths >= k).mean()) for k in range(1, int(depths.max(initial=0)) + 1)]
 
 
 def _count_identical(records: Sequence[Mapping[str, Any]], plain: Mapping[Any, Mapping[str, Any]]) -> int | None:
-    """Texts that are plain's; None where others throw other dice, so that texts cannot be the same."""
+    """Texts equal to plain's; None for systems with another random generator."""
     if any(record.get("other_dice") for record in records):
         return None
     return sum(_is_same_text(record, plain[_text_id(record)]) for record in records)

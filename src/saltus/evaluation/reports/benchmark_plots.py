@@ -1,4 +1,4 @@
-"""Draw what a benchmark run measured: speed-ups, what calls cost and bring, acceptance, and a text by its calls."""
+"""Plot a benchmark run: speed-ups, tokens and cost of calls, acceptance, and an answer coloured by its calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any
 
 
 def draw_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures by name, of matplotlib; without those that the run has nothing for."""
+    """The matplotlib figures by name, without those that the run has no data for."""
     import matplotlib
 
     drawings = {"speed-up": _plot_speedup, "calls": _plot_calls, "acceptance": _plot_acceptance}
@@ -55,7 +55,7 @@ def render(figure: Any, kind: str) -> bytes:
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
     fonts = logging.getLogger("matplotlib.font_manager")
     level = fonts.level
-    fonts.setLevel(logging.ERROR)  # a text in letters that the font lacks is shown without them, in the PNG
+    fonts.setLevel(logging.ERROR)  # characters that the font lacks are left out of the PNG
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(file, format=kind, dpi=200, metadata=metadata)
@@ -90,7 +90,7 @@ def _new_figure(
 
 
 def _plot_speedup(results: Mapping[str, Any]) -> Any:
-    """Dots with intervals: all texts of each side on a line of its own, which names it; below, by category."""
+    """Dots with intervals: one row for each system over all texts; below, one for each category."""
     shown = {side: one for side, one in results["methods"].items() if side != "plain" and one["speedup"] is not None}
     if not shown:
         return None
@@ -163,7 +163,7 @@ def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") ->
 
 
 def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
-    """Below: who had problems or other texts than plain's. Of peers the latter is no fault, and no alarm."""
+    """Notes below: systems with problems, or with texts other than plain's (no fault of a peer)."""
     ours, peers, problems = [], [], []
     for side, one in results["methods"].items():
         if one["identical"] is not None and one["identical"] < one["texts"]:
@@ -180,7 +180,7 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
 
 
 def _plot_calls(results: Mapping[str, Any]) -> Any:
-    """What a call brings over what it costs, with lines of equal speed."""
+    """Tokens per call against the cost of a call, with lines of equal speed."""
     shown = {side: one for side, one in results["methods"].items() if one["tokens_per_call"] and one["ms_per_call"]}
     if not shown:
         return None

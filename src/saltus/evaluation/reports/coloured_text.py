@@ -1,4 +1,4 @@
-"""Draw an answer in colours that show which tokens one call of the network decided together."""
+"""Draw an answer in colours that show which tokens one call decided together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from saltus.evaluation.reports.palette import INK, LINE, MUTED, assign_colours
 
-TINTS = ("#bfe0f7", "#ffd9b8", "#bdebd8", "#f0cfe6", "#f3e3a8")  # behind text; neighbours differ for most eyes
-FAINT = ("#e9f4fb", "#fff2e6", "#e7f7f1", "#faf0f7", "#fbf6e1")  # where the call decided one token alone
+TINTS = ("#bfe0f7", "#ffd9b8", "#bdebd8", "#f0cfe6", "#f3e3a8")  # neighbours differ also for the colour-blind
+FAINT = ("#e9f4fb", "#fff2e6", "#e7f7f1", "#faf0f7", "#fbf6e1")  # of calls that decided one token
 STRONG = ("#0072b2", "#c94c00", "#00805e", "#a8488c", "#8f6600")  # the lines under runs, and the squares
 MAX_COLUMNS, MAX_LINES = 64, 24
 CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\n"} | {127: 0x2421}
 
 
 def most_tokens_per_call(results: Mapping[str, Any]) -> str | None:
-    """The side with most tokens per call, plain apart."""
+    """The system with most tokens per call, except plain."""
     sides = results["methods"]
     able = {side: one["tokens_per_call"] for side, one in sides.items() if one["tokens_per_call"] and side != "plain"}
     return max(able, key=lambda side: able[side]) if able else None
@@ -27,7 +27,7 @@ def most_tokens_per_call(results: Mapping[str, Any]) -> str | None:
 def typical_record(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> Mapping[str, Any] | None:
-    """The record to show of a side: the text nearest to the side's mean of tokens per call, short texts apart."""
+    """The record to show for a system: the one nearest to its mean tokens per call, except short texts."""
     own = [record for record in records if record["side"] == system and record["calls"]]
     if system is None or not own:
         return None
@@ -38,7 +38,7 @@ def typical_record(
 
 
 def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], width: int) -> Any:
-    """A typical answer of the side with most tokens per call, and its calls counted; `wide` in pixels."""
+    """A typical answer of the system with most tokens per call, and its number of calls; width in pixels."""
     record = typical_record(results, records, most_tokens_per_call(results))
     if record is None:
         return None
@@ -137,7 +137,7 @@ def _squares_height(calls: int) -> float:
 def _draw_call_counts(
     axes: Any, system: str, num_calls: int, num_plain_calls: int | None, paint: Mapping[str, Any]
 ) -> None:
-    """Beside the text: a square for each call of plain decoding, and for each of the side."""
+    """Beside the text: a square for each call of plain decoding, and of the system."""
     from matplotlib.patches import Rectangle
 
     x, y = 14 + 7.1 * MAX_COLUMNS + 34, 72.0

@@ -1,4 +1,4 @@
-"""Say on what a benchmark ran: the machine, the versions, and the commit of the package."""
+"""Describe where a benchmark ran: the machine, versions, and the commit of the package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def machine_info() -> dict[str, Any]:
 
 
 def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a page of results must name: command, date, commit, machine, model and settings."""
+    """The facts that results must name: command, date, commit, machine, model and settings."""
     model = engine.network.model
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -55,10 +55,10 @@ def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the repository that holds the package, `+` behind it where tracked files were changed; or None."""
+    """The commit of the repository that holds the package, with `+` if tracked files were changed; or None."""
     folder = Path(saltus.__file__).parent
     try:
-        if not _git(folder, "ls-files", "__init__.py"):  # a repository around an environment is not ours
+        if not _git(folder, "ls-files", "__init__.py"):  # a repository around a virtual environment is another one
             return None
         return _git(folder, "rev-parse", "--short", "HEAD") + (
             "+" if _git(folder, "diff", "HEAD", "--name-only") else ""

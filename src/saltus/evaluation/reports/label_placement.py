@@ -1,4 +1,4 @@
-"""Write names beside the points and lines of a figure, where they cover the least."""
+"""Place labels beside the points and lines of a figure, where they cover least."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place_labels(
     text_colours: Mapping[str, str],
     lines: Sequence[Any],
 ) -> None:
-    """Name each side at one of its places (data coordinates), apart from each other and from the drawn lines."""
+    """Place the label of each system at one of its points (data coordinates), away from other labels and lines."""
     figure = axes.figure
     scale = 72 / figure.dpi
     frame = axes.get_window_extent()

@@ -1,4 +1,4 @@
-"""Write the tables of a benchmark run in Markdown, to be quoted with all that a reader must know."""
+"""The tables of a benchmark run in Markdown, with all that a reader must know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def render_markdown(results: Mapping[str, Any]) -> str:
-    """What ran, all sides, speed-ups by category, problems, and on what machine."""
+    """The run, all systems, speed-ups by category, problems, and the machine."""
     return (
         "\n".join(
             line

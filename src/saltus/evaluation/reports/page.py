@@ -1,4 +1,4 @@
-"""Make one HTML file of a benchmark run: a sentence, figures, answers that race plain decoding, and every number."""
+"""One HTML page for a benchmark run: a summary, figures, replayed answers beside plain decoding, and all numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CSS_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", BAND: "band", BACKGRO
 
 
 def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """The page as one string that needs nothing else: styles, figures and scripts are inside.
+    """The page as one self-contained string, with styles, figures and scripts.
 
-    `results` and `records` are what `saltus bench` writes. A run that was interrupted has a page too. Without
-    matplotlib it has no figures.
+    `results` and `records` are those of `saltus bench`, also of an interrupted run. Without matplotlib there are no
+    figures.
     """
     here = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(here), autoescape=True, trim_blocks=True)
@@ -63,7 +63,7 @@ def _interval(one: Mapping[str, Any], name: str, digits: int = 2) -> str:
 
 
 def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the run was, as far as it is known."""
+    """Facts about the run, as far as they are known."""
     model, machine = results.get("model") or {}, results.get("machine") or {}
     millions = f"{model['parameters'] / 1e6:,.0f} million parameters" if model.get("parameters") else None
     kv_cache = f"{machine['memory_gb']:g} GB" if machine.get("memory_gb") else None
@@ -85,7 +85,7 @@ def _run_facts(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _svg_plots(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The figures as SVG to stand in a page; the text is left to the answers below them."""
+    """The figures as SVG for the page, without the coloured text, which the page shows itself."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -97,7 +97,7 @@ def _svg_plots(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]])
 
 
 def _inline_svg(svg: str, name: str) -> str:
-    """An SVG of its own file as one among several in a page: own ids, the page's colours and letters."""
+    """A standalone SVG adapted for a page with several: unique ids, the page's colours and fonts."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\1{name}-", svg)
@@ -110,7 +110,7 @@ def _inline_svg(svg: str, name: str) -> str:
 def _replay_data(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> dict[str, Any]:
-    """What the race needs: the texts of some tasks of every category, with the calls that wrote them."""
+    """The data of the replay: answers of some tasks of every category, with their calls."""
     sides = list(results["methods"])
     paint = assign_colours(sides)
     found: dict[tuple[str, int], dict[str, Any]] = {}
@@ -154,10 +154,9 @@ def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]])
 
 
 def _replay_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A text, its pieces with tokens and nodes, and when each was there: milliseconds since the start.
+    """An answer's pieces with tokens and nodes, and the time of each in milliseconds since the start.
 
-    The time between calls is not recorded by call; it is spread evenly over them, so that the last piece comes when
-    the text was done.
+    The time between calls is not recorded; it is spread evenly, so that the last piece comes when the text was done.
     """
     calls = record["calls"]
     whole = {
@@ -174,7 +173,7 @@ def _replay_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _escape_json(data: Mapping[str, Any]) -> str:
-    """JSON that no text can end or begin a tag in."""
+    """JSON in which no text can begin or end an HTML tag."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

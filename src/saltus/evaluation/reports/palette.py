@@ -1,4 +1,4 @@
-"""Give each side its colour and mark: the same in every figure, and apart for eyes that see few colours."""
+"""Colours and marks of systems: the same in every figure, and distinct also for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INK, MUTED, LINE, BAND, BACKGROUND, ALARM = "#1b1f24", "#5f6771", "#d8dce1", "#f
 
 @dataclass(frozen=True)
 class Colour:
-    """A colour that reads on white, its kin that reads on black, and a mark for those who see neither."""
+    """A colour for light backgrounds, one for dark backgrounds, and a mark."""
 
     name: str
     light: str
@@ -40,7 +40,7 @@ COLOUR_BY_SYSTEM = {
 
 
 def assign_colours(systems: Iterable[str]) -> dict[str, Colour]:
-    """The colour of each side: grey for plain, its own for a side we know, one that is free for any other."""
+    """The colour of each system: grey for plain, a fixed one for known systems, a free one for others."""
     names = list(systems)
     given = {side: COLOUR_BY_SYSTEM[side] for side in names if side in COLOUR_BY_SYSTEM}
     free = [colour for colour in COLOURS if colour not in given.values()] or list(COLOURS)

@@ -1,4 +1,4 @@
-"""Write answers as Spec-Bench writes them, so that its own tools read our runs."""
+"""Answers in the format of Spec-Bench, so that its own tools can read our runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 def spec_bench_answers(
     records: Sequence[Mapping[str, Any]], system: str, model: str | None = None
 ) -> list[dict[str, Any]]:
-    """One object a task, a JSON line each, with what Spec-Bench's `evaluation/speed.py` and `equal.py` read.
+    """One object for each task with the fields that Spec-Bench's `evaluation/speed.py` and `equal.py` read.
 
-    `wall_time` is in seconds, prefill included; `accept_lengths` are the tokens that each call decided, and empty for
-    a side that does not tell its calls. Turns are stripped, as there. Spec-Bench counts plain decoding's tokens as
+    `wall_time` is in seconds, prefill included; `accept_lengths` are the tokens that each call decided, empty for
+    a system that does not report calls. Turns are stripped, as there. Spec-Bench counts plain decoding's tokens as
     `len(tokenizer(text).input_ids) - 1`, for a tokenizer that adds a token in front. Errors: ValueError of one line.
     """
     tasks: dict[str, dict[int, Mapping[str, Any]]] = {}

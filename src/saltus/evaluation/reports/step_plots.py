@@ -1,4 +1,4 @@
-"""Draw what a step costs: calls by nodes and text, the roofline with its knee, and the parts of calls and steps."""
+"""Plot step costs: calls by nodes and text length, the roofline with its knee, and the parts of calls and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DARK_COLOURS = {"#0072b2", "#c94c00", "#a8488c", "#00805e"}
 
 
 def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write every figure that there is something for, as SVG and as PNG (1,200 pixels wide). The files' paths."""
+    """Write every figure that has data, as SVG and as PNG (1,200 pixels wide). The files' paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in draw_figures(result).items():
@@ -32,7 +32,7 @@ def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_figures(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures by name, of matplotlib; without those that nothing was measured for."""
+    """The matplotlib figures by name, without those that have no data."""
     import matplotlib
 
     drawings = {"step_calls": _plot_calls, "step_roofline": _plot_roofline, "step_parts": _plot_parts}
@@ -51,7 +51,7 @@ def _new_figure(title: str, subtitle: str, height: int = HEIGHT) -> Any:
 
 
 def _add_time_axes(figure: Any, nodes: Sequence[int], right_margin: int) -> Any:
-    """Axes of milliseconds by nodes; so many pixels stay free on the right for labels."""
+    """Axes of milliseconds by nodes, with free pixels on the right for labels."""
     axes = figure.add_axes((54 / WIDTH, 50 / HEIGHT, (WIDTH - 54 - right_margin) / WIDTH, (HEIGHT - 50 - 80) / HEIGHT))
     axes.set_xscale("log", base=2)
     axes.set_xticks(nodes, list(map(str, nodes)))
@@ -97,7 +97,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
 
 
 def _label_line_ends(axes: Any, x: float | int, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Labels right of the last points, pushed apart where they would touch."""
+    """Labels right of the last points, moved apart if they would touch."""
     low, high = axes.get_ylim()
     least, at = 0.062 * (high - low), float("-inf")
     for y, said, colour in sorted(ends):
@@ -107,7 +107,7 @@ def _label_line_ends(axes: Any, x: float | int, ends: Sequence[tuple[float, str,
 
 
 def _plot_roofline(result: Mapping[str, Any]) -> Any:
-    """What was measured over what reading and computing take at least, on two logarithmic scales."""
+    """Measured calls above the bounds of reading and computing, on two logarithmic scales."""
     length = result["settings"]["batch_length"]
     rows = [row for row in result["calls"] if row["length"] == length and row["batch"] == 1 and "floor_ms" in row]
     if len(rows) < 2:
@@ -153,7 +153,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _label_line_ends_log(axes: Any, x: float | int, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Like `_name_ends`, on a logarithmic scale."""
+    """`_label_line_ends` on a logarithmic scale."""
     low, high = axes.get_ylim()
     at = 0.0
     for y, said, colour in sorted(ends):
@@ -164,7 +164,7 @@ def _label_line_ends_log(axes: Any, x: float | int, ends: Sequence[tuple[float, 
 
 
 def _mark_knees(axes: Any, result: Mapping[str, Any], length: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A drop line where the floor bends, and one where a call costs a quarter more than one of one node."""
+    """A drop line at the knee of the bound, and one where a call costs a quarter more than a call of one node."""
     knee = next(one for one in result["knees"] if one["length"] == length)
     bottom = axes.get_ylim()[0]
     marks = []
@@ -179,7 +179,7 @@ def _mark_knees(axes: Any, result: Mapping[str, Any], length: int, rows: Sequenc
 
 
 def _plot_parts(result: Mapping[str, Any]) -> Any:
-    """Bars of the parts: above a call at several counts of nodes, below what a step costs around it."""
+    """Bars of the parts: calls of several node counts, and below the rest of a step."""
     calls, loop = result["parts"], result["loop"]
     if not calls and not loop:
         return None
@@ -205,7 +205,7 @@ def _plot_parts(result: Mapping[str, Any]) -> Any:
 def _draw_stacked_bars(
     axes: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str], parts: Sequence[str], title: str
 ) -> None:
-    """Stacked bars, their parts named in a line above and their sums at their ends."""
+    """Stacked bars with a legend above and their sums at their ends."""
     from matplotlib.patches import Patch
 
     wide = max(sum(max(one["parts"][part], 0) for part in parts) for one in rows) or 1

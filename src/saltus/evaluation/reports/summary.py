@@ -1,4 +1,4 @@
-"""Say in a sentence what a benchmark run found, the unwelcome parts included."""
+"""Summarise a benchmark run in a sentence, unwelcome findings included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Summary:
-    """A sentence, the side it is about, and what must be said beside it."""
+    """A sentence, the system that it is about, and a note beside it."""
 
     sentence: str
     system: str | None = None
@@ -17,7 +17,7 @@ class Summary:
 
 
 def summarize_results(results: Mapping[str, Any]) -> Summary:
-    """The fastest of our methods against plain decoding (the fastest peer where there is none); never a peer's sum."""
+    """The fastest of our methods against plain decoding, or the fastest peer if there is no method."""
     sides = results["methods"]
     compared = {side: one for side, one in sides.items() if side != "plain" and one["speedup"] is not None}
     ours = {side: one for side, one in compared.items() if one["kind"] == "method"}

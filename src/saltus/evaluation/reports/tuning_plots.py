@@ -1,4 +1,4 @@
-"""Draw what `saltus tune` measured: calls by nodes with the budget, and the surface of speed-ups."""
+"""Plot what `saltus tune` measured: calls by nodes with the budget, and the surface of speed-ups."""
 
 from __future__ import annotations
 

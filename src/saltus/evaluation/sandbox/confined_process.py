@@ -1,9 +1,9 @@
-"""Run one program inside limits it cannot lift, and tell on a pipe how it ended: `sandbox.run` starts this file.
+"""Run one program inside limits that it cannot lift, and report on a pipe how it ended (started by run_program.py).
 
-It gets a token and the program on its stdin, is no module of the package, and imports the standard library alone.
-Three guards hold the program, each without trust in the others: limits of the system (memory, seconds, files), the
-kernel's filter of system calls (Linux on x86-64 and aarch64), and a hook on Python's audit events. The hook gives
-reasons in words, and is what there is on other systems; a program made to get past it there could.
+This file gets a token and the program on stdin, and imports only the standard library. Three independent guards
+confine the program: resource limits (memory, seconds, files), a seccomp filter of system calls (Linux on x86-64 and
+aarch64), and a hook on Python's audit events. The hook gives readable reasons, and is the only guard against writing
+and networking on other systems, where a malicious program could circumvent it.
 """
 
 import os
@@ -57,7 +57,7 @@ REASONS_BY_EVENT = _by_name(
 
 
 def main() -> None:
-    """Confine this process, run the program, say how it ended and leave without any more of its code."""
+    """Confine this process, run the program, report how it ended, and exit without running more of its code."""
     report, parent, seconds, megabytes = (int(word) for word in sys.argv[1:5])
     guards, place = sys.argv[5:7]
     token, _, program = sys.stdin.buffer.read().partition(b"\n")
@@ -72,7 +72,7 @@ def main() -> None:
 
     for name in ("exit", "quit"):  # as site would
         setattr(builtins, name, sys.exit)
-    module = type(sys)("program")  # not __main__: as HumanEval does, what only a script would run is left out
+    module = type(sys)("program")  # not __main__: as in HumanEval, code for scripts only is not run
     sys.modules["program"] = sys.modules["__main__"] = module
 
     write, leave = os.write, os._exit
@@ -83,18 +83,18 @@ def main() -> None:
 
     lower_limits(AS=megabytes << 20, CPU=seconds + 2, FSIZE=0, NOFILE=64, CORE=0, MEMLOCK=0, MSGQUEUE=0, RTPRIO=0)
     if not ("filter" in guards and install_seccomp_filter(parent)):
-        lower_limits(NPROC=0)  # which counts threads too on Linux: without the filter rather none of either
+        lower_limits(NPROC=0)  # on Linux this also counts threads: without the filter allow neither
     if "hook" in guards:
         install_audit_hook(end)
     del end
     write(report, b"!")  # ready: from here on the program's seconds count
-    # The token waits on the evaluation stack, where the program finds it neither by name nor through a frame.
+    # The token is on the evaluation stack only, where the program cannot find it by name or through a frame.
     write(report, tokens.pop() + execute(program, vars(module), megabytes))
     leave(0)
 
 
 def execute(program: bytes, namespace: dict, megabytes: int) -> bytes:
-    """Run the program and wait for its threads; "+" where it came to its end, "-" and the reason else."""
+    """Run the program and wait for its threads; "+" if it came to its end, else "-" and the reason."""
     try:
         exec(compile(program.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True), namespace)
         if threading := sys.modules.get("threading"):
@@ -111,7 +111,7 @@ def execute(program: bytes, namespace: dict, megabytes: int) -> bytes:
 
 
 def describe_exception(error: BaseException) -> bytes:
-    """An exception in a line of 200 characters at most; its own text is the program's code and may fail too."""
+    """An exception as a line of at most 200 characters; its __str__ is the program's code and may fail, too."""
     name = type(error).__name__
     try:
         said = str(error)
@@ -122,21 +122,21 @@ def describe_exception(error: BaseException) -> bytes:
 
 
 def lower_limits(**limits: int) -> None:
-    """Lower limits of the system, the hard ones too; those that a system lacks or keeps lower stay as they are.
+    """Lower soft and hard resource limits; limits that the system lacks, or that are lower, stay.
 
-    Wall time is for the parent to measure; the limit of CPU time ends a program whose parent is gone.
+    The parent measures wall time; the limit of CPU time ends a program whose parent is gone.
     """
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is not None:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            with suppress(OSError, ValueError):  # macOS knows a limit of memory, but not always how to set it
+            with suppress(OSError, ValueError):  # macOS has a limit of memory, but cannot always set it
                 resource.setrlimit(kind, (value, value))
 
 
 def install_seccomp_filter(parent_pid: int) -> bool:
-    """Install the kernel's filter for good, and die with the parent; False where there is no such filter."""
+    """Install the seccomp filter, and die with the parent; False if the system has no such filter."""
     if not sys.platform.startswith("linux"):
         return False
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -164,7 +164,7 @@ def install_seccomp_filter(parent_pid: int) -> bool:
 
 
 def install_audit_hook(end_process: Callable[[str], None]) -> None:
-    """End the process at the first audit event of a thing it may not do; there is no exception to catch."""
+    """End the process at the first audit event that is not allowed; no exception can be caught."""
     itself, family, text, starts = os.getpid(), 1, (str, bytes), str.startswith
     absolute, plain = os.path.abspath, os.fsdecode
 

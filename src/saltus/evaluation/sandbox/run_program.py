@@ -1,8 +1,9 @@
-"""Run programs that a language model wrote, each alone in a confined process, and say whether it came to its end.
+"""Run programs that a language model wrote, each in a confined process, and report whether they ended without error.
 
-`confine.py` runs in that process: see there for what holds the program. On Linux (x86-64, aarch64) it can neither
-write, nor start processes, nor reach others or the network, whatever it calls; on other systems a hook inside Python
-ends it at the attempt, which holds against accidents, not against a program made to get out. It may read files.
+See confined_process.py for the guards. On Linux (x86-64, aarch64) a program can neither write, nor start processes, nor
+reach other processes or the network. On other systems a hook in Python stops accidents, but not a malicious program.
+Programs may read files. Why our own: HumanEval's checks disable functions in Python only, and containers, bubblewrap or
+nsjail need privileges or packages that a user's machine may lack.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def run_program(program: str, *, seconds: float | int = 10, memory_mb: int = 102
 
 
 def run_with_guards(program: str, seconds: float | int, memory_mb: int, guards: str) -> ProgramResult:
-    """`run` with the named guards only, so that tests see each hold alone."""
+    """`run_program` with the named guards only, so that tests can check each one."""
     if os.name != "posix":
         raise ValueError("programs can only be confined on Linux and macOS; run them there, or in WSL")
     token = secrets.token_hex(16).encode()
@@ -78,7 +79,7 @@ def _start(folder: str, report_fd: int, seconds: float | int, memory_mb: int, gu
         cwd=folder,
         env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # nothing to fill, and nothing printed can count
+        stdout=subprocess.DEVNULL,  # output is discarded
         stderr=subprocess.DEVNULL,
         pass_fds=(report_fd,),
         start_new_session=True,
@@ -94,7 +95,7 @@ def _send_program(process: subprocess.Popen[bytes], payload: bytes) -> None:
 
 
 def _wait(pid: int, report_fd: int, token: bytes, seconds: float | int) -> tuple[bytes, str | None]:
-    """What the process reports until it ends, and the reason where it had to be stopped."""
+    """What the process reports until it ends, and the reason if it had to be stopped."""
     report, deadline = b"", time.monotonic() + START_TIMEOUT
     with selectors.DefaultSelector() as selector:
         selector.register(report_fd, selectors.EVENT_READ)
@@ -112,7 +113,7 @@ def _wait(pid: int, report_fd: int, token: bytes, seconds: float | int) -> tuple
 
 
 def _num_threads(pid: int) -> int:
-    """How many threads a process has; 0 where the system does not say it cheaply."""
+    """The number of threads of a process; 0 if the system does not tell cheaply."""
     try:
         return os.stat(f"/proc/{pid}/task").st_nlink - 2
     except OSError:
@@ -120,8 +121,8 @@ def _num_threads(pid: int) -> int:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill all that may be left of it; its group cannot have gone to others before it is waited for."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted where the process has ended by itself
+    """Kill the process and its group; the group id cannot be reused before the process is waited for."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted if the process has ended
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(OSError):
         process.kill()
@@ -141,8 +142,6 @@ def _parse_result(
         return ProgramResult(False, f"took more than {seconds:g} s")
     if exit_status == -signal.SIGSYS:
         return ProgramResult(False, "made a forbidden system call")
-    if (
-        exit_status < 0 and exit_status != -signal.SIGKILL
-    ):  # a program that closes its report and goes on is killed by us
+    if exit_status < 0 and exit_status != -signal.SIGKILL:  # SIGKILL is ours: the program closed its report and went on
         return ProgramResult(False, f"ended by {signal.Signals(-exit_status).name}")
     return ProgramResult(False, "left early")

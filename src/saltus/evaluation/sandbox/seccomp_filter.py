@@ -1,9 +1,9 @@
-"""Say which system calls a confined program may make, as a filter that the Linux kernel runs before each.
+"""The seccomp filter of a confined program: which system calls the Linux kernel lets it make.
 
-What is listed in FREE may be made, some others with certain arguments only (`_conditions`). What is listed in DEADLY
-ends the process. All else does not exist (ENOSYS), also what kernels to come will add: clone3 and openat2, whose
-arguments no filter can read, are answered so too, and libc falls back to clone and openat. The launcher loads this file
-by path, so it imports the standard library alone.
+Calls in FREE are allowed, some others with certain arguments only (`_conditional_calls`). Calls in DEADLY end the
+process. All others fail with ENOSYS, also those of future kernels: for clone3 and openat2, whose arguments a filter
+cannot read, libc then falls back to clone and openat. The launcher loads this file by path, so it imports only the
+standard library.
 """
 
 import errno
@@ -103,7 +103,7 @@ def build_filter(machine: str, pid: int) -> bytes | None:
 
 
 def _conditional_calls(pid: int) -> dict[str, list[bytes]]:
-    """Calls whose arguments decide."""
+    """Calls that are allowed with certain arguments."""
     only_itself = _allow_only_values(0, (pid,), KILL)
     return {
         "open 2 -": _kill_if_any_bit(1, OPEN_WRITE_FLAGS),
@@ -143,7 +143,7 @@ def _instruction(code: int, value: int, skip_if_true: int = 0, skip_if_false: in
 
 
 def _match_call(number: int, body: list[bytes]) -> list[bytes]:
-    """`body`, which returns, for the call of that number; the number stays loaded for others."""
+    """Run `body`, which must return, for the call of that number; the number stays loaded for others."""
     return [_instruction(EQUAL, number, skip_if_false=len(body)), *body]
 
 

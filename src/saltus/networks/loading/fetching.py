@@ -105,7 +105,15 @@ def as_source_errors(folder: Path, name: str, env_variable: str) -> Iterator[Non
                 f"the disk of {folder} ran full while {name} was fetched; free some space,"
                 f" or name a folder on another disk with {env_variable}"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.EEXIST,
+            errno.ENOENT,
+            errno.ELOOP,
+        ):
             raise SourceError(
                 f"{name} cannot be kept in {folder} ({error.strerror});"
                 f" make that folder writable, or name another with {env_variable}"

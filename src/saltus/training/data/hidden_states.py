@@ -54,10 +54,7 @@ def collect_hidden_states(
 
 
 def write_shards(
-    samples: Sequence[Sample],
-    folder: Path,
-    metadata: dict[str, Any],
-    read_text: Callable[[Sample], dict[str, Tensor]],
+    samples: Sequence[Sample], folder: Path, metadata: dict[str, Any], read_text: Callable[[Sample], dict[str, Tensor]]
 ) -> Iterator[int]:
     """Write what `read_text` returns for each text, in shards; existing ones are kept. Yields how many texts are done.
 

@@ -1,27 +1,19 @@
-"""Let a model write what a drafter learns from: its answers to prompts, in shards that are whole or not there."""
+"""Teacher texts: answers of a model to prompts, in shards that are complete or absent."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
-import signal
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from saltus.core.distributions import Step
 from saltus.core.sampling import Sampling
-from saltus.engine.engine import Engine, load
+from saltus.engine.engine import Engine
 from saltus.engine.request import Request
-from saltus.networks.loading.checkpoints import first_line
 from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
@@ -31,7 +23,7 @@ METADATA_FILE = "collect.json"
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt as the tokens that the model reads, and where it comes from."""
+    """The token ids of a prompt, and where it comes from."""
 
     source: str
     prompt: tuple[int, ...]
@@ -39,9 +31,9 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True)
 class CollectionPlan:
-    """What is to be written: every question answered at every temperature, `shard` texts a file.
+    """The texts to write: every prompt answered at every temperature, in shards.
 
-    With a `block` the texts are written by Jacobi decoding, and its iterates are kept.
+    With a block size the texts are written by Jacobi decoding, and its iterates are recorded.
     """
 
     prompts: Sequence[TokenizedPrompt]
@@ -66,7 +58,7 @@ class CollectionPlan:
         return [f"{number:05d}.jsonl.gz" for number in range(-(-self.num_texts // self.texts_per_shard))]
 
     def texts_of_shard(self, shard_number: int) -> list[tuple[int, float]]:
-        """The texts of a shard: question and temperature of each."""
+        """The texts of a shard: prompt number and temperature of each."""
         here = range(
             shard_number * self.texts_per_shard, min((shard_number + 1) * self.texts_per_shard, self.num_texts)
         )
@@ -74,7 +66,7 @@ class CollectionPlan:
         return [(text // kinds, self.temperatures[text % kinds]) for text in here]
 
     def metadata(self, engine: Engine) -> dict[str, Any]:
-        """What a folder of these texts says of itself."""
+        """The metadata of a folder of these texts. The keys are kept for folders that exist."""
         inputs = json.dumps([[one.source, *map(int, one.prompt)] for one in self.prompts])
         model = engine.network.model
         return {
@@ -94,7 +86,7 @@ class CollectionPlan:
 
 @dataclass
 class TrajectoryRequest(Request):
-    """A text that keeps what every call was asked: how many tokens were decided, and the guesses for those behind."""
+    """A request that records the inputs of every call: the number of decided tokens, and the guesses behind them."""
 
     iterates: list[list[int]] = field(default_factory=list, init=False)
 
@@ -104,7 +96,7 @@ class TrajectoryRequest(Request):
 
 
 def _adapter_digest(engine: Engine) -> str:
-    """What tells the adapter that guesses for a target; empty where there is none."""
+    """A digest of the adapter that drafts for a target; empty where there is none."""
     adapter = engine.network.adapter
     if adapter is None:
         return ""
@@ -115,23 +107,25 @@ def _adapter_digest(engine: Engine) -> str:
 
 
 def text_seed(seed: int, prompt_number: int) -> int:
-    """The seed of the answers to a question: a function of both, whoever writes it and beside whom."""
+    """The seed of the answers to a prompt; it does not depend on batches or processes."""
     return int.from_bytes(
         blake2b(f"{int(seed)}/question/{int(prompt_number)}".encode(), digest_size=8).digest(), "little"
     )
 
 
 def prepare_folder(folder: Path, plan: CollectionPlan, engine: Engine) -> list[int]:
-    """Say in the folder what its texts are; the numbers of the shards that it lacks.
+    """Write the folder's metadata; returns the numbers of the missing shards.
 
     Errors: ValueError where it holds other texts, or a damaged shard.
     """
-    papers = plan.metadata(engine)
+    metadata = plan.metadata(engine)
     if not (folder / METADATA_FILE).exists():
-        write_atomically(folder / METADATA_FILE, lambda out: out.write((json.dumps(papers, indent=1) + "\n").encode()))
+        write_atomically(
+            folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
+        )
     found = read_metadata(folder)
-    names = [name for name in {**papers, **found} if name != "model"]
-    differs = next((name for name in names if found.get(name) != papers.get(name)), None)
+    names = [name for name in {**metadata, **found} if name != "model"]
+    differs = next((name for name in names if found.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):
         what = "answers to other prompts" if differs == "prompts" else f"answers of another model ({found['model']})"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
@@ -143,14 +137,14 @@ def prepare_folder(folder: Path, plan: CollectionPlan, engine: Engine) -> list[i
     if differs:
         name = differs.replace("_", "-")
         raise ValueError(
-            f"{folder} was begun with {name} {found.get(differs)}, not {papers[differs]};"
+            f"{folder} was begun with {name} {found.get(differs)}, not {metadata[differs]};"
             " give the same again, or collect into another folder"
         )
     return missing_shards(folder, plan)
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """What a folder of texts says of itself. Errors: ValueError where it says nothing."""
+    """The metadata of a folder of texts. Errors: ValueError for a folder without it."""
     try:
         return json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -164,213 +158,55 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def missing_shards(folder: Path, plan: CollectionPlan) -> list[int]:
-    """The numbers of the shards that are still to be written. Errors: ValueError for one that is damaged."""
-    left = []
+    """The numbers of the shards that do not exist. Errors: ValueError for a damaged one."""
+    missing = []
     for number, name in enumerate(plan.shard_names):
         if not (folder / name).exists():
-            left.append(number)
+            missing.append(number)
         elif len(read_rows(folder / name)) != len(plan.texts_of_shard(number)):
             raise ValueError(f"{folder / name} is damaged (texts are missing); delete it and collect again")
-    return left
+    return missing
 
 
 def write_shard(
     engine: Engine, plan: CollectionPlan, shard_number: int, folder: Path, batch_size: int
 ) -> Iterator[tuple[int, int]]:
-    """Write one shard; yields how many texts ended and tokens were written since the last time."""
-    texts, context = [], engine.target.context_length
-    for question, temperature in plan.texts_of_shard(shard_number):
-        prompt = plan.prompts[question].prompt
+    """Write one shard; yields the texts finished and the tokens written since the last yield."""
+    requests, context = [], engine.target.context_length
+    for number, temperature in plan.texts_of_shard(shard_number):
+        prompt = plan.prompts[number].prompt
         length = plan.max_new_tokens if context is None else min(plan.max_new_tokens, context - len(prompt))
-        distribution, seed = Sampling(temperature=temperature), text_seed(plan.seed, question)
-        texts.append(
-            (TrajectoryRequest if plan.block_size else Request)(
-                prompt, length, seed, distribution, engine.target.end_tokens.__contains__
-            )
-        )
+        sampling, seed = Sampling(temperature=temperature), text_seed(plan.seed, number)
+        request_type = TrajectoryRequest if plan.block_size else Request
+        requests.append(request_type(prompt, length, seed, sampling, engine.target.end_tokens.__contains__))
     ended, tokens = 0, 0
-    for _ in engine.decoder.run(texts, engine.method, batch_size=batch_size, prefix_cache=False):
-        now = sum(text.finished for text in texts), sum(len(text.calls) for text in texts)
+    for _ in engine.decoder.run(requests, engine.method, batch_size=batch_size, prefix_cache=False):
+        now = sum(one.finished for one in requests), sum(len(one.calls) for one in requests)
         yield now[0] - ended, now[1] - tokens
         ended, tokens = now
     rows = [
-        {"source": plan.prompts[question].source, "temperature": temperature,
-         "prompt": list(plan.prompts[question].prompt), "completion": text.tokens,
-         **({"seed": text.seed, "iterates": text.iterates} if isinstance(text, TrajectoryRequest) else {})}
-        for (question, temperature), text in zip(plan.texts_of_shard(shard_number), texts, strict=True)
+        {"source": plan.prompts[number].source, "temperature": temperature,
+         "prompt": list(plan.prompts[number].prompt), "completion": one.tokens,
+         **({"seed": one.seed, "iterates": one.iterates} if isinstance(one, TrajectoryRequest) else {})}
+        for (number, temperature), one in zip(plan.texts_of_shard(shard_number), requests, strict=True)
     ]  # fmt: skip
     data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
     write_atomically(folder / plan.shard_names[shard_number], lambda out: out.write(gzip.compress(data, mtime=0)))
 
 
-def collect_in_process(
-    engine: Engine, plan: CollectionPlan, shard_numbers: Sequence[int], folder: Path, batch_size: int
-) -> Generator[tuple[int, int]]:
-    """`write_shard` for many, one after the other."""
-    for number in shard_numbers:
-        yield from write_shard(engine, plan, number, folder, batch_size)
-
-
-def collect_in_processes(
-    plan: CollectionPlan,
-    shard_numbers: Sequence[int],
-    folder: Path,
-    load_options: Mapping[str, Any],
-    batch_size: int,
-    num_processes: int,
-) -> Generator[tuple[int, int]]:
-    """`write_shard` for many, dealt out over processes that each load the model and share the threads.
-
-    A process whose parent is gone ends by itself. Errors: ValueError of one that failed or was killed.
-    """
-    waiting, spawn, live = deque(shard_numbers), get_context("spawn"), {}
-    threads = max(1, torch.get_num_threads() // num_processes)
-    try:
-        for _ in range(min(num_processes, len(waiting))):
-            ours, theirs = spawn.Pipe()
-            conditioning = theirs, plan, folder, dict(load_options), batch_size, threads
-            process = spawn.Process(target=_worker, args=conditioning, daemon=True)
-            process.start()
-            theirs.close()
-            live[ours] = process
-            ours.send(waiting.popleft())
-        while live:
-            for connection in wait(list(live)):
-                assert isinstance(connection, Connection)
-                try:
-                    said = connection.recv()
-                except EOFError:
-                    raise ValueError("a process that wrote texts was killed; take fewer --processes") from None
-                if isinstance(said, str):
-                    raise ValueError(said)
-                if said is not None:
-                    yield said
-                elif waiting:
-                    connection.send(waiting.popleft())
-                else:
-                    connection.send(None)
-                    live.pop(connection).join()
-    finally:
-        for process in live.values():
-            process.kill()
-
-
-def collect_with_ray(
-    plan: CollectionPlan,
-    shard_numbers: Sequence[int],
-    folder: Path,
-    load_options: Mapping[str, Any],
-    batch_size: int,
-    num_processes: int,
-    address: str,
-) -> Generator[tuple[int, int]]:
-    """`write_shard` for many, by Ray Data: each process of a cluster loads the model once. The folder is a shared one.
-
-    Errors: ValueError where Ray is missing or cannot be reached, and of a process that failed.
-    """
-    try:
-        import ray
-        import ray.data
-        from ray.exceptions import RayError
-    except ImportError:
-        raise ValueError("Ray is missing; pip install 'saltus[ray]', or leave --ray out") from None
-    for talks in ("ray", "ray.data"):
-        logging.getLogger(talks).setLevel(logging.CRITICAL)
-    started = not ray.is_initialized()
-    if started:
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ValueError(
-                f"there is no Ray cluster at {address} ({first_line(error)}); start one with ray start --head"
-            ) from None
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    threads = max(1, torch.get_num_threads() // num_processes) if address == "local" else None
-    conditioning = plan, folder.resolve(), dict(load_options), batch_size, threads
-    gpus = 1 if str(load_options["device"]).startswith("cuda") else None
-    shards = ray.data.from_items(
-        [{"shard": number} for number in shard_numbers], override_num_blocks=len(shard_numbers)
-    )
-    try:
-        done = shards.map_batches(
-            _ShardWriter, fn_constructor_args=conditioning, batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(num_processes, len(shard_numbers))), num_gpus=gpus,
-        )  # fmt: skip
-        for row in done.iter_rows():
-            if row["error"]:
-                raise ValueError(row["error"])
-            yield row["texts"], row["tokens"]
-    except RayError as error:
-        raise ValueError(f"Ray: {first_line(error)}; take fewer --processes, or look at its dashboard") from None
-    finally:
-        if started:
-            ray.shutdown()
-
-
-class _ShardWriter:
-    """A process of a cluster: it loads the model once, and writes the shards whose numbers it is given."""
-
-    def __init__(self, *conditioning: Any) -> None:
-        self.plan, self.folder, self.load_options, self.batch_size, self.num_threads = conditioning
-        self.engine: Engine | None = None
-
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Faults are told, since Ray sends on what an error says, but not which it is."""
-        texts = tokens = 0
-        try:
-            if self.engine is None:
-                if self.num_threads is not None:
-                    torch.set_num_threads(self.num_threads)
-                self.engine = load(**self.load_options)
-            for number in batch["shard"]:
-                for ended, new in write_shard(self.engine, self.plan, int(number), self.folder, self.batch_size):
-                    texts, tokens = texts + ended, tokens + new
-        except Exception as error:
-            return {"texts": [texts], "tokens": [tokens], "error": [_error_line(error)]}
-        return {"texts": [texts], "tokens": [tokens], "error": [""]}
-
-
-def _worker(
-    parent: Connection,
-    plan: CollectionPlan,
-    folder: Path,
-    load_options: Mapping[str, Any],
-    batch_size: int,
-    num_threads: int,
-) -> None:
-    """Write the shards whose numbers the parent sends; None is said after each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
-    try:
-        torch.set_num_threads(num_threads)
-        engine = load(**load_options)
-        for number in iter(parent.recv, None):
-            for done in write_shard(engine, plan, number, folder, batch_size):
-                parent.send(done)
-            parent.send(None)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except Exception as error:
-        parent.send(_error_line(error))
-
-
-def _error_line(error: BaseException) -> str:
-    """In one line."""
-    return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
-
-
 def read_texts(file: Path) -> list[Sample]:
-    """The texts of one file, JSON lines as they are or in gzip. Errors: ValueError for a damaged one."""
+    """The texts of a file of JSON lines, which may be compressed (.gz). Errors: ValueError for a damaged one."""
     return [Sample(row["prompt"], row["completion"], float(row["temperature"])) for row in read_rows(file)]
 
 
 def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temperature")) -> list[dict[str, Any]]:
-    """The lines of such a file; each has the keys. Errors: ValueError for a damaged one."""
+    """The rows of a file of JSON lines. Errors: ValueError for a damaged file, or a missing key."""
     try:
         data = file.read_bytes()
         text = gzip.decompress(data) if file.suffix == ".gz" else data
         rows = [json.loads(line) for line in text.decode().splitlines()]
-        if lacking := next((key for row in rows for key in keys if key not in row), None):
-            raise KeyError(lacking)
+        if missing := next((key for row in rows for key in keys if key not in row), None):
+            raise KeyError(missing)
         return rows
     except FileNotFoundError:
         raise ValueError(f"there is no teacher text {file}; write it with saltus collect text") from None
@@ -379,22 +215,21 @@ def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temper
 
 
 def read_teacher_texts(path: Path) -> list[Sample]:
-    """All texts of a file, or of a folder that is complete. Errors: ValueError."""
+    """All texts of a file, or of a complete folder. Errors: ValueError."""
     if not path.is_dir():
         return read_texts(path)
     return [sample for file in shard_paths(path, read_metadata(path)) for sample in read_texts(file)]
 
 
 def shard_paths(folder: Path, metadata: Mapping[str, Any]) -> list[Path]:
-    """The files of a folder that says this of itself. Errors: ValueError where one is missing or damaged."""
-    wanted = CollectionPlan(
+    """The files of a folder with this metadata. Errors: ValueError where one is missing or damaged."""
+    plan = CollectionPlan(
         [TokenizedPrompt("", ())] * metadata["questions"],
         tuple(metadata["temperatures"]),
         texts_per_shard=metadata["shard"],
     )
-    if left := missing_shards(folder, wanted):
+    if missing := missing_shards(folder, plan):
         raise ValueError(
-            f"{folder} lacks {len(left)} of {len(wanted.shard_names)} shards; give the saltus collect that began it"
-            " again"
+            f"{folder} lacks {len(missing)} of {len(plan.shard_names)} shards; run its saltus collect command again"
         )
-    return [folder / name for name in wanted.shard_names]
+    return [folder / name for name in plan.shard_names]

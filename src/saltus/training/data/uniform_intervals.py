@@ -25,22 +25,6 @@ class UniformIntervals:
     high: Float[Tensor, "*shape"]
 
 
-def sorted_cumulative(
-    logits: Float[Tensor, "*shape vocab"], temperature: float = 1.0, token_order: TokenOrder = "pick"
-) -> tuple[Int[Tensor, "*shape vocab"], Float[Tensor, "*shape vocab"]]:
-    """The tokens in the order of Pick, and their cumulative probabilities, in float64.
-
-    Whole tensors, with temperature as the only sampling setting. Tests compare it with `core.sampling`.
-    """
-    weights = _weights(logits, temperature)
-    keys = (
-        torch.where(weights >= LIKELY_THRESHOLD, -weights, 1.0) if token_order == "pick" else torch.zeros_like(weights)
-    )
-    tokens = keys.argsort(dim=-1, stable=True)
-    sums = weights.gather(-1, tokens).cumsum(-1)
-    return tokens, sums / sums[..., -1:]
-
-
 def uniform_intervals(
     logits: Float[Tensor, "*shape vocab"],
     tokens: Int[Tensor, "*shape"],
@@ -76,12 +60,14 @@ def pick_tokens(
     token_order: TokenOrder = "pick",
 ) -> Int[Tensor, "*shape"]:
     """The first token whose cumulative probability exceeds u (PTP, Eq. 2); `core.sampling.pick` for whole tensors."""
-    picked = []
-    for u, rows in zip(
-        uniforms.flatten().split(ROWS_PER_CHUNK), logits.flatten(0, -2).split(ROWS_PER_CHUNK), strict=True
-    ):
-        ids, sums = sorted_cumulative(rows, temperature, token_order)
-        rank = torch.searchsorted(sums, u[:, None].double().contiguous(), right=True)
+    picked, chunks = [], (part.split(ROWS_PER_CHUNK) for part in (uniforms.flatten(), logits.flatten(0, -2)))
+    for u, rows in zip(*chunks, strict=True):
+        weights = _weights(rows, temperature)
+        likely = weights >= LIKELY_THRESHOLD
+        keys = torch.where(likely, -weights, 1.0) if token_order == "pick" else torch.zeros_like(weights)
+        ids = keys.argsort(dim=-1, stable=True)
+        sums = weights.gather(-1, ids).cumsum(-1)
+        rank = torch.searchsorted(sums / sums[..., -1:], u[:, None].double().contiguous(), right=True)
         picked.append(ids.gather(-1, rank.clamp_max(sums.shape[-1] - 1))[..., 0])
     return torch.cat(picked).view(uniforms.shape)
 

@@ -21,7 +21,7 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
 from saltus.training.data.window_packing import PackedBatch, pack_windows, query_uniforms
 from saltus.training.tasks import losses
-from saltus.training.tasks.distillation import DistillationSettings, token_loss
+from saltus.training.tasks.losses import DistillationSettings, token_loss
 from saltus.training.tasks.training_task import WindowTrainingTask
 
 
@@ -160,9 +160,6 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     def _query_temperatures(self, batch: Batch) -> Float[Tensor, "batch windows window"]:
         return batch.temperatures[..., None].expand(batch.loss_mask.shape)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     @contextmanager
     def _dropout(self, step: int) -> Iterator[None]:

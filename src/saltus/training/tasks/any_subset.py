@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.models.any_subset import ANY_SUBSET
-from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
+from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 from saltus.training.tasks.training_task import TrainingTask
@@ -244,7 +244,7 @@ class AnySubsetTrainingTask(TrainingTask):
         """Logits of the holes, text by text in the order of their positions, and their tokens."""
         mask_token = int(getattr(self.model.config, ANY_SUBSET)["mask"])
         packed, rows, targets = pack_holes(tokens, ranks, mask_token, num_unknown)
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             logits = packed_logits(self.model, packed, rows)
         return logits.float(), targets
 
@@ -265,29 +265,11 @@ class XlnetTrainingTask(AnySubsetTrainingTask):
         hidden = (ranks[:, None, :] >= first_unknown[:, :, None]) | (ranks < 0)[:, None, :]
         positions, is_hole = _hole_positions(ranks > 0)
         mapping = F.one_hot(positions, tokens.shape[1])
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+        with self._autocast():
             logits = self.model(
                 input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
             ).logits
         return logits[is_hole].float(), tokens.gather(1, positions)[is_hole]
-
-
-@dataclass(eq=False)
-class LeftToRightTrainingTask(AnySubsetTrainingTask):
-    """A causal model on the same texts, to compare with."""
-
-    def hole_logits(
-        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
-    ) -> tuple[Float[Tensor, "tokens vocab"], Int[Tensor, "tokens"]]:
-        """Logits of all tokens but the first, and the tokens."""
-        is_token = ranks[:, 1:] >= 0
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), is_token.flatten().nonzero()[:, 0])
-        return logits.float(), tokens[:, 1:][is_token]
-
-    def evaluate(self) -> dict[str, float]:
-        """Bits of a token."""
-        return {"bits": super().evaluate()["bits at 20%"]}
 
 
 def lattice_ranks(ranks: Int[Tensor, "batch padded"]) -> Int[Tensor, "batch padded"]:

@@ -28,7 +28,7 @@ from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import WindowSettings, select_validation
 from saltus.training.tasks import losses
 from saltus.training.tasks.adapter import load_initial_adapter
-from saltus.training.tasks.distillation import token_loss
+from saltus.training.tasks.losses import token_loss
 from saltus.training.tasks.training_task import TrainingTask
 
 DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, behind decided text
@@ -179,9 +179,6 @@ class JacobiTrainingTask(TrainingTask):
             temperatures = temperatures.to(row_indices.device)
         with self._autocast():
             return packed_logits(self.model, blocks.packed, row_indices, self.adapter, temperatures, self.recompute)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _row_weights(self, blocks: PackedBlocks) -> Float[Tensor, "batch slots"]:
         """Discounted by the number of earlier rows in the same block that attend to a wrong token."""

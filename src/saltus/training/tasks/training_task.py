@@ -16,9 +16,15 @@ from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSett
 
 
 class TrainingTask(ABC):
-    """What `training.run.train_task` trains: a module, with everything that its objective needs."""
+    """What `training.run.train_task` trains: a module, with everything that its objective needs.
+
+    Recipes make the tasks of drafters, adapters, heads and Jacobi Forcing (`training.objectives`). Any-subset models
+    have no recipe file; `training.assd` makes their two tasks.
+    """
 
     module: Any  # the nn.Module whose weights are trained
+    model: Any  # the Hugging Face model that a loss runs, if it runs one
+    autocast: bool = False  # compute in bfloat16
 
     @property
     def queries_per_step(self) -> int:
@@ -48,6 +54,9 @@ class TrainingTask(ABC):
     def _tokens_per_call(self, greedy: bool) -> float:
         """Correct leading drafts of a chain, plus the verifier's own token; NaN without such texts."""
         raise NotImplementedError
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
 
     @abstractmethod
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""Add a decoding method: a frozen config whose drafter offers branches of draft tokens. The text cannot change."""
+
+import argparse
+from dataclasses import dataclass, field
+
+import saltus
+from saltus.core.tree import Branch
+from saltus.methods import available_methods
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Draft the last `length` tokens once more."""
+
+    length: int = 4
+    draft_models: dict[str, str] = field(default_factory=dict, init=False)  # no draft models
+
+    def drafter(self, noise, sampling, rule):
+        def draft(canvas, last, room):
+            tokens = canvas.decided_prefix[-self.length :][:room].tolist()
+            return [Branch(tokens, [0.5] * len(tokens), source="echo")]
+
+        return draft
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--model", default="smollm2-135m", help="a short name, a folder, or a hub id")
+parser.add_argument("--max-new-tokens", type=int, default=32)
+given = parser.parse_args()
+
+available_methods()["echo"] = Echo  # a package registers it by an entry point of the group saltus.methods
+engine = saltus.load(given.model, method="echo", options={"echo": {"length": 2}})
+prompt, settings = "Say tick tock ten times.", {"max_new_tokens": given.max_new_tokens}
+answer = engine.generate(prompt, **settings)
+print(answer.text)
+assert answer.tokens == engine.generate(prompt, method="plain", **settings).tokens
+print(f"{answer.statistics.calls} calls for {answer.statistics.tokens} tokens, accepted: {answer.statistics.accepted}")

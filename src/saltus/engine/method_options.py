@@ -1,0 +1,29 @@
+"""Choose a method by a draft model, in the words of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULT_METHOD = "lookup"
+Options = Mapping[str, Mapping[str, Any]]
+
+
+def with_draft_model(
+    method: str | None, options: Options, draft_model: str | None, num_draft_tokens: int | None
+) -> tuple[str, Options]:
+    """The method and the options of methods, given perhaps a draft model and its number of draft tokens.
+
+    A draft model alone selects the method `small_model`. Errors: ValueError if the method is another one.
+    """
+    given = {"model": draft_model, "length": num_draft_tokens}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return DEFAULT_METHOD if method is None else method, options
+    method = "small_model" if method is None else method
+    if "small_model" not in method.split("+"):
+        raise ValueError(
+            f"a draft model belongs to the method small_model, but the method is {method};"
+            f" leave the method out, or take small_model+{method}"
+        )
+    return method, {**options, "small_model": {**options.get("small_model", {}), **given}}
