@@ -86,7 +86,7 @@ def tune(
     engine = open_engine(
         model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, profile=False
     )
-    if options and engine.network.fixed_shape_runner is not None:
+    if options and engine.network.max_draft_tokens is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -140,9 +140,7 @@ def _search_settings(
     model = engine.network.model
     length = min(256, (engine.target.context_length or 1024) // 2)
     nodes = (
-        NODE_COUNTS
-        if engine.network.fixed_shape_runner is None
-        else tuple(n for n in NODE_COUNTS if n <= MAX_DEPTH + 1)
+        NODE_COUNTS if engine.network.max_draft_tokens is None else tuple(n for n in NODE_COUNTS if n <= MAX_DEPTH + 1)
     )
     grid, timings = steps.CallGrid(nodes, (length,), (1,), rounds=5), steps.CallTimings()
     with progress_bar(grid.num_calls, "measuring calls") as advance:

@@ -24,6 +24,7 @@ from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
 from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.networks.protocols import TargetNetwork
 
 DTYPES = {
     "auto": "auto",
@@ -38,7 +39,7 @@ class Checkpoint:
     """A network and what belongs to it."""
 
     name: str
-    network: Any  # a target network, or a call recorder around one
+    network: TargetNetwork
     tokenizer: Any
     end_tokens: frozenset[int]  # tokens that end a text
     context_length: int | None  # in tokens; None if unknown
@@ -71,9 +72,11 @@ def load_checkpoint(
                 f" into {folder}"
             ) from error
     network = make_network(model, name_or_path, exact, budget)
-    if network.any_subset:
+    if isinstance(network, AnySubsetNetwork | XlnetNetwork):
         network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
     if adapter is not None:
+        if not isinstance(network, CausalNetwork) or not network.accepts_drafters:
+            raise ValueError(f"{base} fills holes anywhere, but adapters are for causal models; load it without")
         network.attach_adapter(load_adapter(adapter, model, model_fingerprint(model), base))
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
@@ -98,7 +101,7 @@ def _load_model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
+def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> TargetNetwork:
     """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
 
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.

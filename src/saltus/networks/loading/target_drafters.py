@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from saltus.networks.draft_models.drafter import DraftNetwork
 from saltus.networks.draft_models.heads import HeadModel, HeadNetwork
@@ -15,6 +14,7 @@ from saltus.networks.loading.drafter_files import (
     model_fingerprint,
 )
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
+from saltus.networks.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
 SHIPPED_DRAFTER = "auto"  # the one that comes with the package
@@ -27,7 +27,7 @@ def is_drafter_spec(spec: str) -> bool:
 
 
 def load_drafter_for_target(
-    spec: str, target: Any, target_name: str, method: str = ""
+    spec: str, target: TargetNetwork, target_name: str, method: str = ""
 ) -> DraftNetwork | HeadNetwork | None:
     """The drafter or heads for the target of this name; None for an adapter, which is attached to the target.
 
@@ -35,6 +35,11 @@ def load_drafter_for_target(
     one, or one for another target or method.
     """
     kind, _, place = spec.partition(":")
+    if not target.accepts_drafters:
+        raise ValueError(
+            f"{target_name} fills holes anywhere, but drafters, heads and adapters are for causal models; take assd"
+        )
+    assert isinstance(target, DrafterHost)
     if kind == "adapter":
         if Path(place, "config.json").is_file() and not Path(place, ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{place} holds a model, not an adapter; load it by --model")
