@@ -126,7 +126,7 @@ class ToyNetwork:
             (depth - (node >= inputs.num_draft_tokens) for node, depth in enumerate(inputs.depths)), default=-1
         )
         assert deepest < len(inputs.canvas.open_positions) - 1, (
-            "the law after the last node, and a query's, is for a hole"
+            "the distribution behind the last node, or of a query, is for a hole"
         )
         assert inputs.draft_distributions is None or len(inputs.draft_distributions) == inputs.num_draft_tokens
         if inputs.draft_distributions is None or not any(inputs.draft_distributions):

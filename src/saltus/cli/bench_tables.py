@@ -67,7 +67,7 @@ def _percent(share: float | None) -> str:
 
 def _same_text(system: Mapping[str, Any]) -> Text:
     if system["identical"] is None:
-        return Text("other dice", "dim")
+        return Text("other random numbers", "dim")
     whole = system["identical"] == system["texts"]
     return Text(
         f"{system['identical']} of {system['texts']}", "green" if whole else "red" if system["kind"] == "method" else ""

@@ -88,4 +88,4 @@ def _show(descriptions: list[dict[str, Any]]) -> None:
         table.add_row(each["method"], Text(each["about"]), options or Text("none", "dim"))
     console = terminal(soft_wrap=False)
     console.print(table)
-    console.print(Text("Join methods with +: their guesses share one tree, as in --method jacobi+lookup.", "dim"))
+    console.print(Text("Join methods with +: their draft tokens share one tree, as in --method jacobi+lookup.", "dim"))

@@ -114,8 +114,8 @@ def custom_generate(
         texts = []
         for i, prompt in enumerate(prompts):
             ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
-            dice = (own_seed if seed is None else seed) + i % returns
-            texts.append(Request(prompt.tolist(), length, dice, sampling, ends))
+            row_seed = (own_seed if seed is None else seed) + i % returns
+            texts.append(Request(prompt.tolist(), length, row_seed, sampling, ends))
         with _borrowed_network(model, exact, budget, already_checked=model in measured) as network:
             known = measured.setdefault(model, _Measurements())
             decoder = Decoder(
