@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,9 @@ from saltus.networks.draft_models.circuits import (
 )
 from saltus.networks.draft_models.heads import MAX_CANDIDATE_TOKENS
 from saltus.training.data.seeded_generator import seeded_generator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from reference_circuits import sample_states
 
 MADE: dict[str, Callable[[int, int], Circuit]] = {
     "ff": lambda window, rank: independent_circuit(window),
@@ -68,7 +72,7 @@ def drawing(circuit: Circuit) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run() -> None:
-        circuit.sample_states(start, steps, torch.zeros_like(leaves), uniforms)
+        sample_states(circuit, start, steps, torch.zeros_like(leaves), uniforms)
 
     return run
 

@@ -291,7 +291,7 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
     task.save(tmp_path / "adapter", {"steps": 200})
     assert read_metadata(tmp_path / "adapter").training == {"steps": 200, "form": form, "window": 5}
     own = {"model": str(tmp_path / "adapter")}
-    engine = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own})
+    engine = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own}, adaptive=False)
     apart = saltus.load(str(folder), "ptp", device="cpu", options={"ptp": own | {"two_calls": True}}, adaptive=False)
     settings = {"temperature": temperature, "max_new_tokens": 24, "raw": True, "ignore_eos": True}
     for seed, prompt in enumerate(PROMPTS):

@@ -263,7 +263,7 @@ def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     first = open_records(tmp_path, plan(), TASKS, NOW)
     first.append(run.measure_task(0))
     first.append(run.measure_task(1))
-    file = tmp_path / "out" / "records.jsonl"
+    file = tmp_path / "records.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])  # cut in the middle of the second task's last record
     second = open_records(tmp_path, plan(), TASKS, NOW)

@@ -1,6 +1,7 @@
 """Circuits: every quantity against the sum over all tokens and states, which small vocabularies allow."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saltus.networks.draft_models import circuits
+import reference_circuits
+from reference_circuits import (
+    levels,
+    log_probability,
+    most_probable_states,
+    sample_states,
+    scopes,
+    state_posteriors,
+)
 from saltus.networks.draft_models.circuits import (
     Circuit,
     CircuitFilter,
@@ -78,7 +87,7 @@ def test_probabilities_of_any_evidence_are_sums_over_states_and_unknown_tokens(c
     table = joint(circuit, start, steps, distributions)
     for known in windows(circuit):
         expected = sum(value for (_, tokens), value in table.items() if agrees(tokens, known))
-        found = circuit.log_probability(start, steps, evidence(distributions, known)).exp()
+        found = log_probability(circuit, start, steps, evidence(distributions, known)).exp()
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
 
 
@@ -86,12 +95,12 @@ def test_probabilities_of_any_evidence_are_sums_over_states_and_unknown_tokens(c
 def test_it_is_normalised_smooth_and_decomposable(circuit):
     start, steps, distributions = parameters(circuit)
     nothing = evidence(distributions, (None,) * circuit.window)
-    torch.testing.assert_close(circuit.log_probability(start, steps, nothing), torch.zeros(BATCH).double())
-    assert circuit.scopes[0] == set(range(circuit.window)), "all of the window is below the first latent"
+    torch.testing.assert_close(log_probability(circuit, start, steps, nothing), torch.zeros(BATCH).double())
+    assert scopes(circuit)[0] == set(range(circuit.window)), "all of the window is below the first latent"
     for latent in circuit.latent_ids:
-        parts = [circuit.scopes[child] for child in circuit.children[latent]]
+        parts = [scopes(circuit)[child] for child in circuit.children[latent]]
         parts += [{place} for place, holder in enumerate(circuit.position_latents) if holder == latent]
-        assert sum(map(len, parts)) == len(circuit.scopes[latent]), "factors of a product share no position"
+        assert sum(map(len, parts)) == len(scopes(circuit)[latent]), "factors of a product share no position"
 
 
 @shapes
@@ -99,7 +108,7 @@ def test_the_law_of_any_token_given_any_others_is_the_mixture_of_its_states(circ
     start, steps, distributions = parameters(circuit)
     table = joint(circuit, start, steps, distributions)
     for known in windows(circuit):
-        weights = circuit.state_posteriors(start, steps, evidence(distributions, known))
+        weights = state_posteriors(circuit, start, steps, evidence(distributions, known))
         torch.testing.assert_close(weights.exp().sum(-1), torch.ones(BATCH, circuit.window).double())
         for place in (place for place, token in enumerate(known) if token is None):
             found = (weights[:, place, :, None] + distributions[:, place]).logsumexp(-2).exp()
@@ -132,13 +141,13 @@ def test_a_window_is_read_token_by_token(circuit):
         for place in range(circuit.window):
             before = evidence(distributions, (*known[:place], *(None,) * (circuit.window - place)))
             torch.testing.assert_close(
-                reader.state_log_weights, circuit.state_posteriors(start, steps, before)[:, place]
+                reader.state_log_weights, state_posteriors(circuit, start, steps, before)[:, place]
             )
             reader.observe(leaves[:, place])
-        total = circuit.log_probability(start, steps, leaves)
+        total = log_probability(circuit, start, steps, leaves)
         told = token_losses(circuit, start, steps, leaves)
         torch.testing.assert_close(-told.sum(-1), total)
-        torch.testing.assert_close(-told[:, 0], circuit.log_probability(
+        torch.testing.assert_close(-told[:, 0], log_probability(circuit,
             start, steps, evidence(distributions, (known[0], *(None,) * (circuit.window - 1)))
         ))  # fmt: skip
 
@@ -147,7 +156,7 @@ def test_a_window_is_read_token_by_token(circuit):
 def test_the_best_path_is_the_most_probable_of_all(circuit):
     start, steps, distributions = parameters(circuit)
     table = joint(circuit, start, steps, distributions)
-    states, value = circuit.most_probable_states(start, steps, distributions.amax(-1))
+    states, value = most_probable_states(circuit, start, steps, distributions.amax(-1))
     for row in range(BATCH):
         best = max(table, key=lambda path: float(table[path][row]))
         assert [best[0][holder] for holder in circuit.position_latents] == states[row].tolist()
@@ -164,7 +173,7 @@ def test_samples_follow_the_law_given_the_evidence(circuit):
     count = 40_000
     uniforms = torch.from_numpy(seeded_generator(3, "uniforms").random((count, circuit.num_latents)))
     many = [part.expand(count, *part.shape[1:]) for part in (start, steps, evidence(distributions, known))]
-    states = circuit.sample_states(*many, uniforms)
+    states = sample_states(circuit, *many, uniforms)
     expected: dict[tuple[int, ...], float] = {}
     for (latents, tokens), value in table.items():
         if agrees(tokens, known):
@@ -181,11 +190,11 @@ def test_samples_follow_the_law_given_the_evidence(circuit):
     ("circuit", "stages"), [(mixture_circuit(16, 2), 1), (tree_circuit(16, 2), 4), (chain_circuit(16, 2), 16)]
 )
 def test_a_window_is_drawn_in_a_stage_for_each_level(circuit, stages, monkeypatch):
-    calls, drawn = [], circuits._sample_states
-    monkeypatch.setattr(circuits, "_sample_states", lambda *given: calls.append(1) or drawn(*given))
+    calls, drawn = [], reference_circuits._sample_states
+    monkeypatch.setattr(reference_circuits, "_sample_states", lambda *given: calls.append(1) or drawn(*given))
     start, steps, distributions = parameters(circuit)
     uniforms = torch.from_numpy(seeded_generator(3, "uniforms").random((BATCH, circuit.num_latents)))
-    circuit.sample_states(start, steps, evidence(distributions, (None,) * 16), uniforms)
+    sample_states(circuit, start, steps, evidence(distributions, (None,) * 16), uniforms)
     assert len(calls) == stages
 
 
@@ -194,9 +203,9 @@ def test_gradients_are_those_of_finite_differences_and_of_posteriors(circuit):
     start, steps, distributions = parameters(circuit, batch=1)
     tokens = tuple(place % VOCAB for place in range(circuit.window))
     given_ = [part.clone().requires_grad_() for part in (start, steps, evidence(distributions, tokens))]
-    assert torch.autograd.gradcheck(circuit.log_probability, given_)
-    circuit.log_probability(*given_).backward()
-    posterior = circuit.state_posteriors(start, steps, evidence(distributions, tokens)).exp()
+    assert torch.autograd.gradcheck(partial(log_probability, circuit), given_)
+    log_probability(circuit, *given_).backward()
+    posterior = state_posteriors(circuit, start, steps, evidence(distributions, tokens)).exp()
     torch.testing.assert_close(given_[2].grad, posterior)
 
 
@@ -206,10 +215,10 @@ def test_trees_of_any_window_halve_it_and_are_as_deep_as_its_logarithm(window):
     circuit = tree_circuit(window, 2)
     assert circuit.window == window
     assert circuit.num_latents == max(window - 1, 1)
-    assert len(circuit.levels) == max(0, (window - 1).bit_length() - 1)
-    assert len(chain_circuit(window, 2).levels) == window - 1
+    assert len(levels(circuit)) == max(0, (window - 1).bit_length() - 1)
+    assert len(levels(chain_circuit(window, 2))) == window - 1
     for latent in circuit.latent_ids[1:]:
-        scope = sorted(circuit.scopes[latent])
+        scope = sorted(scopes(circuit)[latent])
         assert scope == list(range(scope[0], scope[-1] + 1))
 
 
@@ -219,12 +228,12 @@ def test_equal_where_one_is_a_case_of_the_other():
     start = parameters(mixture_circuit(4, 3))[0]
     leaves = evidence(distributions, (0, 2, 1, 1))
     stays = torch.eye(3).double().log().expand(BATCH, 3, 3, 3)
-    expected = mixture_circuit(4, 3).log_probability(start, torch.zeros(BATCH, 0, 3, 3).double(), leaves)
-    torch.testing.assert_close(chain_circuit(4, 3).log_probability(start, stays, leaves), expected)
-    torch.testing.assert_close(tree_circuit(4, 3).log_probability(start, stays[:, :2], leaves), expected)
+    expected = log_probability(mixture_circuit(4, 3), start, torch.zeros(BATCH, 0, 3, 3).double(), leaves)
+    torch.testing.assert_close(log_probability(chain_circuit(4, 3), start, stays, leaves), expected)
+    torch.testing.assert_close(log_probability(tree_circuit(4, 3), start, stays[:, :2], leaves), expected)
     alone = leaves[..., :1]
-    one = independent_circuit(4).log_probability(
-        torch.zeros(BATCH, 1).double(), torch.zeros(BATCH, 0, 1, 1).double(), alone
+    one = log_probability(
+        independent_circuit(4), torch.zeros(BATCH, 1).double(), torch.zeros(BATCH, 0, 1, 1).double(), alone
     )
     torch.testing.assert_close(one, alone.sum((-1, -2)))
 
@@ -235,17 +244,17 @@ def test_equal_where_one_is_a_case_of_the_other():
 def test_tokens_that_some_states_cannot_write_rule_those_states_out(circuit):
     start, steps, distributions = parameters(circuit, batch=1)
     distributions[:, 0, 0, 1] = -torch.inf  # state 0 never writes token 1 at place 0
-    weights = circuit.state_posteriors(start, steps, evidence(distributions, (1, None, None)))
+    weights = state_posteriors(circuit, start, steps, evidence(distributions, (1, None, None)))
     assert weights[0, 0].exp().tolist() == [0.0, 1.0]
     assert not weights.isnan().any()
     distributions[:, 0, 1, 1] = -torch.inf
     impossible = evidence(distributions, (1, None, None))
-    assert circuit.log_probability(start, steps, impossible).exp().item() == 0
+    assert log_probability(circuit, start, steps, impossible).exp().item() == 0
     uniforms = torch.full((1, circuit.num_latents), 0.5)
     for inputs in (
-        lambda: circuit.state_posteriors(start, steps, impossible),
-        lambda: circuit.sample_states(start, steps, impossible, uniforms),
-        lambda: circuit.most_probable_states(start, steps, impossible),
+        lambda: state_posteriors(circuit, start, steps, impossible),
+        lambda: sample_states(circuit, start, steps, impossible, uniforms),
+        lambda: most_probable_states(circuit, start, steps, impossible),
         lambda: token_losses(circuit, start, steps, impossible),
     ):
         with pytest.raises(ValueError, match=r"evidence has probability 0.*give tokens"):

@@ -207,7 +207,7 @@ def _certain_of(token: int, vocab: int) -> torch.Tensor:
 
 
 def test_no_new_tokens_take_no_call(engine, monkeypatch):
-    monkeypatch.setattr(engine.network, "forward", None)
+    monkeypatch.setattr(engine.network, "forward", lambda *_: pytest.fail("a call was made"))
     answer = engine.generate(PROMPT, max_new_tokens=0)
     assert (answer.text, answer.tokens, answer.finish_reason, answer.statistics.calls) == ("", [], "length", 0)
     (chunk,) = engine.stream(PROMPT, max_new_tokens=0)

@@ -15,6 +15,7 @@ from transformers import set_seed
 
 import saltus
 from conftest import tiny_llama
+from reference_circuits import log_probability
 from saltus.core.canvas import continuation
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
@@ -80,7 +81,7 @@ def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, .
         windows = list(itertools.product(range(distributions.shape[-1]), repeat=circuit.window))
         leaves = torch.stack([distributions[torch.arange(circuit.window), :, list(window)] for window in windows])
         start, steps = (part.expand(len(windows), *part.shape) for part in (found.initial, found.transitions))
-        values = circuit.log_probability(start, steps, leaves).exp()
+        values = log_probability(circuit, start, steps, leaves).exp()
     return {tuple(int(model.tokens[place]) for place in window): float(value)
             for window, value in zip(windows, values, strict=True)}  # fmt: skip
 
@@ -294,7 +295,7 @@ def said(model: HeadModel, states: torch.Tensor, last: torch.Tensor, tokens: tor
     found = model(states, last)
     distributions = all_laws(model, found)
     leaves = distributions.gather(-1, tokens[..., None, None].expand(*distributions.shape[:-1], 1))[..., 0]
-    return model.shape.circuit_structure.log_probability(found.initial, found.transitions, leaves)
+    return log_probability(model.shape.circuit_structure, found.initial, found.transitions, leaves)
 
 
 def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):

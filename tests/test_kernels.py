@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -420,19 +421,18 @@ def test_a_forked_child_computes_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # hundreds of tests in one
-def test_without_kernels_rows_round_alike_too():
+@pytest.mark.timeout(1200)  # a hundred tests in one
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_network.py"])
+def test_without_kernels_rows_round_alike_too(file):
     """This file's own tests and the networks', in a process that must do without."""
     chosen = "a_row_of or attention_is_right or curve or one_token or node_of_a_tree or longer_than or counts_positions"
-    folder = os.path.dirname(__file__)
-    files = [os.path.join(folder, name) for name in ("test_kernels.py", "test_network.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    some = (
-        f"({chosen}) and not (Moe or Phi or Olmo2 or StableLm or Cohere or SmolLM3 or Granite or NeoX or OPT or Gemma3)"
-    )
+    left_out = "Moe or Phi or Olmo2 or StableLm or Cohere or SmolLM3 or Granite or NeoX or OPT or Gemma3"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
     result = subprocess.run(
-        [*command, "-k", some], env={**os.environ, "SALTUS_NATIVE": "0"}, capture_output=True, text=True, check=False
-    )
+        [*command, "-k", f"({chosen}) and not ({left_out})"], env={**os.environ, "SALTUS_NATIVE": "0"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:]
 
 

@@ -39,7 +39,7 @@ def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     assert set(SIDES) <= set(said["speed-up"])
     assert set(CATEGORIES) <= set(said["speed-up"])
     assert {"plain", "lookup", "jacobi", "jacobi+lookup"} <= set(said["calls"])
-    assert "not told by transformers, endpoint:b" in said["calls"]
+    assert "not reported by transformers, endpoint:b" in said["calls"]
     assert {"lookup", "jacobi", "jacobi+lookup"} <= set(said["acceptance"])
     assert "plain" not in said["acceptance"]
 
@@ -165,7 +165,8 @@ def test_a_side_keeps_its_colour_whoever_is_beside_it():
          "lookup wrote 40 texts 1.31 × as fast as plain decoding [1.24, 1.38], but not one of them is plain's, "
          "and 1 problem was found."),
         ({"identical": None, "ci95": {}},
-         "lookup wrote 40 texts 1.31 × as fast as plain decoding, with other dice, so the texts are not compared."),
+         "lookup wrote 40 texts 1.31 × as fast as plain decoding, with other random numbers, so the texts"
+         " are not compared."),
     ],
 )  # fmt: skip
 def test_the_headline_is_honest(changes, sentence):

@@ -1,4 +1,4 @@
-"""Stand in for models in tests: toy networks whose laws can be enumerated, and which check what they are asked."""
+"""Toy networks for tests: their distributions can be enumerated, and they check their inputs."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from saltus.methods import make_methods
 
 @dataclass
 class ToyKvCache:
-    """What a toy has been asked about one text: the decided tokens of the last call."""
+    """The KV cache of a toy: the decided tokens of the last call."""
 
     decided: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 ToyAdapter = Callable[[tuple[int, int], Sequence[float]], Tensor]
-"""Logits of an auxiliary query, of the last two tokens before its group and the uniforms told down to it."""
+"""The logits of a query, given the last two tokens before its chain and the uniforms down to it."""
 
 
 @dataclass
 class ToyNetwork:
-    """A causal law of the last two tokens. It counts calls, and refuses what no network should be asked.
+    """A causal distribution given the last two tokens. It counts calls, and asserts that its inputs are well-formed.
 
-    `rewrites`: a drafter's text may take decided tokens back (its own drafts); the target's only grows. The state of a
-    token, as a feature, is its position: so a drafter that is shown states can tell whether they are the right ones.
+    `allows_rewrites`: a draft model's text may change (its own drafts); the target's only grows. The hidden state of a
+    token is its position, so that a drafter can check which hidden states it gets.
     """
 
     logits: Float[Tensor, "vocab vocab vocab"]
     name: str = "target"
     allows_rewrites: bool = False
-    adapter: ToyAdapter | None = None  # answers auxiliary queries
+    adapter: ToyAdapter | None = None  # answers query nodes
     calls: int = 0
     context_tokens_read: int = 0  # decided tokens, over all texts
-    max_draft_tokens: int = 0  # drafted tokens of one Forward, at most
-    num_queries: int = 0  # auxiliary, over all texts
+    max_draft_tokens: int = 0  # draft tokens of one forward pass, at most
+    num_queries: int = 0  # query nodes, over all texts
 
     def new_kv_cache(self) -> ToyKvCache:
         return ToyKvCache()
@@ -60,7 +60,9 @@ class ToyNetwork:
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ToyKvCache]) -> list[ForwardOutputs]:
         """One call: logits after the decided text and after each node."""
         assert batch, "a call carries at least one text"
-        assert len({id(kv_cache) for kv_cache in kv_caches}) == len(batch) == len(kv_caches), "one memory a text"
+        assert len({id(kv_cache) for kv_cache in kv_caches}) == len(batch) == len(kv_caches), (
+            "one KV cache for each text"
+        )
         self.calls += 1
         return [self._evaluate(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
 
@@ -75,11 +77,11 @@ class ToyNetwork:
         if inputs.hidden_states is not None:
             shown = torch.arange(len(decided) - len(inputs.hidden_states), len(decided))[:, None] - 1
             assert torch.equal(inputs.hidden_states, shown), (
-                "a drafter is shown the states before the tokens decided since"
+                "a drafter gets the hidden states before the tokens decided since"
             )
-            assert len(inputs.hidden_states) > 0, "a drafter is shown something new"
+            assert len(inputs.hidden_states) > 0, "a drafter gets new hidden states"
             assert not inputs.query_nodes or not len(kv_cache.decided) or read == len(inputs.hidden_states), (
-                "no state comes twice, or never"
+                "each hidden state comes once"
             )
         kv_cache.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
@@ -113,7 +115,7 @@ class ToyNetwork:
         return (0, *text)[-2], text[-1]
 
     def check(self, inputs: ForwardInputs, kv_cache: ToyKvCache) -> None:
-        """Is the Forward well-formed, does it fit the holes, and does the text only grow?"""
+        """Assert that the inputs are well-formed and fit the holes, and that the text only grows."""
         decided, vocab = inputs.canvas.decided_prefix, self.logits.shape[0]
         assert inputs.network_name == self.name, f"a Forward to {inputs.network_name} arrived at {self.name}"
         assert len(decided) and HOLE not in decided, "everything before the first hole is decided"
@@ -124,7 +126,7 @@ class ToyNetwork:
             (depth - (node >= inputs.num_draft_tokens) for node, depth in enumerate(inputs.depths)), default=-1
         )
         assert deepest < len(inputs.canvas.open_positions) - 1, (
-            "the law after the last node, and a query's, is for a hole"
+            "the distribution behind the last node, or of a query, is for a hole"
         )
         assert inputs.draft_distributions is None or len(inputs.draft_distributions) == inputs.num_draft_tokens
         if inputs.draft_distributions is None or not any(inputs.draft_distributions):
@@ -135,14 +137,14 @@ class ToyNetwork:
 
 
 def toy_network(vocab: int = 6, logit_scale: float = 2.0, seed: int = 0) -> ToyNetwork:
-    """A random law; `sharp` is the deviation of its logits: 0 is uniform, 10 nearly certain."""
+    """A random toy; `sharp` is the standard deviation of its logits: 0 is uniform, 10 nearly certain."""
     return ToyNetwork(torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab,) * 3) * logit_scale))
 
 
 def toy_drafter(
     target: ToyNetwork, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None
 ) -> ToyNetwork:
-    """A drafter's network that has learned a toy's logits up to an error of this deviation, and to read uniforms."""
+    """A draft model with the toy's logits up to an error, which can use uniforms."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(target.logits.shape)) * error)
     made = ToyNetwork(target.logits + noise, name=name, allows_rewrites=True)
     made.adapter = perfect_adapter(made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced=()))
@@ -150,10 +152,10 @@ def toy_drafter(
 
 
 def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditioning = "one-hot") -> ToyAdapter:
-    """An adapter that has learned all there is: it reads from the uniforms which tokens come before its own.
+    """A perfect adapter: it computes the tokens before its own from the uniforms.
 
-    Told its own uniform too (O-PTP), it is certain of its token; else its law is the target's (Theorem 2), or, told
-    nothing, the marginal of `independent` prediction.
+    Given its own uniform, too (O-PTP), it is certain of its token; else its distribution is the target's (Theorem 2),
+    or, without uniforms, the marginal of `independent` prediction.
     """
 
     marginals: dict[tuple[tuple[int, int], int], Tensor] = {}
@@ -179,7 +181,7 @@ def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditi
 
 
 def _marginal(target: ToyNetwork, sampling: Sampling, before: tuple[int, int], ahead: int) -> np.ndarray:
-    """The law of the token so many places ahead, whatever those between are."""
+    """The marginal distribution of the token some positions ahead."""
     vocab, pairs = target.logits.shape[0], {before: 1.0}
     for _ in range(ahead):
         grown: dict[tuple[int, int], float] = {}
@@ -191,14 +193,14 @@ def _marginal(target: ToyNetwork, sampling: Sampling, before: tuple[int, int], a
 
 
 def random_adapter(target: ToyNetwork, seed: int = 0) -> ToyAdapter:
-    """An adapter that has learned nothing."""
+    """An untrained adapter."""
     dice = np.random.default_rng(seed)
     return lambda before, uniforms: torch.from_numpy(dice.normal(size=target.logits.shape[0]))
 
 
 @dataclass
 class ToyDecoding:
-    """One text on toys, being written or done."""
+    """One text decoded with toys."""
 
     sequence: SequenceState
     networks: dict[str, ToyNetwork]
@@ -209,7 +211,7 @@ class ToyDecoding:
         return [int(token) for step in self.steps for token in step.tokens]
 
     def run(self) -> ToyDecoding:
-        """Write it, alone."""
+        """Decode the text alone."""
         for _ in run_batch([self.sequence], self.networks):
             pass
         return self
@@ -230,14 +232,14 @@ def toy_decoding(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     extra_networks: Mapping[str, Any] | None = None,
 ) -> ToyDecoding:
-    """A text about to be written by the methods of `spec`; their networks are students of the target, or `others`."""
+    """A text to be decoded by the methods of `spec`; draft models are derived from the target, or given by `others`."""
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
     methods = make_methods(method, options)
     own = [name for one in methods for name in one.draft_models]
     students = {name: toy_drafter(target, error, name=name, sampling=sampling) for name in own}
     networks = {"target": target} | students | dict(extra_networks or {})
     if target.adapter is None and any(getattr(one, "any_subset", False) for one in methods):
-        target.adapter = lambda before, uniforms: target.logits[before]  # quick, and right one time in some
+        target.adapter = lambda before, uniforms: target.logits[before]  # cheap, and right now and then
     drafters = [drafter for one in methods if (drafter := one.drafter(noise, sampling, rule)) is not None]
     canvas = continuation(prompt, length)
     generator = speculate(canvas, noise, sampling, drafters, steps.append, rule, controller, stop)
@@ -260,7 +262,7 @@ def text_probabilities(
 
 
 def recording_noise(used: list[tuple[str, int]]) -> type[Noise]:
-    """A noise that notes which uniforms it was asked for: their streams and positions."""
+    """A noise that records the requested uniforms: streams and positions."""
 
     class Listening(Noise):
         def uniforms(self, stream, positions):

@@ -1,4 +1,4 @@
-"""Write answers as they come, and again with plain decoding where they are compared."""
+"""Print answers while they are decoded, and decode the plain baseline for comparisons."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.text import Text
 
 from saltus.cli.coloured_text import ColouredTextWriter, terminal
 
-WARM_UP_TOKENS = 8  # tokens of a text written only to warm up
+WARM_UP_TOKENS = 8  # tokens of a warm-up text
 
 
 def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, settings: Mapping[str, Any]) -> Any:
-    """Show an answer while it grows, and return its Generation. What was shown stays, whatever happens."""
+    """Print an answer while it is decoded, and return its Generation."""
     written = engine.stream(prompt, **settings)
     try:
         for chunk in written:
@@ -25,14 +25,14 @@ def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, setting
 
 
 def warm_up(engine: Any, prompt: Any, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Let each method write a few tokens, so that no first call counts in what is compared."""
+    """Decode a few tokens with each method, so that no first call is measured."""
     few = min(WARM_UP_TOKENS, settings["max_new_tokens"])
     for method in methods:
         engine.generate(prompt, **{**settings, "method": method, "max_new_tokens": few})
 
 
 def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) -> Any:
-    """Write the same with plain decoding, silently; a terminal sees the tokens counted."""
+    """Decode the same with plain decoding without printing; a terminal shows the number of tokens."""
     written, count, live = engine.stream(prompt, **{**settings, "method": "plain"}), 0, sys.stderr.isatty()
     try:
         for chunk in written:
@@ -47,6 +47,6 @@ def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) ->
 
 
 def print_note(line: str) -> None:
-    """A line on stderr, dim where it is a terminal."""
+    """Print a line on stderr, dim on a terminal."""
     sys.stdout.flush()
     terminal(stderr=True).print(Text(line, "dim"))

@@ -1,4 +1,4 @@
-"""Gather the commands."""
+"""The command line application and its commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from saltus.cli.tune import tune
 
 
 class Commands(TyperGroup):
-    """Commands whose failures are one line each, wherever they are called from."""
+    """A group of commands whose failures are one line each."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args) or ["--help"]
@@ -36,7 +36,7 @@ class Commands(TyperGroup):
             sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
-        with one_line_errors():  # before typer makes of Ctrl-C and broken pipes what it likes
+        with one_line_errors():  # before typer handles Ctrl-C and broken pipes itself
             return super().invoke(ctx)
 
 
@@ -64,10 +64,10 @@ def root_command(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
     ] = None,
 ) -> None:
-    """Let language models write several tokens per network call, and not one token changes."""
+    """Speculative decoding that does not change the text: several tokens per call of a language model."""
 
 
-GENERATE_PANEL, COMPARE_PANEL, TRAIN_PANEL, MODELS_PANEL = "Write", "Compare", "Train", "Models and methods"
+GENERATE_PANEL, COMPARE_PANEL, TRAIN_PANEL, MODELS_PANEL = "Generate", "Compare", "Train", "Models and methods"
 app.command(rich_help_panel=GENERATE_PANEL)(generate)
 app.command(rich_help_panel=GENERATE_PANEL)(chat)
 app.command(rich_help_panel=GENERATE_PANEL)(infill)

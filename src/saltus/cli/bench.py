@@ -1,4 +1,4 @@
-"""Measure what methods are worth: all of them, and peers, on the same prompts in one run."""
+"""Benchmark methods and peers on the same prompts in one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from saltus.cli import options as o
 from saltus.cli.bench_step import step
 
-COMPARED_PANEL, TASKS_PANEL = "What is compared", "On what"
+COMPARED_PANEL, TASKS_PANEL = "Compare", "Tasks"
 DEFAULT_METHODS = "plain,lookup,jacobi,jacobi+lookup"
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
@@ -19,7 +19,7 @@ bench.command(rich_help_panel="Also")(step)
 
 
 @bench.callback()
-@no_type_check  # typer calls it with the context of its own click
+@no_type_check  # typer passes its own click's context
 def run(
     context: typer.Context,
     methods: Annotated[
@@ -42,7 +42,12 @@ def run(
     ] = None,
     assistant: Annotated[
         str | None,
-        typer.Option("--assistant", metavar="MODEL", help="The peer's small model.", rich_help_panel=COMPARED_PANEL),
+        typer.Option(
+            "--assistant",
+            metavar="MODEL",
+            help="transformers-assistant's.",
+            rich_help_panel=COMPARED_PANEL,
+        ),
     ] = None,
     endpoint: Annotated[
         list[str] | None,
@@ -73,14 +78,14 @@ def run(
             "--limit",
             metavar="N",
             min=1,
-            help="So many tasks, evenly spread over the suite.",
+            help="Use N tasks, evenly spread over the suite.",
             rich_help_panel=TASKS_PANEL,
         ),
     ] = None,
     raw: Annotated[
         bool,
         typer.Option(
-            "--raw", help="Continue texts without a chat template, where the suite can.", rich_help_panel=TASKS_PANEL
+            "--raw", help="Continue texts without a chat template, if the suite can.", rich_help_panel=TASKS_PANEL
         ),
     ] = False,
     model: o.Model = o.DEFAULT_MODEL,
@@ -97,24 +102,24 @@ def run(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Write results, records, figures and a page there; a run that was interrupted goes on.",
+            help="Write results, records, figures and a page there; an interrupted run continues.",
             rich_help_panel=o.OUTPUT_PANEL,
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure anew what DIR holds.", rich_help_panel=o.OUTPUT_PANEL)
+        bool, typer.Option("--fresh", help="Discard the results in DIR and start anew.", rich_help_panel=o.OUTPUT_PANEL)
     ] = False,
     json: o.Json = False,
 ) -> None:
     """Measure methods against plain decoding and peers, on the same prompts in one run.
 
-    [dim]Exit code 0: every text is plain's and nothing is wrong. 1: a method of
-    ours differs, or wrote tokens that the model did not check.[/dim]
+    [dim]Exit code 0: every text equals plain decoding's. 1: the text of a method
+    differs, or has tokens that the model did not verify.[/dim]
 
-    Prompt by prompt all write in turns, another one first each time. Seconds
-    are taken from outside, the reading of the prompt included. Calls are
-    counted at the model, where each token must have been checked. Intervals
-    are the central 95 % of a bootstrap over tasks.
+    All systems answer each prompt in turns, another one first each time. Times
+    are measured from outside, prefill included. Calls are counted at the model,
+    which must have verified each token. Intervals are the central 95 % of a
+    bootstrap over tasks.
 
     [bold]Examples[/bold]
 
@@ -128,9 +133,8 @@ def run(
 
         saltus bench step --out step
 
-    [bold]DIR[/bold] gets page.html to look at, results.md to quote, results.json,
-    records.jsonl (each answer with its calls), figures, and answers in
-    Spec-Bench's form.
+    [bold]DIR[/bold] gets page.html, results.md, results.json, records.jsonl (each
+    answer with its calls), figures, and answers in Spec-Bench's format.
     """
     if context.invoked_subcommand:
         return
@@ -152,10 +156,12 @@ def run(
         model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees,
         profile=False,
     )  # fmt: skip
-    sides = _systems_under_test(engine, names, peers, assistant, endpoint or ())
+    systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
-    run = Benchmark(engine, sides, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks))
+    run = Benchmark(
+        engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks)
+    )
     settings = {
         **writing,
         **sampling,
@@ -165,13 +171,13 @@ def run(
         "raw": raw,
         "options": option or [],
     }
-    notebook = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
-    whole = _measure(run, notebook)
-    if not notebook.records:
+    records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
+    whole = _measure(run, records)
+    if not records.records:
         raise KeyboardInterrupt
-    results = _results(suite, notebook)
+    results = _results(suite, records)
     if out:
-        _write(results, notebook.records, out)
+        _write(results, records.records, out)
     if json:
         from saltus.cli.report import print_json
 
@@ -187,7 +193,7 @@ def run(
 
 
 def _method_names(methods: str) -> list[str]:
-    """Plain first, each once."""
+    """The names, each once, plain first."""
     given = [name.strip() for name in methods.split(",") if name.strip()]
     return list(dict.fromkeys(["plain", *given]))
 
@@ -200,7 +206,7 @@ def _validate_settings(
     rule: str,
     **sampling: Any,
 ) -> None:
-    """Raise ValueError for what cannot be, before anything long begins."""
+    """Raise ValueError for wrong settings, before anything long begins."""
     from saltus.cli.open_engine import validate_settings
     from saltus.methods import make_methods
 
@@ -235,7 +241,7 @@ def _systems_under_test(
 
 
 def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a run this one: with another, the records in a folder could not be mixed."""
+    """The settings that identify a run: records of other runs cannot be mixed with it."""
     from saltus.evaluation.benchmarks.suites import tasks_fingerprint
 
     return {
@@ -249,12 +255,12 @@ def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) ->
     }
 
 
-def _measure(run: Any, notebook: Any) -> bool:
-    """Measure what is not measured yet; False if Ctrl-C ended it."""
+def _measure(run: Any, records: Any) -> bool:
+    """Measure the remaining tasks; False if Ctrl-C ended it."""
     from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_bar
 
-    done, total = notebook.num_measured_tasks, len(run.tasks)
+    done, total = records.num_measured_tasks, len(run.tasks)
     if done:
         print_note(
             f"{done} of {total} tasks were measured before" + ("" if done < total else "; --fresh measures anew")
@@ -264,29 +270,29 @@ def _measure(run: Any, notebook: Any) -> bool:
             if done < total:
                 run.warm_up()
             for number in range(done, total):
-                notebook.append(run.measure_task(number))
+                records.append(run.measure_task(number))
                 advance()
     except KeyboardInterrupt:
-        kept = "; the same command goes on from there" if notebook.file else "; with --out DIR it could go on"
-        print_note(f"interrupted after {notebook.num_measured_tasks} of {total} tasks{kept}")
+        kept = "; the same command goes on from there" if records.file else "; with --out DIR it could go on"
+        print_note(f"interrupted after {records.num_measured_tasks} of {total} tasks{kept}")
         return False
     return True
 
 
-def _results(suite: str, notebook: Any) -> dict[str, Any]:
+def _results(suite: str, records: Any) -> dict[str, Any]:
     from saltus.evaluation.benchmarks.suites import suite_label
     from saltus.evaluation.reports.aggregation import aggregate_records
 
-    turns = len({(record["task"], record["turn"]) for record in notebook.records})
+    turns = len({(record["task"], record["turn"]) for record in records.records})
     return {
-        **notebook.run_info,
-        "suite": {"name": suite_label(suite), "tasks": notebook.num_measured_tasks, "turns": turns},
-        "methods": aggregate_records(notebook.records),
+        **records.run_info,
+        "suite": {"name": suite_label(suite), "tasks": records.num_measured_tasks, "turns": turns},
+        "methods": aggregate_records(records.records),
     }
 
 
 def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path) -> None:
-    """Everything of a run; figures last, which may fail for want of matplotlib."""
+    """Write all files of a run; figures last, since matplotlib may be missing."""
     from json import dumps
 
     from saltus.cli.answers import print_note
@@ -316,7 +322,7 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
 
 
 def _has_problems(results: Mapping[str, Any]) -> bool:
-    """Is a text of our methods not plain's, where it must be, or is there any problem with one?"""
+    """True if a method's text differs from plain's where it must not, or has problems."""
     ours = [side for side in results["methods"].values() if side["kind"] == "method"]
     exact = results["settings"]["rule"] == "match" or results["settings"]["temperature"] == 0
     return any(side["problems"] or (exact and side["identical"] != side["texts"]) for side in ours)

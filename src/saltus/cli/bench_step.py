@@ -1,4 +1,4 @@
-"""Measure a decoding step: calls by nodes, texts and batch, the least they could cost, and where the time goes."""
+"""Measure decoding steps: calls by nodes, text length and batch, their lower bound, and where the time goes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def step(
 ) -> None:
     """Measure what a decoding step costs, and what it could cost.
 
-    Every round makes every call once, so that a machine that drifts hurts all alike.
-    The floor is what a call must read and compute, over what this machine reads and
-    computes in the same minute. Ctrl-C ends it and keeps what is measured.
+    Every round makes every call once, so that drift of the machine affects all alike.
+    The lower bound is what a call must read and compute, at the bandwidth and the
+    arithmetic that this machine reaches in the same run. Ctrl-C keeps what is measured.
 
     [bold]Examples[/bold]
 
@@ -57,8 +57,7 @@ def step(
 
         saltus bench step --nodes 1,8,32 --lengths 512 --batches 1 --rounds 3
 
-    Measure on a quiet machine: two busy processes disturb each other far more than
-    their share.
+    Measure on a quiet machine: two busy processes slow each other far more than twofold.
     """
     inputs = {
         "nodes": parse_numbers("--nodes", nodes),
@@ -69,7 +68,7 @@ def step(
         inputs["lengths"] = parse_numbers("--lengths", lengths)
     from saltus.evaluation.profiling.call_timing import CallGrid, default_lengths
 
-    CallGrid(**inputs)  # a wrong number costs no loading
+    CallGrid(**inputs)  # refuse wrong numbers before loading
     from saltus.cli.open_engine import open_engine
 
     engine = open_engine(model, "lookup", None, dtype=dtype, device=device)
@@ -104,7 +103,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
-    """Everything of step.json; after Ctrl-C what there is, and `complete` is false."""
+    """The content of step.json; after Ctrl-C `complete` is false."""
     from dataclasses import asdict
 
     from saltus.cli.progress import progress_bar
@@ -155,19 +154,19 @@ def measure_step(engine: Any, grid: Any) -> dict[str, Any]:
 
 
 def profiled_nodes(nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """The fewest, the middle and the most."""
+    """The smallest, middle and largest node count."""
     return tuple(dict.fromkeys((nodes[0], nodes[len(nodes) // 2], nodes[-1])))
 
 
 def synchronizer(device: Any) -> Any:
-    """What waits until a device is done."""
+    """A function that waits until the device has finished."""
     import torch
 
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
 def summarise_step(grid: Any, timings: Any, demand: Any, machine_speed: Any) -> dict[str, Any]:
-    """Calls and prefills with their spread; where the machine's speed is known, with their floors and the knees."""
+    """Calls and prefills with their spread, and with bounds and knees if the machine's speed is known."""
     from dataclasses import asdict
 
     from saltus.evaluation.profiling import roofline
@@ -201,7 +200,7 @@ def summarise_step(grid: Any, timings: Any, demand: Any, machine_speed: Any) -> 
 
 
 def _write(result: Mapping[str, Any], folder: Path) -> None:
-    """step.json first: figures may fail for want of matplotlib."""
+    """Write step.json first: matplotlib may be missing."""
     from json import dumps
 
     from saltus.cli.answers import print_note

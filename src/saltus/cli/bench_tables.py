@@ -1,4 +1,4 @@
-"""Show the results of a benchmark: a line a side, then the speed-ups by category."""
+"""Print benchmark results: one row for each system, then speed-ups by category."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saltus.cli.coloured_text import terminal
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """Both tables, and what is wrong, on stdout."""
+    """Print both tables and all problems."""
     console = terminal(soft_wrap=False)
     model, suite = results["model"], results["suite"]
     console.print(Text(f"{model['name']} ({model['dtype']}) on {suite['name']}: {_tasks(suite)}", "bold"))
@@ -67,7 +67,7 @@ def _percent(share: float | None) -> str:
 
 def _same_text(system: Mapping[str, Any]) -> Text:
     if system["identical"] is None:
-        return Text("other dice", "dim")
+        return Text("other random numbers", "dim")
     whole = system["identical"] == system["texts"]
     return Text(
         f"{system['identical']} of {system['texts']}", "green" if whole else "red" if system["kind"] == "method" else ""
@@ -75,7 +75,7 @@ def _same_text(system: Mapping[str, Any]) -> Text:
 
 
 def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
-    """As many sides beside each other as there is room for, then the next ones below."""
+    """Tables with as many systems as fit into the width, the others below."""
     others = [name for name in systems if name != "plain"]
     categories = systems["plain"]["by_category"]
     room = width - max(map(len, categories)) - 8
@@ -95,7 +95,7 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
 
 
 def _name_lines(name: str) -> list[str]:
-    """A name in lines: what is joined by + and -, each with its sign."""
+    """A name split at + and - into lines."""
     return re.findall(r"[^-+]+[-+]?", name)
 
 

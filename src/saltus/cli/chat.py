@@ -1,4 +1,4 @@
-"""Hold a conversation."""
+"""The chat command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from saltus.cli import options as o
 
 COMMANDS_HELP = """/help          this list
 /reset         forget the conversation
-/method NAME   let another method guess: lookup, jacobi+lookup, plain, …
-/seed NUMBER   another seed for sampled answers
-/colour        colour the tokens by the call that decided them, or no longer
-/exit          leave, as Ctrl-D does; Ctrl-C stops an answer"""
+/method NAME   change the method: lookup, jacobi+lookup, plain, …
+/seed NUMBER   change the seed of sampled answers
+/colour        switch colours by call on or off
+/exit          leave (also Ctrl-D); Ctrl-C stops an answer"""
 
 
 @o.with_options()
@@ -29,9 +29,9 @@ def chat(
     sampling_options: o.SamplingOptions,
     colour: o.Colour = False,
 ) -> None:
-    """Hold a conversation; what was said stays in mind.
+    """Chat with the model.
 
-    [dim]/help lists what can be typed besides messages; Ctrl-C stops an answer, Ctrl-D leaves.[/dim]
+    [dim]/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves.[/dim]
 
     [bold]Examples[/bold]
 
@@ -50,7 +50,7 @@ def chat(
 
 @dataclass
 class Chat:
-    """A conversation, and what may change in the middle of it."""
+    """A conversation and its current settings."""
 
     engine: Any
     method: str
@@ -61,7 +61,7 @@ class Chat:
     ended: bool = False
 
     def run(self) -> None:
-        """Read, answer, until /exit or the end of input."""
+        """Read and answer until /exit or the end of input."""
         live = sys.stdin.isatty()
         if live:
             with suppress(ImportError):
@@ -169,5 +169,5 @@ class Chat:
 
 
 def _input_prompt() -> str:
-    """The prompt; readline is told which of its characters take no room."""
+    """The input prompt, with marks that tell readline which characters have no width."""
     return "\001\x1b[1;36m\002› \001\x1b[0m\002"

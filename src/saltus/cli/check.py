@@ -1,4 +1,4 @@
-"""Compare a method with plain decoding, prompt by prompt: is the text the same, and is it sooner there?"""
+"""Compare a method with plain decoding, prompt by prompt: same text, and how much faster?"""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(
     sampling_options: o.SamplingOptions,
     json: o.Json = False,
 ) -> None:
-    """Write prompts with a method and with plain decoding, and compare.
+    """Answer prompts with a method and with plain decoding, and compare.
 
     [dim]Exit code 0: every text is the same. 1: some differ.[/dim]
 
@@ -56,7 +56,7 @@ def check(
     between the logits of the two tokens under plain decoding.
 
     [bold]The speed-up[/bold] is relative to plain decoding in the same run, prompt by
-    prompt in turn, after a warm-up, with the reading of the prompts included.
+    prompt in turn, after a warm-up, prefill included.
     """
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
     from saltus.cli.open_engine import open_with_options
@@ -75,7 +75,7 @@ def check(
 
 @dataclass
 class MethodTotals:
-    """What a method has taken for all prompts."""
+    """Tokens, calls and seconds of a method over all prompts."""
 
     tokens: int = 0
     calls: int = 0
@@ -88,7 +88,7 @@ class MethodTotals:
 
 
 def compare(engine: Any, inputs: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a check. Plain and method take turns in going first."""
+    """The result of a check. Plain decoding and the method go first in turn."""
     from saltus.cli.answers import warm_up
     from saltus.cli.progress import progress_bar
 
@@ -115,7 +115,7 @@ def compare(engine: Any, inputs: list[Prompt], method: str, settings: Mapping[st
 
 
 def _generate_turns(engine: Any, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals) -> list[Any]:
-    """Every turn, each answer entering the next."""
+    """The answers of all turns of a prompt."""
     conversation, generations = Conversation(prompt), []
     for inputs in conversation.turns():
         generations.append(engine.generate(inputs.prompt, **settings))
@@ -125,7 +125,7 @@ def _generate_turns(engine: Any, prompt: Prompt, settings: Mapping[str, Any], to
 
 
 def _find_flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | None:
-    """Where the texts of a prompt first differ. What follows is not compared: the prompts differ from there on."""
+    """The first difference between the texts of a prompt. Later turns are not compared: their prompts differ."""
     from saltus.cli.report import first_difference
 
     before = 0
@@ -138,7 +138,7 @@ def _find_flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any
 
 
 def logit_gap(engine: Any, plain: Any, other: Any, position: int) -> float:
-    """How far apart the logits of the two tokens are that differ, in the calls that plain decoding makes."""
+    """The gap between the logits of the two tokens that differ, in the calls of plain decoding."""
     import numpy as np
 
     from saltus.core.canvas import continuation
@@ -170,7 +170,7 @@ def _show(result: Mapping[str, Any], inputs: list[Prompt], method: str) -> None:
     table = Table.grid(padding=(0, 3))
     table.add_row("  same text", Text(f"{result['identical']} of {result['prompts']}", "green" if same else "red"))
     table.add_row("  tokens per call", f"{result['tokens_per_call']:.2f}")
-    table.add_row("  speed-up", f"{result['speedup']:.2f} × (same run, reading of the prompts included)")
+    table.add_row("  speed-up", f"{result['speedup']:.2f} × (same run, prefill included)")
     console.print(table)
     if result["flips"]:
         flips = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Write a growing text to a terminal, coloured by the call that decided it and broken between words; or to a pipe."""
+"""Write streamed text to a terminal, coloured by call and broken between words, or to a pipe."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.segment import ControlType
 from rich.style import Style
 from rich.text import Text
 
-CALL_COLOURS = ("cyan", "yellow", "magenta", "green", "bright_blue")  # neighbours are easy to tell apart, also for most
+CALL_COLOURS = ("cyan", "yellow", "magenta", "green", "bright_blue")  # neighbours are distinct, also for most
 PIECE_PATTERN = re.compile(r"\n|[^\S\n]+|\S+")
 VISIBLE_CONTROL_CHARACTERS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-VISIBLE_CONTROL_CHARACTERS |= dict.fromkeys(range(128, 160), "�")  # a text must not steer the terminal
+VISIBLE_CONTROL_CHARACTERS |= dict.fromkeys(range(128, 160), "�")  # text must not control the terminal
 
 
 def call_style(call_index: int, tokens: int) -> Style:
@@ -27,7 +27,7 @@ def call_style(call_index: int, tokens: int) -> Style:
 
 
 def legend() -> Text:
-    """What the colours mean, said in these colours."""
+    """An explanation of the colours."""
     said = Text()
     words = (("every ", 1), ("colour ", 1), ("is ", 1), ("one call of the network, ", 4), ("bold ", 1))
     words += (("if it decided several tokens at once", 6),)
@@ -37,14 +37,14 @@ def legend() -> Text:
 
 
 class PipeSafeConsole(Console):
-    """A console that tells of a reader who has left, as any stream does; Rich would end the process."""
+    """A console that raises BrokenPipeError; Rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, "whoever read this has left")
 
 
 def terminal(stderr: bool = False, colour: bool | None = None, soft_wrap: bool = True) -> Console:
-    """A console for stdout or stderr; `colour` overrules what the stream and the environment suggest."""
+    """A console for stdout or stderr; `colour` overrides the stream and the environment."""
     forced: dict[str, Any] = {}
     if colour is not None:
         forced["no_color"] = not colour
@@ -56,7 +56,7 @@ def terminal(stderr: bool = False, colour: bool | None = None, soft_wrap: bool =
 
 @dataclass
 class ColouredTextWriter:
-    """Write text piece by piece. `wrap` is the width to break lines at, None to leave lines as they are."""
+    """Writes text piece by piece. `wrap` is the width at which lines are broken; None: never."""
 
     console: Console
     coloured: bool
@@ -65,7 +65,7 @@ class ColouredTextWriter:
     current_word: list[tuple[str, Style | None]] = field(default_factory=list)  # since the last place to break
 
     def write(self, text: str, call_index: int, tokens: int) -> None:
-        """Add what the call decided; it is shown at once."""
+        """Add the text that a call decided; it is shown at once."""
         style = call_style(call_index, tokens) if self.coloured else None
         if self.console.is_terminal:
             text = text.translate(VISIBLE_CONTROL_CHARACTERS).expandtabs(4)
@@ -78,7 +78,7 @@ class ColouredTextWriter:
         self.console.file.flush()
 
     def finish_line(self) -> None:
-        """Finish the line, if one is begun."""
+        """End the current line, if there is one."""
         if self.column:
             self._print("\n", None)
             self.console.file.flush()
@@ -91,7 +91,7 @@ class ColouredTextWriter:
         elif piece.isspace():
             self.current_word = []
             self.column += cells
-            if self.column > width:  # the line is full: it ends with the next word, or by itself
+            if self.column > width:  # the line is full
                 return
         else:
             begun = sum(cell_len(part) for part, _ in self.current_word)
@@ -102,7 +102,7 @@ class ColouredTextWriter:
         self._print(piece, style)
 
     def _move_word_to_next_line(self, word_width: int) -> None:
-        """Take the begun word to the next line."""
+        """Move the current word to the next line."""
         if word_width:
             self.console.control(Control.move(-word_width, 0), Control((ControlType.ERASE_IN_LINE, 0)))
         self._print("\n", None)

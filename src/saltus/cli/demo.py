@@ -1,4 +1,4 @@
-"""Show what it is about: a real question, several tokens a call, beside plain decoding in the same run."""
+"""The demo command: answer a question several tokens a call, beside plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ backwards, which is said to be why it stands on the coat of arms of Australia, b
 
 def demo(
     question: Annotated[
-        str | None, typer.Argument(metavar="QUESTION", help="Another question than ours.", show_default=False)
+        str | None, typer.Argument(metavar="QUESTION", help="A question of your own.", show_default=False)
     ] = None,
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
@@ -38,13 +38,15 @@ def demo(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", "-s", metavar="N", help="Sample an answer with it.", rich_help_panel=o.SAMPLING_PANEL),
+        typer.Option(
+            "--seed", "-s", metavar="N", help="Sample the answer with this seed.", rich_help_panel=o.SAMPLING_PANEL
+        ),
     ] = None,
     colour: o.Colour = None,
 ) -> None:
-    """Answer a question in colours that show the calls, beside plain decoding.
+    """Answer a question, coloured by call, and compare with plain decoding.
 
-    [dim]The model is fetched on first use. Both run here, each after a warm-up.[/dim]
+    [dim]The model is downloaded on first use. Both runs follow a warm-up.[/dim]
 
     [bold]Examples[/bold]
 

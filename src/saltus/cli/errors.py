@@ -1,4 +1,4 @@
-"""End every failure in one line, who, what, cure; a traceback only where SALTUS_DEBUG asks for it."""
+"""Turn every failure into one line with the cure; SALTUS_DEBUG=1 shows the traceback."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ BAD_INPUT, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = (
     70,
     130,
     141,
-)  # 141: what a shell shows for a tool that SIGPIPE ended
+)  # 141: as a shell reports SIGPIPE
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what is raised inside into a line on stderr and the exit code of its kind."""
+    """Turn exceptions into a line on stderr and an exit code."""
     try:
         yield
     except KeyboardInterrupt as stopped:
         raise SystemExit(_print_error(str(stopped) or "interrupted", INTERRUPTED)) from None
     except Exception as error:
-        if type(error).__name__ in ("Exit", "Abort"):  # typer's own ways to end
+        if type(error).__name__ in ("Exit", "Abort"):  # typer's own exits
             raise
-        if isinstance(error, OSError) and error.errno == errno.EPIPE:  # whoever read our output has left
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader of our output has left
             _silence_stdout()
             raise SystemExit(BROKEN_PIPE) from None
         if os.environ.get("SALTUS_DEBUG"):
@@ -39,7 +39,7 @@ def one_line_errors() -> Iterator[None]:
 def describe_error(error: Exception) -> tuple[str, int]:
     """The line and the exit code for an error."""
     said = " ".join(str(error).split())
-    if complaint := getattr(error, "format_message", None):  # of typer: a wrong command line
+    if complaint := getattr(error, "format_message", None):  # a wrong command line
         said = " ".join(complaint().split()).rstrip(".")
         context = getattr(error, "ctx", None)
         return f"{said}; see `{context.command_path} --help`" if context else said, BAD_INPUT
@@ -62,7 +62,7 @@ def describe_error(error: Exception) -> tuple[str, int]:
 
 
 def replace_unprintable_characters() -> None:
-    """Let a terminal that lacks a character show another one, and not end the text."""
+    """Replace characters that a terminal cannot show."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -79,6 +79,6 @@ def _print_error(line: str, code: int) -> int:
 
 
 def _silence_stdout() -> None:
-    """What Python would still flush at exit goes nowhere."""
+    """Discard what Python would still flush at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Answer prompts."""
+"""The generate command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saltus.engine.prompts import Conversation, Prompt, read_prompts
 def generate(
     *,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from stdin.")
+        list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")
     ] = None,
     prompts: o.Prompts = None,
     limit: o.Limit = None,
@@ -32,14 +32,14 @@ def generate(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Write it with plain decoding too, and close with both.", rich_help_panel=o.OUTPUT_PANEL
+            "--compare", help="Decode it with plain decoding, too, and compare.", rich_help_panel=o.OUTPUT_PANEL
         ),
     ] = False,
     json: o.Json = False,
 ) -> None:
     """Answer prompts, several tokens a call.
 
-    [dim]The answer goes to stdout while it grows, what it has cost to stderr.[/dim]
+    [dim]The answer is streamed to stdout, statistics go to stderr.[/dim]
 
     [bold]Examples[/bold]
 
@@ -91,7 +91,7 @@ def _print_records(
                 for _ in written:
                     pass
             except BaseException:
-                if written.generation.tokens:  # what was written stays, with finish_reason null
+                if written.generation.tokens:  # keep an interrupted answer, with finish_reason null
                     print_json(record(ask.shown_prompt, written.generation, method))
                 raise
             print_json(record(ask.shown_prompt, written.generation, method))

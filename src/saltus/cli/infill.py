@@ -1,4 +1,4 @@
-"""Fill the holes of texts."""
+"""The infill command."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ def infill(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", metavar="FILE", help="A file with holes, of several lines.", rich_help_panel=o.PROMPT_PANEL
-        ),
+        typer.Option("--file", "-f", metavar="FILE", help="A file with holes.", rich_help_panel=o.PROMPT_PANEL),
     ] = None,
     model_options: o.ModelOptions,
     method_options: o.InfillMethodOptions,
     open_tokens: Annotated[
         int,
         typer.Option(
-            "--open", metavar="N", min=1, help="Tokens that a hole [[…]] may have.", rich_help_panel=o.LENGTH_PANEL
+            "--open", metavar="N", min=1, help="Tokens of a hole [[…]], at most.", rich_help_panel=o.LENGTH_PANEL
         ),
     ] = 24,
     sampling_options: o.SamplingOptions,
     steps: Annotated[
         bool,
         typer.Option(
-            "--steps", help="Colour what fills the holes by the call that decided it.", rich_help_panel=o.OUTPUT_PANEL
+            "--steps", help="Colour the fillings by the call that decided them.", rich_help_panel=o.OUTPUT_PANEL
         ),
     ] = False,
     json: o.Json = False,
 ) -> None:
     """Fill the holes of a text, several tokens a call, from the joint distribution of the missing tokens.
 
-    A hole [bold][[8]][/bold] has 8 tokens; a hole [bold][[…]][/bold] (or [[...]]) is ended by the model.
+    [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself.
 
     [bold]Examples[/bold]
 
@@ -98,7 +96,7 @@ def _print_record(infilling: Any, method: str) -> None:
 
 
 def _print_text(infilling: Any, steps: bool) -> None:
-    """The text; with `steps`, what fills it in the colours of the calls."""
+    """Print the text; with `steps`, colour the fillings by call."""
     from saltus.cli.coloured_text import ColouredTextWriter, terminal
 
     painter = ColouredTextWriter(terminal(colour=True if steps else None), steps)

@@ -1,4 +1,4 @@
-"""Run lm-evaluation-harness by its own command line, in which the model `saltus` exists and is the default."""
+"""The lm-eval command: lm-evaluation-harness with the model `saltus` as default."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def lm_eval(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="What lm_eval is given: options, or a command.")
     ] = None,
 ) -> None:
-    r"""Score a model by lm-evaluation-harness, with any method.
+    r"""Score a model with lm-evaluation-harness, decoding with any method.
 
-    [dim]All arguments go to its own command, lm_eval; only the model is ours.[/dim]
+    [dim]All arguments are passed to lm_eval.[/dim]
 
     [bold]Examples[/bold]
 
@@ -39,11 +39,11 @@ def lm_eval(
     dtype, device, seed, rule, budget, options of methods like lookup.longest=5,
     and of lm_eval's own max_length, max_gen_toks and add_bos_token.
 
-    [bold]Scores[/bold] are those of [bold]--model hf[/bold], up to rounding. What a task has the
-    model generate is written by the method; given answers are scored by the
-    model alone, all answers to a question in one call where they fit.
+    [bold]Scores[/bold] are those of [bold]--model hf[/bold], up to rounding. Generated
+    text is decoded by the method; given answers are scored by the model alone,
+    all answers to a question in one call where they fit.
 
-    It needs a package more: [bold]pip install "saltus\[lm-eval]"[/bold].
+    It needs an extra: [bold]pip install "saltus\[lm-eval]"[/bold].
     """
     from saltus.evaluation.benchmarks.lm_eval_model import model_class
 
@@ -52,7 +52,7 @@ def lm_eval(
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments with what they leave out: the command `run`, and there the model."""
+    """The arguments, completed by the command `run` and the model."""
     given = list(arguments)
     if not given or given[0] not in (*COMMANDS, "-h", "--help"):
         given.insert(0, "run")
@@ -63,7 +63,7 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _run(arguments: list[str]) -> None:
-    """lm_eval's own command. What goes wrong inside it keeps its traceback: it is no fault of ours."""
+    """Run lm_eval. Its own errors keep their traceback."""
     import traceback
 
     from lm_eval.__main__ import cli_evaluate

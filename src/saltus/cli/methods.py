@@ -1,4 +1,4 @@
-"""List the methods and their options, as their configurations and docstrings tell them."""
+"""The methods command: methods and options, from their configs and docstrings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _default(option: Any) -> Any:
 
 
 def _field_comments(config: type[Any]) -> dict[str, str]:
-    """What stands behind the fields in the source: `longest: int = 4  # tokens of the n-gram`."""
+    """The comments behind fields in the source, such as `longest: int = 4  # tokens of the n-gram`."""
     try:
         source = inspect.getsource(config)
     except (OSError, TypeError):
@@ -88,4 +88,4 @@ def _show(descriptions: list[dict[str, Any]]) -> None:
         table.add_row(each["method"], Text(each["about"]), options or Text("none", "dim"))
     console = terminal(soft_wrap=False)
     console.print(table)
-    console.print(Text("Join methods with +: their guesses share one tree, as in --method jacobi+lookup.", "dim"))
+    console.print(Text("Join methods with +: their draft tokens share one tree, as in --method jacobi+lookup.", "dim"))

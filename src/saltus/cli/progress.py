@@ -1,4 +1,4 @@
-"""Show on stderr how far something long has come, where that is a terminal."""
+"""Progress bars on stderr, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def progress_bar(total: int, description: str) -> Any:
-    """Entering gives what advances it. It is drawn between calls of that only, and so takes no time from the rest."""
+    """Entering gives a function that advances the bar. It is drawn only when advanced, so it costs no other time."""
     if not sys.stderr.isatty():
         return nullcontext(lambda: None)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Bar(Progress):
-        """A bar that draws itself when it is told to."""
+        """A bar that is drawn on request."""
 
         def __enter__(self) -> Any:
             super().__enter__()
@@ -33,14 +33,14 @@ def progress_bar(total: int, description: str) -> Any:
 
 
 def progress_meter(total: int, description: str) -> Any:
-    """Entering gives what says how many are done and, in words, how it goes; it too draws only then."""
+    """Entering gives a function that sets how many are done, and a text; the bar is drawn only then."""
     if not sys.stderr.isatty():
         return nullcontext(lambda done, words="": None)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Meter(Progress):
-        """A bar with words beside it."""
+        """A bar with a text."""
 
         def __enter__(self) -> Any:
             super().__enter__()

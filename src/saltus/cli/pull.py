@@ -1,4 +1,4 @@
-"""Fetch models to this machine."""
+"""The pull command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def pull(
         bool, typer.Option("--offline", help="Only say where the model is; do not touch the network.")
     ] = False,
 ) -> None:
-    """Fetch models, and print the folders where they are.
+    """Download models, and print their folders.
 
-    [dim]What is there already is not fetched again; an interrupted download goes on.[/dim]
+    [dim]Existing files are not downloaded again; an interrupted download continues.[/dim]
 
     Without a name it is the default model, [bold]smollm2-135m[/bold]. Other short names are
     smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2; and stories, which fills

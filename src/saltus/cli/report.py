@@ -1,4 +1,4 @@
-"""Say what a text has cost: the line below it, the comparison with plain decoding, and the record for programs."""
+"""Statistics of an answer: the line below it, the comparison with plain decoding, and the JSON record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINISH_WORDS = {"stop": "finished", "length": "cut at the length limit", None: "
 
 
 def record(prompt: Any, generation: Any, method: str) -> dict[str, Any]:
-    """What `--json` prints of a prompt: the keys are KEYS, in their order."""
+    """The record that `--json` prints for a prompt: RECORD_KEYS, in this order."""
     counted = generation.statistics
     values = (
         prompt,
@@ -34,13 +34,13 @@ def record(prompt: Any, generation: Any, method: str) -> dict[str, Any]:
 
 
 def print_json(value: Any) -> None:
-    """One object on one line of stdout, at once."""
+    """Print an object as one line."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(value, ensure_ascii=not utf8), flush=True)
 
 
 def statistics_line(generation: Any, method: str) -> str:
-    """The closing line of an answer."""
+    """The statistics line below an answer."""
     counted = generation.statistics
     parts = [
         f"{_count(counted.tokens, 'token')} in {_count(counted.calls, 'call')}",
@@ -54,7 +54,7 @@ def statistics_line(generation: Any, method: str) -> str:
 
 
 def comparison_line(generation: Any, plain: Any, method: str) -> str:
-    """The honest line: this run, plain decoding in the same run, and whether the text is the same."""
+    """This run, plain decoding in the same run, and whether the text is the same."""
     ours, theirs = generation.statistics, plain.statistics
     same = first_difference(generation.tokens, plain.tokens)
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
@@ -67,7 +67,7 @@ def comparison_line(generation: Any, plain: Any, method: str) -> str:
 
 
 def first_difference(one: Any, other: Any) -> int | None:
-    """The index of the first token that differs, None if none does; an end is a difference too."""
+    """The index of the first token that differs; None if all are equal. A shorter text differs at its end."""
     pairs = zip_longest((int(token) for token in one), (int(token) for token in other))
     return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
 

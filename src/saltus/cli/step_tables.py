@@ -1,4 +1,4 @@
-"""Show what `saltus bench step` has measured as tables on a screen."""
+"""Print the results of `saltus bench step` as tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def print_tables(result: Mapping[str, Any]) -> None:
-    """Every table that there is something for."""
+    """Print every table that has data."""
     from rich.text import Text
 
     from saltus.cli.coloured_text import terminal

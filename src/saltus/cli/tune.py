@@ -1,4 +1,4 @@
-"""Find the settings with which Jacobi decoding is quickest here, and keep them."""
+"""The tune command: find and save the fastest settings of Jacobi decoding on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saltus.cli import options as o
 
 SEARCH_PANEL = "Search"
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_DEPTH = 31  # drafted tokens of a call whose shape is fixed, as generate has them
+MAX_DEPTH = 31  # draft tokens of a fixed-shape call, as in generate
 
 
 def tune(
@@ -22,7 +22,7 @@ def tune(
         typer.Option(
             "--adapter",
             metavar="DIR",
-            help="Guess by this adapter of [i]saltus train jacobi[/i].",
+            help="Use this adapter of [i]saltus train jacobi[/i].",
             rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
@@ -31,10 +31,13 @@ def tune(
     prompts: o.Prompts = None,
     texts: Annotated[
         int,
-        typer.Option("--texts", metavar="N", min=1, help="Prompts that are answered.", rich_help_panel=SEARCH_PANEL),
+        typer.Option("--texts", metavar="N", min=1, help="Number of prompts.", rich_help_panel=SEARCH_PANEL),
     ] = 4,
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=1, help="Times that each is.", rich_help_panel=SEARCH_PANEL)
+        int,
+        typer.Option(
+            "--rounds", metavar="N", min=1, help="Times that each prompt is answered.", rich_help_panel=SEARCH_PANEL
+        ),
     ] = 2,
     dearest: Annotated[
         float,
@@ -43,7 +46,7 @@ def tune(
             metavar="X",
             min=1.0,
             rich_help_panel=SEARCH_PANEL,
-            help="A call may cost so many times one that decides a single token: this bounds its nodes.",
+            help="A call may cost X times a call of one token; this limits its nodes.",
         ),
     ] = 2.0,
     max_new_tokens: o.MaxNewTokens = 48,
@@ -51,7 +54,9 @@ def tune(
     seed: o.Seed = 0,
     save: Annotated[
         bool,
-        typer.Option("--save/--no-save", help="Keep the best for generate and chat.", rich_help_panel=o.OUTPUT_PANEL),
+        typer.Option(
+            "--save/--no-save", help="Save the best settings for generate and chat.", rich_help_panel=o.OUTPUT_PANEL
+        ),
     ] = True,
     out: Annotated[
         Path | None,
@@ -59,12 +64,11 @@ def tune(
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Measure this machine, and choose how the method jacobi decodes with a model.
+    """Find the fastest settings of the method jacobi for a model on this machine.
 
-    First what calls cost by their nodes. Then, within the nodes that this machine
-    affords, tokens per second by block and recycled n-grams, and with the best of
-    these by blocks live and the share of a block at which the next one starts.
-    Plain decoding runs beside them. No setting changes a text.
+    It measures the cost of calls by nodes; then, within an affordable budget, tokens
+    per second by block size and recycled n-grams; then, with the best of these, by
+    live blocks and spawn. Plain decoding runs beside them. No setting changes a text.
 
     [bold]Examples[/bold]
 
@@ -72,9 +76,8 @@ def tune(
 
         saltus tune --adapter adapter --prompts asked.jsonl --texts 8 --out tuned
 
-    What is saved is used by generate, chat and saltus.load where jacobi is the method
-    and no option of it is given. Benchmarks leave it aside.
-    A quiet machine finds better settings.
+    generate, chat and saltus.load use the saved settings if jacobi is given no options;
+    benchmarks do not. Run it on a quiet machine.
     """
     from saltus.cli.open_engine import open_engine, validate_settings
 
@@ -83,7 +86,7 @@ def tune(
     engine = open_engine(
         model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, profile=False
     )
-    if options and engine.network.fixed_shape_runner is not None:
+    if options and engine.network.max_draft_tokens is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -105,7 +108,7 @@ def tune(
 
 
 def _select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
-    """Prompts evenly spread over a file, or over those of the quick benchmark."""
+    """Prompts evenly spread over a file, or over the quick suite."""
     from saltus.engine.prompts import read_prompts_file
 
     if prompts is None:
@@ -126,7 +129,7 @@ def _search_settings(
     max_cost_ratio: float,
     fixed_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything of tune.json; after Ctrl-C what there is, and `complete` is false."""
+    """The content of tune.json; after Ctrl-C `complete` is false."""
     from saltus.cli.bench_step import synchronizer
     from saltus.cli.progress import progress_bar
     from saltus.evaluation.profiling import call_timing as steps
@@ -137,9 +140,7 @@ def _search_settings(
     model = engine.network.model
     length = min(256, (engine.target.context_length or 1024) // 2)
     nodes = (
-        NODE_COUNTS
-        if engine.network.fixed_shape_runner is None
-        else tuple(n for n in NODE_COUNTS if n <= MAX_DEPTH + 1)
+        NODE_COUNTS if engine.network.max_draft_tokens is None else tuple(n for n in NODE_COUNTS if n <= MAX_DEPTH + 1)
     )
     grid, timings = steps.CallGrid(nodes, (length,), (1,), rounds=5), steps.CallTimings()
     with progress_bar(grid.num_calls, "measuring calls") as advance:
@@ -187,7 +188,7 @@ def _save_profile(result: Mapping[str, Any], engine: Any, model: str, fixed_opti
 
 
 def _write(result: Mapping[str, Any], folder: Path) -> None:
-    """tune.json first: figures may fail for want of matplotlib."""
+    """Write tune.json first: matplotlib may be missing."""
     from json import dumps
 
     from saltus.cli.answers import print_note

@@ -1,4 +1,4 @@
-"""Draft in the call that verifies: groups of queries ride wherever the accepted path may end (PTP, Alg. 1)."""
+"""Draft inside the verification call: chains of queries behind every node where the accepted path may end (PTP)."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ from saltus.drafting.ptp_queries import (
     with_query_chains,
 )
 
-DEPTH_PRIOR = 0.5  # what a draft's chance is stated as, where the record of its depth is kept
-RETRY_CALLS = 32  # calls after which a group is asked for again that did not pay
+DEPTH_PRIOR = 0.5  # the probability under which the acceptance of each depth is recorded
+RETRY_CALLS = 32  # calls without queries after which a chain is tried again
 
 
 @dataclass
 class FusedPtpDrafter:
-    """Draft in the call that verifies: wherever the accepted path may end, a group of queries stands ready.
+    """Drafts of one text from query chains in the previous verification call, for the rule `match` (PTP, Alg. 1).
 
-    After a call the text's last token is the verifier's own pick behind the last accepted node, which is in no tree.
-    So the first query of that node's group spoke for this token, by its uniform, and the others are the next drafts:
-    a group of k queries brings k − 1. A drafter of one text, for the rule `match`.
+    A call decides one token more than it accepts: the verifier's pick behind the last accepted node. The first query
+    behind that node predicts this token, and the other queries predict the next draft tokens. So a chain of k queries
+    gives k − 1 drafts.
     """
 
     noise: Noise
     sampling: Sampling
     form: UniformConditioning = "one-hot"
-    length: int = 8  # drafts of a group, at most
+    length: int = 8  # drafts of a chain, at most
     max_queries: int = 32  # queries of a call, at most
     last_drafts: list[int] = field(default_factory=list, init=False)  # drafts of the last step
-    last_correct: list[bool] = field(default_factory=list, init=False)  # were those right, as far as is known?
-    calls_without_queries: int = field(default=0, init=False)  # calls without queries
+    last_correct: list[bool] = field(
+        default_factory=list, init=False
+    )  # for each of them up to the first wrong one: True if it was right
+    calls_without_queries: int = field(default=0, init=False)  # since the last chain
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-        """The drafts of the group behind the node where the last step ended."""
+        """The drafts of the query chain behind the node where the last step ended."""
         tokens: list[int] = []
         probabilities: list[float] = []
         if last is not None:
@@ -63,10 +65,9 @@ class FusedPtpDrafter:
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
-        """Hang groups into the tree that is about to be verified; `chances` are those of its nodes, if the parent is.
+        """Add query chains to the tree; `probabilities[i]` is that of node i given that its parent is accepted.
 
-        Sizes follow from where the accepted path may end, from how often drafts of each depth were right, and from
-        what rows cost.
+        Lengths follow from where the accepted path may end, from acceptance by depth, and from the cost of rows.
         """
         if not controller.budget:
             return inputs
@@ -77,21 +78,21 @@ class FusedPtpDrafter:
         ends, reached = path_end_probabilities(inputs, probabilities)
         left = len(inputs.canvas.open_positions) - 1
         room = [left, *(left - depth - 1 for depth in inputs.depths)]
-        rows, expected = len(inputs.tokens) + 1, sum(reached)  # the decided text's end is reached for sure
+        rows, expected = len(inputs.tokens) + 1, sum(reached)  # including the token that every call decides
         costs = controller.call_cost.seconds_for if controller.adaptive else lambda rows: 1.0
         sizes = query_chain_lengths(ends, odds, self.max_queries, room, rows, expected, costs)
         self.calls_without_queries = 0 if any(sizes) else self.calls_without_queries + 1
         if self.calls_without_queries >= RETRY_CALLS and left > 1:
             sizes[0], self.calls_without_queries = 2, 0
-        groups = []
+        chains = []
         for node, size in enumerate(sizes, start=-1):
             if size:
                 first = inputs.depths[node] + 1 if node >= 0 else 0
                 uniforms = position_uniforms(
                     self.noise, self.sampling, inputs.canvas.open_positions[first : first + size]
                 )
-                groups.append((node, query_uniforms(uniforms, self.form)))
-        return with_query_chains(inputs, groups, self.sampling.temperature) if groups else inputs
+                chains.append((node, query_uniforms(uniforms, self.form)))
+        return with_query_chains(inputs, chains, self.sampling.temperature) if chains else inputs
 
 
 def correct_prefix(drafts: Sequence[int], decided: Sequence[int]) -> list[bool]:
@@ -105,7 +106,7 @@ def correct_prefix(drafts: Sequence[int], decided: Sequence[int]) -> list[bool]:
 
 
 def path_end_probabilities(inputs: ForwardInputs, probabilities: Sequence[float]) -> tuple[list[float], list[float]]:
-    """For the decided text and then each node: the chance that the accepted path ends there, and that it gets there."""
+    """For the decided text and each node: the probabilities that the accepted path ends there, and reaches it."""
     reached = [1.0]
     for parent, chance in zip(inputs.parents, probabilities, strict=True):
         reached.append(reached[parent + 1] * chance)
@@ -124,12 +125,13 @@ def query_chain_lengths(
     expected: float,
     costs: Callable[[int], float],
 ) -> list[int]:
-    """How many queries to hang behind the decided text and behind each node, `most` in all: where they pay most.
+    """The number of queries behind the decided text and behind each node, at most `max_queries` in all.
 
-    `ends[i]`: chance that the accepted path ends there, `odds[j]`: that draft j is right if those before it are,
-    `room[i]`: holes behind the token that the first query speaks for. A group of k queries brings
-    ends · Σ_j Π odds[:j + 1] over its k − 1 drafts; steps are taken along the upper hull of that, the steepest
-    first, as long as tokens per second rise: `rows` and `expected` tokens are those of the call without queries.
+    `end_probabilities[i]` is the probability that the accepted path ends there, `depth_probabilities[j]` that draft j
+    is right if those before it are, and `room[i]` the holes behind the token that the first query predicts. A chain of
+    k queries gives end · Σ_j Π depth[:j + 1] expected tokens over its k − 1 drafts. Chains grow along the concave hull
+    of that, the steepest step first, while tokens per second rise: `costs` gives seconds for a number of rows, and
+    `rows` and `expected` tokens are those of the call without queries.
     """
     steps = concave_steps(depth_probabilities)
     sizes, heap = (
@@ -154,7 +156,7 @@ def query_chain_lengths(
 
 
 def concave_steps(depth_probabilities: Sequence[float]) -> list[tuple[int, float]]:
-    """Steps (queries, drafts that they bring) of falling slope by which a group grows; its first query brings none."""
+    """Steps (queries, expected drafts) of falling slope by which a chain grows; its first query gives no draft."""
     steps: list[tuple[int, float]] = [(1, 0.0)]
     for value in np.cumprod(np.asarray(depth_probabilities, dtype=np.float64)).tolist():
         step = (1, value)

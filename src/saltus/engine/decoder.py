@@ -27,6 +27,7 @@ from saltus.methods import Method, UsesTrainedModel, make_methods
 from saltus.networks.loading.checkpoints import Checkpoint
 from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
+from saltus.networks.protocols import TargetNetwork
 
 
 @dataclass
@@ -83,7 +84,7 @@ class DecodingSetup:
 
 
 def assemble_networks(
-    methods: Sequence[Method], target: Network, target_name: str, load_draft_model: Callable[[str], Checkpoint]
+    methods: Sequence[Method], target: TargetNetwork, target_name: str, load_draft_model: Callable[[str], Checkpoint]
 ) -> tuple[dict[str, Network], dict[str, int | None]]:
     """The networks of methods by name, "target" first, and the context lengths of their draft models."""
     networks: dict[str, Network] = {TARGET: target}
@@ -110,7 +111,7 @@ def _for_trained_model(method: Method) -> Method:
 class Decoder:
     """Decode requests on one target with any method. All entry points of the package use its `run`."""
 
-    target: Any  # a network of saltus.networks
+    target: TargetNetwork
     target_name: str
     load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method

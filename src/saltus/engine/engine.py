@@ -34,6 +34,7 @@ from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, req
 from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import DEFAULT_MODEL
+from saltus.networks.protocols import TargetNetwork
 
 DEFAULT_BUDGET = 16  # draft tokens of a call
 MAX_BUDGET = 128
@@ -70,7 +71,7 @@ class Engine:
         return self.target.network.model
 
     @property
-    def network(self) -> Any:
+    def network(self) -> TargetNetwork:
         """What evaluates forward passes over draft trees: a network of `saltus.networks.models`."""
         return self.target.network
 
@@ -79,7 +80,7 @@ class Engine:
         """The Hugging Face tokenizer."""
         return self.target.tokenizer
 
-    def copy_with(self, network: Any = None, **changes: Any) -> Engine:
+    def copy_with(self, network: TargetNetwork | None = None, **changes: Any) -> Engine:
         """The same model decoded otherwise: another network for it, or changed fields of the decoder."""
         target = self.target if network is None else replace(self.target, network=network)
         return Engine(target, self.method, self.decoder.copy_with(target=target.network, **changes))
@@ -303,7 +304,7 @@ def load(
 
 
 def _find_profile(
-    model: str, network: Any, options: Mapping[str, Mapping[str, Any]], budget: int | None
+    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], budget: int | None
 ) -> profiles.Profile | None:
     """What `saltus tune` found for jacobi, unless options of jacobi are given (its adapter may be).
 
@@ -316,5 +317,5 @@ def _find_profile(
     found = profiles.find_profile("jacobi", model, machine, given.get("model", ""))
     if found is None or found.fingerprint != model_fingerprint(network.model):
         return None
-    room = MAX_BUDGET if network.fixed_shape_runner is None else network.width - 1
-    return replace(found, budget=min(found.budget, room) if budget is None else budget)
+    limit = MAX_BUDGET if network.max_draft_tokens is None else network.max_draft_tokens
+    return replace(found, budget=min(found.budget, limit) if budget is None else budget)

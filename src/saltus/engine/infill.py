@@ -13,6 +13,7 @@ from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end
 from saltus.engine.request import Request
 from saltus.engine.results import Infilling, statistics_of
 from saltus.networks.loading.checkpoints import Checkpoint
+from saltus.networks.protocols import FillsHoles
 
 
 @dataclass
@@ -75,6 +76,7 @@ def infill_request(
     sampling: Mapping[str, Any],
 ) -> InfillRequest:
     """The request that fills the holes of a template. Errors: ValueError of one line."""
+    assert isinstance(target.network, FillsHoles)
     tokenizer, blank = target.tokenizer, target.network.blank_token
     if None in template.hole_lengths and blank is None:
         raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from saltus.networks.protocols import TargetNetwork
 
-def supports_prefix_cache(network: Any) -> bool:
+
+def supports_prefix_cache(network: TargetNetwork) -> bool:
     """True if a network reads left to right and rounds alike in every call, so that a kept cache changes no text."""
     return network.model.device.type == "cpu" and not network.free_shapes and not network.any_subset
 

@@ -34,6 +34,7 @@ from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
+from saltus.networks.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
     RepetitionPenaltyLogitsProcessor: lambda one: {"repetition_penalty": one.penalty},
@@ -113,8 +114,8 @@ def custom_generate(
         texts = []
         for i, prompt in enumerate(prompts):
             ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
-            dice = (own_seed if seed is None else seed) + i % returns
-            texts.append(Request(prompt.tolist(), length, dice, sampling, ends))
+            row_seed = (own_seed if seed is None else seed) + i % returns
+            texts.append(Request(prompt.tolist(), length, row_seed, sampling, ends))
         with _borrowed_network(model, exact, budget, already_checked=model in measured) as network:
             known = measured.setdefault(model, _Measurements())
             decoder = Decoder(
@@ -145,7 +146,7 @@ def _run_with_streamer(
 
 
 @contextmanager
-def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[CausalNetwork]:
+def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[TargetNetwork]:
     """A network around the model, whose attention and training mode are restored afterwards."""
     attention, training = model.config._attn_implementation, model.training
     try:

@@ -1,1 +1,1 @@
-"""Answer Forwards with real networks, and remember what they have read."""
+"""Networks that evaluate forward passes, and their loading."""

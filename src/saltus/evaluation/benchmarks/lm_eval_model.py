@@ -18,7 +18,7 @@ from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRe
 
 MODEL_NAME = "saltus"
 AUTO_BATCH_SIZE = 16  # texts at once where batch_size is "auto"
-DEFAULT_MAX_LENGTH = 2048  # lm_eval's guess for models that do not say
+DEFAULT_MAX_LENGTH = 2048  # as in lm_eval, for models that do not state theirs
 
 logger = logging.getLogger("lm_eval.saltus")  # lm_eval shows messages of its own loggers only
 

@@ -90,16 +90,19 @@ class TransformersPeer:
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
         tokens, given, clock, widths = output
         seconds = [end - begin for begin, end in pairwise(clock)]
-        told = len(given) == len(widths) and sum(given) == len(tokens)
+        reported = len(given) == len(widths) and sum(given) == len(tokens)
         reads = [min(width, len(request.prompt_tokens)) if number == 0 else 1 for number, width in enumerate(widths)]
         calls = [TimedCall(*call) for call in zip(given, _subtract(widths, reads), seconds, reads, strict=False)]
         wrong = (
-            [] if not told or all(call.decided <= call.nodes + 1 for call in calls) else ["more tokens than checked"]
+            []
+            if not reported or all(call.decided <= call.nodes + 1 for call in calls)
+            else ["more tokens than checked"]
         )
         stopped = tokens and (tokens[-1] in self.engine.target.end_tokens or len(tokens) < request.max_new_tokens)
         return MeasuredAnswer(
-            tokens, split_text_by_call(self.engine.tokenizer, tokens, given if told else [len(tokens)]),
-            "stop" if stopped else "length", calls if told else None, seconds[0] if seconds else 0.0, problems=wrong,
+            tokens, split_text_by_call(self.engine.tokenizer, tokens, given if reported else [len(tokens)]),
+            "stop" if stopped else "length", calls if reported else None, seconds[0] if seconds else 0.0,
+            problems=wrong,
         )  # fmt: skip
 
 
@@ -113,7 +116,7 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
     ours = engine.network.model
 
     @lru_cache
-    def load(name: str, role: str = "model") -> Any:  # an assistant is another object, so that calls are told apart
+    def load(name: str, role: str = "model") -> Any:  # an assistant is another object, so that calls are reported apart
         with silence_transformers():
             model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=ours.dtype)
         model.generation_config.update(temperature=None, top_p=None, top_k=None)  # ours are given with each prompt

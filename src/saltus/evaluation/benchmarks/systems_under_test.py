@@ -16,6 +16,7 @@ from saltus.evaluation.benchmarks.call_recorder import (
     tokens_decided_by_call,
     verification_problems,
 )
+from saltus.networks.protocols import TargetNetwork
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class MethodUnderTest:
 def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
     """A system for each method; they share the engine's model, its call costs, and one CallRecorder."""
     recorder = CallRecorder(engine.network)
+    assert isinstance(recorder, TargetNetwork)  # by the attributes of the network that it wraps
     recorded = engine.copy_with(network=recorder)
     for name in methods:
         recorded.decoder.setup(name)  # load draft models now

@@ -85,7 +85,7 @@ def _measure_by_profiler(network: Any, call: Callable[[], float], clock: Clock) 
     fixed, activities = network.fixed_shape_runner, [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with ExitStack() as stack:
         if fixed is not None:
-            stack.enter_context(temporarily_replaced(fixed, "graphs", False))
+            stack.enter_context(temporarily_replaced(fixed, "use_cuda_graphs", False))
         stack.enter_context(instrumented(network, _with_record_function))
         with profile(activities=activities) as profiled:
             whole = call()

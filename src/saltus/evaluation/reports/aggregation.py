@@ -44,17 +44,19 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found = {}
     for side in sides:
         own = [record for record in records if record["side"] == side]
-        told = own[0]["calls"] is not None
+        reported = own[0]["calls"] is not None
         scored = next((record for record in own if record["score"]), None)
         found[side] = {
             "kind": own[0]["kind"],
-            **_rates_with_intervals(sums[side], sums[BASELINE], told),
-            "acceptance_by_position": _acceptance_by_position(own) if told else None,
+            **_rates_with_intervals(sums[side], sums[BASELINE], reported),
+            "acceptance_by_position": _acceptance_by_position(own) if reported else None,
             "identical": _count_identical(own, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
             "problems": _list_problems(own),
             "by_category": {
-                name: _rates_with_intervals(_select_tasks(sums[side], mask), _select_tasks(sums[BASELINE], mask), told)
+                name: _rates_with_intervals(
+                    _select_tasks(sums[side], mask), _select_tasks(sums[BASELINE], mask), reported
+                )
                 | {"identical": _count_identical([r for r in own if r["category"] == name], of_plain)}
                 for name, mask in groups.items()
             },

@@ -192,7 +192,7 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
     )  # fmt: skip
     if silent:
         names = ", ".join(map(_abbreviate, silent[:3])) + (" …" if len(silent) > 3 else "")
-        figure.text(14 / NARROW_WIDTH, 7 / 450, f"not told by {names}", size=8.5, color=MUTED)
+        figure.text(14 / NARROW_WIDTH, 7 / 450, f"not reported by {names}", size=8.5, color=MUTED)
     bars = []
     for side, one in shown.items():
         x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[side]

@@ -48,7 +48,7 @@ def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
             "device": str(model.device),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "context": engine.target.context_length,
-            "path": "lean" if engine.network.native_decoder else "transformers",
+            "path": engine.network.compute_path,
         },
         "settings": settings,
     }

@@ -35,7 +35,7 @@ def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
     for name, side in sides.items():
         bounds = side["ci95"]["speedup"]
         certain = "" if name == "plain" or not bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
-        same = "other dice" if side["identical"] is None else f"{side['identical']} of {side['texts']}"
+        same = "other random numbers" if side["identical"] is None else f"{side['identical']} of {side['texts']}"
         cells = [
             f"`{name}`", _format_number(side["tokens_per_second"], 1), f"{_format_number(side['speedup'])} ×{certain}",
             f"{_format_number(side['decode_speedup'])} ×", _format_number(side["tokens_per_call"]),

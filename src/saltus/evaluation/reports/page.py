@@ -168,8 +168,8 @@ def _replay_record(record: Mapping[str, Any]) -> dict[str, Any]:
     pieces = [*record["pieces"], *[""] * len(calls)][: len(calls)]
     pieces[-1] += "".join(record["pieces"][len(calls) :])
     rest = max(0.0, record["seconds"] - sum(call["seconds"] for call in calls)) / len(calls)
-    told = [[call["decided"], call["nodes"], round(1000 * call["seconds"], 2)] for call in calls]
-    return whole | {"pieces": pieces, "calls": told, "rest": round(1000 * rest, 3)}
+    timed = [[call["decided"], call["nodes"], round(1000 * call["seconds"], 2)] for call in calls]
+    return whole | {"pieces": pieces, "calls": timed, "rest": round(1000 * rest, 3)}
 
 
 def _escape_json(data: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def _caveats(one: Mapping[str, Any], lower_bound: float | int, upper_bound: floa
     elif lower_bound <= 1:
         doubts.append("no clear difference")
     if one["identical"] is None:
-        doubts.append("with other dice, so the texts are not compared")
+        doubts.append("with other random numbers, so the texts are not compared")
     elif one["identical"] < one["texts"]:
         count = one["texts"] - one["identical"]
         doubts.append("but not one of them is plain's" if not one["identical"] else f"but {count} of them differ")

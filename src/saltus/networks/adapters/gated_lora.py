@@ -1,4 +1,4 @@
-"""Let a low-rank adapter act on chosen rows of a causal model, and leave every other row as it is (PTP, gated LoRA)."""
+"""Apply a low-rank adapter to chosen rows of a causal model; all other rows keep their bits (PTP, gated LoRA)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from saltus.networks.adapters.uniform_embedding import KINDS, UniformEmbedding
 
 @dataclass(frozen=True)
 class GatedLoraSettings:
-    """What a gated adapter is made of."""
+    """The settings of a gated adapter, as in saltus.json; the names are kept for files that exist."""
 
     rank: int = 64
     alpha: float = 64.0  # the low-rank part is multiplied by alpha / rank
-    dropout: float = 0.0  # of what the low-rank part reads, in training
+    dropout: float = 0.0  # of the inputs of the low-rank part, in training
     targets: tuple[str, ...] = ()  # last names of the linear layers it acts on; empty: all but the unembedding
     embedding: str = "bits"  # of uniforms
-    told: bool = True  # is the temperature embedded too?
-    window: int = 16  # queries of a group that it was trained for, at most
+    told: bool = True  # the temperature is embedded too
+    window: int = 16  # queries of a chain in training, at most
 
     def __post_init__(self) -> None:
         for name in ("rank", "window"):
@@ -47,15 +47,12 @@ class GatedLoraSettings:
 
 @dataclass(frozen=True)
 class Gate:
-    """The rows of a call that are auxiliary queries, and what each is told; `rows` count through a whole batch.
-
-    Those that are guesses read the embedding of their token too.
-    """
+    """The query rows of a batched call and their conditioning. Token queries also have their token's embedding."""
 
     rows: Int[Tensor, "gated"]
-    uniforms: Float[Tensor, "gated"]  # NaN: none
+    uniforms: Float[Tensor, "gated"]  # NaN: no uniform
     temperatures: Float[Tensor, "gated"]
-    has_token: Bool[Tensor, "gated"] | None = None  # None: none is
+    has_token: Bool[Tensor, "gated"] | None = None  # None: no row has a token
 
 
 class LoraLayer(nn.Module):
@@ -68,7 +65,7 @@ class LoraLayer(nn.Module):
         self.up = nn.Parameter(torch.zeros(outputs, settings.rank))
 
     def forward(self, x: Float[Tensor, "*gated inputs"]) -> Float[Tensor, "*gated outputs"]:
-        """In the adapter's own format, float32 as a rule."""
+        """s · B A x in the adapter's dtype, usually float32."""
         x = F.dropout(x.to(self.down.dtype), self.dropout, self.training)
         return F.linear(F.linear(x, self.down) * self.scale, self.up)
 
@@ -79,13 +76,13 @@ class Adapter(nn.Module):
     def __init__(self, sizes: dict[str, tuple[int, int]], hidden_size: int, settings: GatedLoraSettings) -> None:
         super().__init__()
         self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
-        self.folder = ""  # the folder that it was brought from
+        self.folder = ""  # that it was loaded from
         self.parts = nn.ModuleList(LoraLayer(*size, settings) for size in sizes.values())
         self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.told)
         self._by_path = dict(zip(sizes, self.parts, strict=True))
 
     def lora_layer(self, path: str) -> LoraLayer | None:
-        """What is added to the layer of this name, if anything is."""
+        """The low-rank part of the layer of this name, None if there is none."""
         found = self._by_path.get(path)
         assert found is None or isinstance(found, LoraLayer)
         return found
@@ -101,7 +98,7 @@ class Adapter(nn.Module):
     def embed_queries(
         self, gate: Gate, tokens: Float[Tensor, "gated hidden"] | None = None
     ) -> Float[Tensor, "gated hidden"]:
-        """What queries read in place of a token's embedding, and guesses beside it."""
+        """The input embeddings of queries; a token query's is added to its token's embedding."""
         conditioning = self.auxiliary(gate.uniforms, gate.temperatures)
         if gate.has_token is None or tokens is None:
             return conditioning
@@ -128,9 +125,9 @@ class Adapter(nn.Module):
 def new_adapter(
     model: Any, settings: GatedLoraSettings | None = None, seed: int = 0, reads_tokens: bool = False
 ) -> Adapter:
-    """An adapter that changes nothing yet: B is zero, and a query reads the mean of all embeddings.
+    """An untrained adapter: B is zero, and a query's embedding is the mean of all embeddings.
 
-    With `reads_tokens` its rows are guesses, which read their own token's embedding alone.
+    With `reads_tokens` its rows are token queries, whose input is at first their token's embedding alone.
     Errors: ValueError for targets that name no linear layer of the model.
     """
     settings = settings or GatedLoraSettings()
@@ -151,7 +148,7 @@ def new_adapter(
 def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
 
-    Layers of experts are left out: which rows they see, the text decides.
+    Layers of experts are left out, since their rows depend on the text.
     """
     unembedding, found = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
@@ -169,9 +166,9 @@ def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[in
 
 @dataclass
 class gated_adapter:
-    """While open, the model's calls are gated: queries' rows read their embedding and get the low-rank parts.
+    """While open, the model's calls are gated: query rows get their embeddings and the low-rank parts.
 
-    Works with gradients too. Every other row keeps its bits: what the layers gave is copied.
+    It supports gradients. Every other row keeps its bits: the layers' outputs are copied.
     """
 
     model: Any
@@ -210,14 +207,14 @@ class gated_adapter:
 
 
 def _token_embeddings(model: Any, tokens: slice) -> Tensor:
-    """Embeddings of some tokens as the model's layers get them."""
+    """The inputs of the model's layers for some tokens."""
     embedding = model.get_input_embeddings()
     with torch.no_grad():
         return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device)[tokens])
 
 
 def _output_layer(auxiliary: UniformEmbedding) -> nn.Linear:
-    """The map that gives out the embedding."""
+    """The last linear map of the embedding."""
     last = auxiliary.map[-1] if isinstance(auxiliary.map, nn.Sequential) else auxiliary.map
     assert isinstance(last, nn.Linear)
     return last

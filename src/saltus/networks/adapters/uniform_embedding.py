@@ -1,4 +1,4 @@
-"""Embed a uniform, so that a network can read which token the dice will choose."""
+"""Embed each position's uniform random number, which will pick its token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class UniformEmbedding(nn.Module):
     """u → features → a linear map, or a small network where the kind ends in +nn (PTP, Eq. 14 and Table 5).
 
     `bits`: the 32 IEEE-754 bits of float32(u), highest first. `fl`: u itself. `th`: 1{u ≤ i/n}. `ar`: 1{u · 2^(i−1)
-    mod 1 ≤ ½}, the digits of arithmetic coding. With `told` the temperature is embedded too: whether it is zero, so
-    that u carries nothing, and its value. All maps start at zero, so that training begins at the network without u.
+    mod 1 ≤ ½}, the digits of arithmetic coding. With `embeds_temperature` the temperature is embedded too:
+    whether it is zero (then u has no effect), and its value. All maps start at zero, so training starts without u.
     """
 
-    def __init__(self, hidden_size: int, kind: str = "bits", conditioning: bool = False) -> None:
+    def __init__(self, hidden_size: int, kind: str = "bits", embeds_temperature: bool = False) -> None:
         if kind not in KINDS:
             raise ValueError(f"the embedding of uniforms is {kind!r}, but must be one of {', '.join(KINDS)}")
         super().__init__()
-        self.kind, self.embeds_temperature = kind, conditioning
+        self.kind, self.embeds_temperature = kind, embeds_temperature
         size = 1 if kind.startswith("fl") else NUM_FEATURES
         self.map: nn.Module = nn.Linear(size, hidden_size)
         last = self.map
@@ -32,25 +32,25 @@ class UniformEmbedding(nn.Module):
             self.map = nn.Sequential(self.map, nn.GELU(), last)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        if conditioning:
+        if embeds_temperature:
             self.temperature = nn.Linear(2, hidden_size, bias=False)
             nn.init.zeros_(self.temperature.weight)
 
     def forward(self, u: Float[Tensor, "*shape"], temperature: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape _"]:
-        """Uniforms in [0, 1), float64 or float32, and the temperature that each is picked at; 0 is greedy.
+        """Uniforms in [0, 1), float64 or float32, and the temperature of each; 0 is greedy.
 
-        NaN is no uniform at all: its features are zero.
+        NaN is no uniform: its features are zero.
         """
         weight = next(self.map.parameters())
         embedded = self.map(uniform_features(u, self.kind.removesuffix("+nn")).to(weight.dtype))
         if self.embeds_temperature:
-            conditioning = torch.stack([(temperature == 0).to(weight.dtype), temperature.to(weight.dtype)], -1)
-            embedded = embedded + self.temperature(conditioning)
+            features = torch.stack([(temperature == 0).to(weight.dtype), temperature.to(weight.dtype)], -1)
+            embedded = embedded + self.temperature(features)
         return embedded
 
 
 def uniform_features(u: Float[Tensor, "*shape"], kind: str) -> Float[Tensor, "*shape size"]:
-    """What the map reads of uniforms, float32; zeros for NaN."""
+    """The features of uniforms, float32; zeros for NaN."""
     return torch.where(u.isnan()[..., None], 0.0, _encode_uniforms(u.nan_to_num(), kind))
 
 

@@ -1,4 +1,4 @@
-"""Load a checkpoint with its tokenizer, and make sure that our attention serves it before anyone relies on it."""
+"""Load a checkpoint with its tokenizer, and check that Saltus's attention gives the same logits as its own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
 from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.networks.protocols import TargetNetwork
 
 DTYPES = {
     "auto": "auto",
@@ -38,10 +39,10 @@ class Checkpoint:
     """A network and what belongs to it."""
 
     name: str
-    network: Any  # a CausalNetwork, or what watches one
+    network: TargetNetwork
     tokenizer: Any
     end_tokens: frozenset[int]  # tokens that end a text
-    context_length: int | None  # tokens that it reads at most
+    context_length: int | None  # in tokens; None if unknown
 
 
 def load_checkpoint(
@@ -52,9 +53,9 @@ def load_checkpoint(
     progress: Progress | None = None,
     budget: int = 16,
 ) -> Checkpoint:
-    """A causal model by short name, folder or hub id, to be asked `budget` nodes a call. Errors: ValueError.
+    """A causal model by short name, folder or hub id, for trees of `budget` nodes. Errors: ValueError.
 
-    The folder of one of our adapters stands for the model that it belongs to, whose auxiliary queries it then answers.
+    The folder of an adapter of `saltus train` loads its target with the adapter attached.
     """
     device, kind = _device(device), _checked_choice("dtype", dtype, DTYPES)
     is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
@@ -71,15 +72,17 @@ def load_checkpoint(
                 f" into {folder}"
             ) from error
     network = make_network(model, name_or_path, exact, budget)
-    if network.any_subset:
+    if isinstance(network, AnySubsetNetwork | XlnetNetwork):
         network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
     if adapter is not None:
+        if not isinstance(network, CausalNetwork) or not network.accepts_drafters:
+            raise ValueError(f"{base} fills holes anywhere, but adapters are for causal models; load it without")
         network.attach_adapter(load_adapter(adapter, model, model_fingerprint(model), base))
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
 
 def _load_model(name: str, folder: Path, dtype: Any) -> Any:
-    """The model of a folder, with all of its weights from there: what is missing would be made up."""
+    """The model of a folder. Errors: ValueError if weights are missing, which Transformers would draw at random."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -98,10 +101,10 @@ def _load_model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> Any:
-    """The network of a model; if causal, after a look at whether ours and its own attention agree on a small tree.
+def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> TargetNetwork:
+    """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
 
-    A sibling stands between text and branch, so that attention which does not see our mask is found out.
+    A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
     """
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, not exact)
@@ -134,12 +137,12 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
 
 
 def fills_holes(model: Any) -> bool:
-    """Does it fill holes anywhere, so that its network is no causal one?"""
+    """True if the model fills holes anywhere, so that its network is not causal."""
     return bool(getattr(model.config, ANY_SUBSET, None)) or model.config.model_type == "xlnet"
 
 
 def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raise ValueError unless both write the same tokens."""
+    """Raise ValueError unless both have the same vocabulary."""
     if target.tokenizer.get_vocab() != drafter.tokenizer.get_vocab():
         raise ValueError(
             f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
@@ -156,9 +159,9 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def context_length_of(model: Any) -> int | None:
-    """How many tokens a model reads at most, where it says so."""
-    conditioning = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return conditioning if conditioning and conditioning > 0 else None  # XLNet says −1
+    """The context length in tokens from the model's configuration; None if it has none."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length if length and length > 0 else None  # XLNet's is −1
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:
@@ -184,7 +187,7 @@ def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Without Transformers' bars and warnings: a library is silent, or raises."""
+    """Disable Transformers' progress bars and warnings while open."""
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Fetch files so that an interruption costs little and a half-made folder is never taken for a whole one."""
+"""Fetch files: resume interrupted downloads, and never take an incomplete folder for a complete one."""
 
 import errno
 import hashlib
@@ -28,7 +28,7 @@ class SourceError(ValueError):
 
 
 def write_manifest(file: Path, files_of: Path, **fields: str) -> None:
-    """Note the facts in `file`, and beside them the names and sizes of what `held` holds."""
+    """Write `fields` to `file`, with the names and sizes of the files in `files_of`."""
     sizes = {each.name: each.stat().st_size for each in sorted(files_of.iterdir()) if each.is_file()}
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f".{file.name}.{os.getpid()}")
@@ -37,7 +37,7 @@ def write_manifest(file: Path, files_of: Path, **fields: str) -> None:
 
 
 def matches_manifest(manifest: Path, folder: Path) -> bool:
-    """Whether every file that the note lists lies in the folder, with the size that it had."""
+    """True if the folder has every file of the manifest in its recorded size."""
     try:
         sizes = json.loads(manifest.read_text())["files"]
         return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -47,7 +47,7 @@ def matches_manifest(manifest: Path, folder: Path) -> bool:
 
 @contextmanager
 def exclusive_lock(name: str, progress: Progress) -> Iterator[None]:
-    """Let one process at a time make the model of this name; a process that dies lets go."""
+    """Let one process at a time make the model of this name; the lock of a process that dies is released."""
     file = cache_folder() / "locks" / f"{name}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
@@ -64,9 +64,9 @@ def exclusive_lock(name: str, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder under another name and rename it when it is whole; hold `only_one` meanwhile.
+    """Make a folder under another name and rename it when it is complete. The caller holds `exclusive_lock`.
 
-    What an earlier run left of its own is removed first, and so is what this one leaves when it fails.
+    Remains of earlier runs and of a failure are removed.
     """
     making = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(making, ignore_errors=True)
@@ -84,7 +84,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def require_disk_space(folder: Path, needed: int, name: str, env_variable: str) -> None:
-    """Raise SourceError unless the disk of the folder, which `variable` can move, has `needed` bytes free."""
+    """Raise SourceError unless the disk of the folder, which `env_variable` can move, has `needed` bytes free."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -96,7 +96,7 @@ def require_disk_space(folder: Path, needed: int, name: str, env_variable: str) 
 
 @contextmanager
 def as_source_errors(folder: Path, name: str, env_variable: str) -> Iterator[None]:
-    """Turn a full or forbidden disk into a SourceError that says so."""
+    """Turn errors of a full or read-only disk into a SourceError with the cure."""
     try:
         yield
     except OSError as error:
@@ -122,7 +122,7 @@ def as_source_errors(folder: Path, name: str, env_variable: str) -> Iterator[Non
 
 
 def download(url: str, file: Path, size: int, name: str, progress: Progress, *, retry_delay: float = 1.0) -> None:
-    """Bring `file` to `size` bytes from `url`, going on where an earlier run stopped.
+    """Download `file` of `size` bytes from `url`, resuming where an earlier run stopped.
 
     Proxies are those of the environment. Three attempts in a row without a new byte end it with the network's error.
     """
@@ -143,7 +143,7 @@ def download(url: str, file: Path, size: int, name: str, progress: Progress, *, 
 
 def _download_rest(url: str, file: Path, size: int, name: str, progress: Progress) -> None:
     have = _file_size(file)
-    if have > size:  # not ours, or spoilt
+    if have > size:  # another file, or a damaged one
         file.unlink()
         have = 0
     request = urllib.request.Request(

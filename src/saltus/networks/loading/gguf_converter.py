@@ -37,16 +37,16 @@ TENSOR_NAMES = {
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write weights (dequantised, bfloat16), configuration, tokenizer and chat template of a Llama-type GGUF file."""
     reader = GGUFReader(gguf)
-    said = {key: field.contents() for key, field in reader.fields.items()}
-    assert said["general.architecture"] == "llama", said["general.architecture"]
-    config = _config(said, tied=not any(tensor.name == "output.weight" for tensor in reader.tensors))
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    assert metadata["general.architecture"] == "llama", metadata["general.architecture"]
+    config = _config(metadata, tied=not any(tensor.name == "output.weight" for tensor in reader.tensors))
     weights = dict(_weight(tensor, config) for tensor in reader.tensors)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", special)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which is written for its owner alone
-    _write_tokenizer(said, folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which only its owner can read
+    _write_tokenizer(metadata, folder)
 
 
 def _config(metadata: dict[str, Any], *, tied: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fetch a model from the Hugging Face hub into the cache that Transformers uses too, with a hub that may not answer."""
+"""Fetch a model from the Hugging Face hub into the cache shared with Transformers; tolerate an unreachable hub."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from saltus.networks.loading.fetching import (
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE, WEIGHT_FILE_PATTERNS, check_folder
 from saltus.networks.loading.progress import Progress, Stage
 
-HUB_TIMEOUT = 6.0  # seconds that the hub has to answer a first question
+HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
 
 
 def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
@@ -69,7 +69,7 @@ def _cached_snapshot(hub_id: str, revision: str | None) -> Path | None:
 
 
 class _HubUnreachable(Exception):
-    """The hub gave no answer; says why."""
+    """The hub did not answer; the message is the reason."""
 
 
 def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
@@ -147,9 +147,8 @@ def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress
     except Exception as error:  # whatever the client's network library raises
         raise SourceError(f"the download of {name} broke off ({first_line(error)}); {again}") from error
     folder = Path(found)
-    if lacking := [
-        file for file in file_sizes if not (folder / file).exists()
-    ]:  # the client settles for less when cut off
+    # an interrupted client may return an incomplete snapshot
+    if lacking := [file for file in file_sizes if not (folder / file).exists()]:
         raise SourceError(f"the download of {name} broke off before {lacking[0]}; {again}")
     check_folder(folder)
     with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
@@ -158,13 +157,13 @@ def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress
 
 
 def _progress_bar_class(name: str, total: int, progress: Progress) -> type:
-    """The class with which the hub's client makes its bars: it draws nothing and tells our progress the bytes."""
+    """A class of progress bars for the hub's client: it draws nothing and reports bytes to `progress`."""
     from tqdm import tqdm
 
     done: dict[int, int] = {}
 
     class Forward(tqdm):
-        """Tell our progress what the hub's client tells its bars."""
+        """Pass the bytes of the hub's client to `progress`."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self.in_bytes = options.get("unit") == "B"

@@ -1,4 +1,4 @@
-"""Know a folder that holds a model: what is missing in it, and which network it is."""
+"""Check that a folder holds a model with all of its weights."""
 
 import json
 import re

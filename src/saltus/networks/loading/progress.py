@@ -1,4 +1,4 @@
-"""Tell what a long fetch is doing: a library stays silent, a terminal sees bars, a log sees lines."""
+"""Show the progress of a long fetch: bars on a terminal, lines in a log, nothing in a library."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Stage:
-    """What is being done, and how far it is; `total` is None where bytes do not measure it."""
+    """A stage of a fetch and its progress; `total` is None for stages not measured in bytes."""
 
     text: str
     done: int = 0  # bytes

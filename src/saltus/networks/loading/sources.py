@@ -34,13 +34,13 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 def resolve(name: str, *, offline: bool | None = None, progress: Progress | None = None) -> Path:
     """The folder from which Transformers loads a model, by short name, local folder or hub id (`owner/name@revision`).
 
-    What is in the cache is used without touching the network; `offline` (by default what HF_HUB_OFFLINE or
-    TRANSFORMERS_OFFLINE say) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
+    What is in the cache is used without touching the network; `offline` (by default from HF_HUB_OFFLINE or
+    TRANSFORMERS_OFFLINE) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
     Raises SourceError, a ValueError of one line.
     """
     if offline is None:
-        said = (os.environ.get(switch, "") for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-        offline = any(word.upper() in ("1", "ON", "YES", "TRUE") for word in said)
+        switches = (os.environ.get(switch, "") for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+        offline = any(word.upper() in ("1", "ON", "YES", "TRUE") for word in switches)
     with (
         nullcontext(progress)
         if progress
@@ -52,7 +52,7 @@ def resolve(name: str, *, offline: bool | None = None, progress: Progress | None
 
 
 def pull(name: str, *, offline: bool | None = None) -> Path:
-    """`resolve`, telling on stderr what is done: bars on a terminal, lines elsewhere."""
+    """`resolve` with progress on stderr: bars on a terminal, lines elsewhere."""
     with progress_bars() as show:
         return resolve(name, offline=offline, progress=show)
 

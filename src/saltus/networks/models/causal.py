@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,7 +84,20 @@ class CausalNetwork:
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, self.max_rows_per_call)
 
-    any_subset = False  # True if it fills holes that have text behind them
+    any_subset = False
+    accepts_drafters = True
+
+    @property
+    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers"]:
+        """See TargetNetwork."""
+        if self.native_decoder is not None:
+            return "lean"
+        return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """See TargetNetwork: a call of fixed shape has `rows_per_call` rows, one of them for the last decided token."""
+        return None if self.fixed_shape_runner is None else self.rows_per_call - 1
 
     @property
     def max_rows_per_call(self) -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,29 +56,26 @@ class XlnetNetwork:
     model: Any
     free_shapes: bool = False
     any_subset = True
+    accepts_drafters = False
     blank_token: int | None = None
     pairwise_correction: PairwiseCorrection | None = None
-    fixed_shape_runner: None = field(init=False, default=None)
-    native_decoder: None = field(init=False, default=None)
-    adapter: None = field(init=False, default=None)
-    hidden_state_layers: tuple[int, ...] = ()
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.model.eval()
 
+    @property
+    def compute_path(self) -> Literal["transformers"]:
+        """See TargetNetwork."""
+        return "transformers"
+
+    @property
+    def max_draft_tokens(self) -> None:
+        """See TargetNetwork."""
+
     def new_kv_cache(self) -> object:
         """An empty object for each text."""
         return object()
-
-    def attach_adapter(self, adapter: Any) -> None:
-        """Errors: ValueError: adapters are for causal models."""
-        if adapter is not None:
-            raise ValueError("XLNet supports no adapters; draft with assd")
-
-    def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Errors: ValueError: XLNet returns no hidden states."""
-        raise ValueError("drafters and heads read hidden states of a causal model, which XLNet is not; draft with assd")
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:

@@ -15,6 +15,7 @@ from saltus.core.sampling import Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
 from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.protocols import DrafterHost
 from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
 
@@ -97,7 +98,7 @@ class TrajectoryRequest(Request):
 
 def _adapter_digest(engine: Engine) -> str:
     """A digest of the adapter that drafts for a target; empty where there is none."""
-    adapter = engine.network.adapter
+    adapter = engine.network.adapter if isinstance(engine.network, DrafterHost) else None
     if adapter is None:
         return ""
     digest = blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Apply weights and curves so that a row rounds alike in every call, by taking over what models ask of torch."""
+"""Linear layers and elementwise functions that round a row alike in every call, by intercepting torch functions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from saltus.networks.models.exact import native
 
 TILE_ROWS = 8  # rows of a product where there is no compiled kernel
-TILED_SIZE_MULTIPLE = (
-    16  # sizes that are multiples of it let torch's products round a row alike in every place of a tile
-)
-VECTOR_MULTIPLE = (
-    128  # elements, a multiple of what torch's vector loops take at once: what is left over, other code rounds
-)
-MAX_ELEMENTS_PER_CALL = 16384  # elements that torch gives to one thread: a border between threads would leave some over
+TILED_SIZE_MULTIPLE = 16  # with sizes that are multiples of it, torch rounds all rows of a tile alike
+VECTOR_MULTIPLE = 128  # elements, a multiple of torch's vector width; scalar code rounds otherwise
+MAX_ELEMENTS_PER_CALL = 16384  # elements that torch gives to one thread, so that no thread has a scalar rest
 
 
 def _torch_functions(*names: str) -> frozenset[Callable[..., Any]]:
-    """What torch calls so, as a function, as a method and in torch.nn.functional."""
+    """The functions of these names in torch, in torch.nn.functional and as methods."""
     return frozenset(f for name in names for place in (torch, Tensor, F) if (f := getattr(place, name, None)))
 
 
@@ -55,7 +51,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 
 def _linear_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by torch, where a row rounds by their number, by its place, and by its address: each tile is copied."""
+    """The same by torch, whose rounding depends on the number, place and address of rows: each tile is copied."""
     rows, size = x.reshape(-1, x.shape[-1]), 1 if any(n % TILED_SIZE_MULTIPLE for n in weight.shape) else TILE_ROWS
     padded = F.pad(rows, (0, 0, 0, -len(rows) % size))
     out = torch.cat([F.linear(tile.clone(), weight, bias) for tile in padded.split(size)])
@@ -63,7 +59,7 @@ def _linear_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def batch_invariant_elementwise(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A function of each element that rounds alike wherever the element stands."""
+    """Apply an elementwise function so that an element rounds alike at every place."""
     count = x.numel()
     if count % VECTOR_MULTIPLE == 0 and count <= MAX_ELEMENTS_PER_CALL and x.is_contiguous():
         return function(x, *args, **kwargs)
@@ -74,11 +70,10 @@ def batch_invariant_elementwise(function: Callable[..., Tensor], x: Tensor, *arg
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """While active, torch's linear layers and curves are ours. It sees every product of activations with weights."""
+    """While active, replaces torch's linear layers, products with weights and elementwise functions."""
 
-    transposed_weights: WeakTensorKeyDictionary = (
-        WeakTensorKeyDictionary()
-    )  # of weights stored [in, out]: as they were, and turned
+    # of weights stored [in, out]: (version key, transposed copy)
+    transposed_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -162,10 +162,8 @@ class FixedShapeRunner:
         """Logits and hidden states of all rows; the next call overwrites them."""
         if num_rows not in self.static_inputs:
             self.static_inputs[num_rows] = StaticInputs(num_rows, self.rows_per_call, self.device)
-        inputs, extent = (
-            self.static_inputs[num_rows],
-            attention_extent(int(rows.positions[0]), self.min_attention_extent),
-        )
+        inputs = self.static_inputs[num_rows]
+        extent = attention_extent(int(rows.positions[0]), self.min_attention_extent)
         if self.use_cuda_graphs and (num_rows, extent) not in buffers.graphs:
             self._capture_cuda_graph(buffers, inputs, extent)
         inputs.fill(rows.tokens, rows.positions, rows.slots, rows.recent_slots, slot_copies)

@@ -1,4 +1,4 @@
-"""Compile the kernels for this machine, once, with the C compiler at hand; do without where there is none."""
+"""Compile the kernels for this machine once, by its C compiler; without a compiler there are none."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any], int] | None:
-    """A compiled kernel for a dtype, which takes a pointer to its struct; None where it cannot serve."""
+    """A compiled kernel for a dtype, which takes a pointer to its struct; None where there is none."""
     if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (found := load_kernels()) is None:
         return None
     return getattr(found, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
@@ -121,7 +121,7 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any
 
 @contextlib.contextmanager
 def kernel_threads_only() -> Iterator[None]:
-    """Leave the processor to the kernels: torch's threads would spin beside theirs after every small product."""
+    """Run torch on one thread while open: its threads would compete with those of the kernels."""
     found, threads = load_kernels(), torch.get_num_threads()
     if found is None:
         yield
@@ -135,7 +135,7 @@ def kernel_threads_only() -> Iterator[None]:
 
 
 def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
-    """Compile into place atomically; returns what went wrong."""
+    """Compile into place atomically; returns an error message, None on success."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -1,0 +1,47 @@
+"""What the packages above use of a target network, besides core's `Network`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from saltus.core.protocols import Network
+
+
+@runtime_checkable
+class TargetNetwork(Network, Protocol):
+    """A network whose text can be decoded."""
+
+    model: Any  # the Hugging Face model (PreTrainedModel)
+    free_shapes: bool  # True: rounding depends on the shapes of calls, and texts may differ by method
+    any_subset: bool  # True: it fills holes that have text behind them
+    accepts_drafters: bool  # True: it satisfies DrafterHost
+
+    @property
+    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers"]:
+        """What evaluates a call: the native decoder (called "lean" in results), fixed shapes, or Transformers' code."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Draft tokens that a call may carry without changing the rounding of its rows; None: any number."""
+        ...
+
+
+@runtime_checkable
+class FillsHoles(Protocol):
+    """An any-subset target network."""
+
+    blank_token: int | None  # the token that ends a hole of unknown length; None: the model has none
+
+
+@runtime_checkable
+class DrafterHost(Protocol):
+    """A target network that returns hidden states to drafters and heads, and carries an adapter."""
+
+    adapter: Any
+    hidden_state_layers: tuple[int, ...]
+
+    def attach_adapter(self, adapter: Any) -> None: ...
+
+    def add_hidden_state_layers(self, layers: Sequence[int]) -> None: ...
