@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -92,22 +93,31 @@ Ray = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class CollectionOptions:
+    """The options of all collecting commands."""
+
+    limit: o.Limit = None
+    model: o.Model = o.DEFAULT_MODEL
+    dtype: o.Dtype = "auto"
+    device: o.Device = "auto"
+    free_shapes: FreeShapes = False
+    temperature: Temperatures = None
+    seed: o.Seed = 0
+    max_new_tokens: o.MaxNewTokens = 256
+    batch_size: BatchSize = 16
+    processes: Processes = 1
+    ray: Ray = None
+    shard: TextsPerShard = 128
+
+
 @collect.command()
+@o.with_options()
 def text(
+    *,
     prompts: Prompts,
     out: Out,
-    limit: o.Limit = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    free_shapes: FreeShapes = False,
-    temperature: Temperatures = None,
-    seed: o.Seed = 0,
-    max_new_tokens: o.MaxNewTokens = 256,
-    batch_size: BatchSize = 16,
-    processes: Processes = 1,
-    ray: Ray = None,
-    shard: TextsPerShard = 128,
+    collection: CollectionOptions,
 ) -> None:
     """Let a model answer prompts, and write the answers as token ids.
 
@@ -127,15 +137,13 @@ def text(
     prompt and completion in each line, and collect.json, with model and settings.
     [bold]saltus train ptp[/bold] reads it.
     """
-    loading = {
-        "model": model, "method": "plain", "options": {}, "dtype": dtype, "device": device, "exact": not free_shapes,
-    }  # fmt: skip
-    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "texts_per_shard": shard}
-    _collect_texts(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+    _collect_texts(prompts, out, collection, {"method": "plain", "options": {}}, {})
 
 
 @collect.command()
+@o.with_options()
 def jacobi(
+    *,
     prompts: Prompts,
     out: Out,
     block: Annotated[
@@ -153,18 +161,7 @@ def jacobi(
             rich_help_panel=o.MODEL_PANEL,
         ),
     ] = None,
-    limit: o.Limit = None,
-    model: o.Model = o.DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    free_shapes: FreeShapes = False,
-    temperature: Temperatures = None,
-    seed: o.Seed = 0,
-    max_new_tokens: o.MaxNewTokens = 256,
-    batch_size: BatchSize = 16,
-    processes: Processes = 1,
-    ray: Ray = None,
-    shard: TextsPerShard = 128,
+    collection: CollectionOptions,
 ) -> None:
     """Let a model answer prompts by Jacobi decoding, and write every iterate of every block.
 
@@ -187,31 +184,25 @@ def jacobi(
     options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
     if adapter is not None:
         options["model"] = str(adapter)
-    loading = {
-        "model": model, "method": "jacobi", "dtype": dtype, "device": device, "exact": not free_shapes,
-        "options": {"jacobi": options}, "budget": block, "adaptive": False,
-    }  # fmt: skip
-    settings = {"max_new_tokens": max_new_tokens, "seed": seed, "texts_per_shard": shard, "block_size": block}
-    _collect_texts(prompts, out, limit, loading, temperature, settings, batch_size, processes, ray)
+    method = {"method": "jacobi", "options": {"jacobi": options}, "budget": block, "adaptive": False}
+    _collect_texts(prompts, out, collection, method, {"block_size": block})
 
 
 def _collect_texts(
-    prompts: Path,
-    out: Path,
-    limit: int | None,
-    load_options: dict[str, Any],
-    temperature: Sequence[float] | None,
-    settings: dict[str, Any],
-    batch_size: int,
-    processes: int,
-    ray: str | None,
+    prompts: Path, out: Path, given: CollectionOptions, method: dict[str, Any], plan_settings: dict[str, Any]
 ) -> None:
     from saltus.engine.prompts import read_prompts_file
 
-    inputs = read_prompts_file(prompts)[:limit]
+    inputs = read_prompts_file(prompts)[: given.limit]
     if number := next((number for number, one in enumerate(inputs) if len(one.turns) > 1), None):
         raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
-    settings["temperatures"] = tuple(dict.fromkeys(temperature if temperature else (0.0, 0.7)))
+    load_options: dict[str, Any] = {
+        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": not given.free_shapes, **method,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
+        "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))), **plan_settings,
+    }  # fmt: skip
     from saltus.training.data.teacher_texts import CollectionPlan
 
     CollectionPlan((), **settings)  # it raises errors for its settings before a model is loaded
@@ -220,7 +211,7 @@ def _collect_texts(
     from saltus.training.data.teacher_texts import missing_shards, prepare_folder
     from saltus.training.loop.checkpoint import lock_folder
 
-    engine = open_engine(**load_options, batch_size=batch_size, profile=False)
+    engine = open_engine(**load_options, batch_size=given.batch_size, profile=False)
     load_options["device"] = str(engine.network.model.device)  # the same for every process
     context, block = engine.target.context_length, settings.get("block_size", 0)
     if context is not None and block >= context:
@@ -230,14 +221,14 @@ def _collect_texts(
     plan = CollectionPlan(tokenize_prompts(engine, inputs, prompts), **settings)
     with lock_folder(out):
         missing = prepare_folder(out, plan, engine)
-        if ray is not None and missing:
+        if given.ray is not None and missing:
             del engine
-            progress = collect_with_ray(plan, missing, out, load_options, batch_size, processes, ray)
-        elif processes > 1 and len(missing) > 1:
+            progress = collect_with_ray(plan, missing, out, load_options, given.batch_size, given.processes, given.ray)
+        elif given.processes > 1 and len(missing) > 1:
             del engine
-            progress = collect_in_processes(plan, missing, out, load_options, batch_size, processes)
+            progress = collect_in_processes(plan, missing, out, load_options, given.batch_size, given.processes)
         else:
-            progress = collect_in_process(engine, plan, missing, out, batch_size)
+            progress = collect_in_process(engine, plan, missing, out, given.batch_size)
         _show_progress(progress, plan, missing, out)
         if lost := len(missing_shards(out, plan)):
             raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
