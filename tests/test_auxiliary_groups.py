@@ -263,6 +263,7 @@ def test_who_reads_the_uniforms_beats_who_does_not(calls):
     assert counts["one-hot"] <= counts["categorical"]
 
 
+@pytest.mark.slow
 def test_where_rows_are_dear_only_groups_that_pay_are_asked():
     inputs = {}
     for name, adapted in (("oracle", perfect_adapter), ("fool", random_adapter)):
@@ -278,6 +279,7 @@ def test_where_rows_are_dear_only_groups_that_pay_are_asked():
     assert inputs["oracle"][0] > 40
 
 
+@pytest.mark.slow
 def test_a_group_that_did_not_pay_is_tried_again():
     target = learned("one-hot", Sampling(temperature=1.0), random_adapter)
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 3.0}))
@@ -408,6 +410,7 @@ def p_value(drafts: int, form: str, to: str = "target", texts: int = 1500) -> fl
     return float(stats.chisquare(observed, law_of_texts * texts).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, 4])
 @pytest.mark.parametrize("form", ["categorical", "independent"])
 def test_choosing_a_central_draft_leaves_the_law_as_it_is(drafts, form, unchecked):
@@ -436,6 +439,7 @@ def test_what_cannot_be_exact_is_refused():
 # On a network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @greedy_and_sampled
 @one_and_two_calls

@@ -66,6 +66,7 @@ def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
     assert list(told) == METHODS
 
 
+@pytest.mark.slow
 def test_records_hold_every_step(engine):
     for record in measured(bench(engine)):
         calls = record["calls"]
@@ -76,6 +77,7 @@ def test_records_hold_every_step(engine):
         assert record["prefill_seconds"] == calls[0]["seconds"]
 
 
+@pytest.mark.slow
 def test_every_turn_reads_what_plain_decoding_answered_before(engine):
     records = [record for record in measured(bench(engine)) if record["task"] == "b"]
     assert [(record["turn"], record["side"]) for record in records] == [(t, m) for t in (0, 1) for m in METHODS]
@@ -178,6 +180,7 @@ def test_a_cheat_is_caught(engine, cheat, said):
         assert told["plain"]["problems"] == []
 
 
+@pytest.mark.slow
 def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
     records = measured(bench(engine))
     next(record for record in records if record["side"] == "jacobi")["tokens"][-1] ^= 1
@@ -283,6 +286,7 @@ def test_a_folder_keeps_one_run_only(tmp_path):
     assert open_records(tmp_path, plan(max_new_tokens=32), TASKS, NOW, fresh=True).records == []
 
 
+@pytest.mark.slow
 def test_a_run_keeps_when_and_at_which_commit_it_was_measured(engine, tmp_path):
     run, later = bench(engine), {"commit": "def", "date": "tomorrow"}
     notebook = open_records(tmp_path, plan(), TASKS, NOW)
@@ -420,6 +424,7 @@ def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     assert (deep / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_named_with_its_line(asked, tmp_path):
     common = [*asked, "--limit", 2, "--out", tmp_path / "out"]
     saltus_(*common)

@@ -237,6 +237,7 @@ def test_the_closing_line_says_where_a_text_differs(engine):
 # Colours
 
 
+@pytest.mark.slow
 def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, folder, monkeypatch):
     monkeypatch.setattr(
         "saltus.core.control.call_cost.CallCost.seconds_for", lambda costs, rows: 1.0

@@ -46,6 +46,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for data in shards(folder).values() for line in gzip.decompress(data).splitlines()]
 
 
+@pytest.mark.slow
 def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--shard", 5)
     engine, found = saltus.load(folder), rows(tmp_path / "teacher")
@@ -135,6 +136,7 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     assert there.items() <= {name: os.stat(killed / name).st_mtime_ns for name in there}.items(), "none is written anew"
 
 
+@pytest.mark.slow
 def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, prompts_file, tmp_path):
     out = "--out", tmp_path / "teacher"
     collect("-f", prompts_file, "-m", folder, *out)

@@ -255,6 +255,7 @@ def p_value(method: str, sampling: Sampling | None = None, **settings) -> float:
     return float(stats.chi2.sf(statistic, (due > 0).sum() - 1))
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law(method: str):

@@ -50,6 +50,7 @@ def test_intervals_of_whole_tensors_are_those_of_the_sampling_pipeline(temperatu
         np.testing.assert_allclose(torch.stack([found.low, found.high], 1), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_picks_of_whole_tensors_are_those_of_the_sampling_pipeline():
     rows, uniforms = logits(500, 25), torch.from_numpy(seeded_generator(1, "u").random(500))
     uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)

@@ -138,6 +138,7 @@ def test_a_stop_string_ends_the_text_in_every_place(engine, method):
         assert answers[1].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_half_a_character_at_the_end_is_left_out(engine):
     answer = engine.generate(PROMPT, max_new_tokens=60, temperature=1.5, seed=5, ignore_eos=True)
     cut = [engine.generate(PROMPT, max_new_tokens=n, temperature=1.5, seed=5, ignore_eos=True) for n in range(1, 60, 7)]
@@ -294,6 +295,7 @@ def test_missing_weights_are_not_made_up(tiny_folder, tmp_path):
     assert saltus.load(str(config.parent)).network.num_layers == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "contents", "cure"),
     [
@@ -427,6 +429,7 @@ def test_of_two_memories_alike_in_length_the_right_one_is_taken():
     assert [entry[1]["target"].tokens[0] for entry in small.entries] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["small_model", "ptp", "mtpc"])
 def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
     one, two = (

@@ -24,6 +24,7 @@ def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtype):

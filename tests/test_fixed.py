@@ -74,6 +74,7 @@ def test_logits_are_those_of_the_models_own_forward(networks, name, dtype):
     assert off.max() < (1e-5 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.slow
 @each_dtype
 @each_name
 def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name, dtype):
@@ -123,6 +124,7 @@ def test_a_batch_a_long_prompt_and_a_tree_wider_than_a_call_give_the_same_bits(n
                 assert torch.equal(outputs.hidden_states[node + 1], alone.hidden_states[0])
 
 
+@pytest.mark.slow
 def test_the_default_shapes_agree_with_small_ones_but_for_rounding():
     tokens = text(60)
     wide = CausalNetwork(tiny("Llama"), fixed_shapes=True)

@@ -125,6 +125,7 @@ def test_scores_are_those_of_lm_eval_s_own_class(folder, theirs, tmp_path, metho
     assert len({str(answer) for answer in two["answers"]["write"]}) > 2
 
 
+@pytest.mark.slow
 def test_what_greedy_decoding_would_write_is_found_at_any_length(folder, theirs):
     model = ours(folder)
     prompt = model.tok_encode(WORDS)
@@ -216,6 +217,7 @@ def test_every_answer_reaches_the_cache_as_soon_as_it_is_known(folder):
     }
 
 
+@pytest.mark.slow
 def test_sampled_repetitions_differ_and_methods_do_not(folder):
     settings = {"until": [], "max_gen_toks": 24, "do_sample": True, "temperature": 1.0, "top_k": 0}
     inputs = requests(*[(WORDS, settings)] * 3, ("the dog", settings))

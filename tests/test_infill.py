@@ -138,6 +138,7 @@ def test_a_model_that_writes_from_left_to_right_is_refused(tiny_folder):
         saltus.load(str(tiny_folder()), "assd")
 
 
+@pytest.mark.slow
 def test_xlnet_fills_holes(tmp_path):
     tiny_xlnet().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

@@ -54,6 +54,7 @@ def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_n
     assert [progress.step for progress in reports] == [30], "only the steps since the last checkpoint are lost"
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoint(tmp_path):
     schedule, path = replace(SCHEDULE, steps=120, every=2), tmp_path / "killed.pt"
     whole = module()

@@ -64,6 +64,7 @@ def read(records, results=None) -> Reader:
     return Reader(render_page(results or results_of(records), records))
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_table_are_those_of_the_results():
     records = invented_records()
     results = results_of(records)
@@ -92,6 +93,7 @@ def test_the_numbers_of_the_categories_are_those_of_the_results():
             assert float(cell.split("|")[1]) == methods[side]["by_category"][category]["speedup"]
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_nothing_from_elsewhere_and_its_ids_are_unique():
     records = invented_records()
     html = render_page(results_of(records), records)

@@ -27,6 +27,7 @@ def drawn(folder: Path, records, results=None) -> dict[str, list[str]]:
     return {path.stem: texts(path) for path in folder.glob("*.svg")}
 
 
+@pytest.mark.slow
 def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     records = invented_records()
     paths = write_figures(results_of(records), records, tmp_path / "new")
@@ -44,6 +45,7 @@ def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
     assert "plain" not in said["acceptance"]
 
 
+@pytest.mark.slow
 def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
     records = invented_records()
     results = results_of(records)
@@ -65,6 +67,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
         assert (tmp_path / "one" / f"{name}.svg").read_bytes() == (tmp_path / "two" / f"{name}.svg").read_bytes()
 
 
+@pytest.mark.slow
 def test_one_category_is_not_shown_beside_all(tmp_path):
     said = drawn(tmp_path, invented_records(3, ("writing",)))
     assert "writing" not in said["speed-up"]
@@ -106,6 +109,7 @@ def test_a_run_without_records_has_no_figures(tmp_path):
     assert write_figures(results_of([]), [], tmp_path) == []
 
 
+@pytest.mark.slow
 def test_texts_that_differ_and_problems_are_said(tmp_path):
     records = invented_records(4)
     for record in records:

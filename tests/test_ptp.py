@@ -44,6 +44,7 @@ def test_a_perfect_drafter_is_always_right(sampling):
     assert made.networks["ptp"].calls == 6
 
 
+@pytest.mark.slow
 def test_uniforms_are_worth_tokens():
     """The same student without uniforms says what is likeliest in itself."""
     told = toy_decoding("ptp", PROMPT, 200, target=toy_network(logit_scale=1.0), sampling=SAMPLED, error=0.1).run()

@@ -75,6 +75,7 @@ def outcome(target: Distribution, drafts: list[tuple[int, Distribution | None]],
     return counts / steps
 
 
+@pytest.mark.slow
 def test_a_draft_is_accepted_with_the_ratio_of_the_laws():
     """P = (.1, .4, .5, 0), Q = (.4, .6, 0, 0), drawn 0: accepted with 1/4, else all of (P − Q)₊ is token 2."""
     found = outcome(law(0.1, 0.4, 0.5, 0.0), [(0, law(0.4, 0.6, 0.0, 0.0))])
@@ -100,6 +101,7 @@ def test_a_token_without_probability_is_never_accepted():
     assert reject(inputs, TargetDistributions(inputs, outputs, SAMPLED, Zero(0)))[0].tolist() == [0]
 
 
+@pytest.mark.slow
 def test_a_chosen_token_is_accepted_with_its_probability_and_a_twin_never_after_it():
     target = law(0.3, 0.2, 0.1, 0.4)
     found = outcome(target, [(1, None), (1, None)])

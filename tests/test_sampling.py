@@ -95,6 +95,7 @@ def test_a_token_is_picked_by_the_uniforms_of_its_interval_and_by_no_others(law_
         assert high == 1 or order.index(pick(high, law_)) > order.index(token)
 
 
+@pytest.mark.slow
 @given(laws(most=2 * BLOCK))
 def test_the_intervals_of_all_tokens_tile_the_unit_interval_in_picking_order(law_):
     edge = 0.0

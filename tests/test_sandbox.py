@@ -247,6 +247,7 @@ def test_too_little_memory_for_python_itself_is_told() -> None:
             run_program("x = 1", memory_mb=1)
 
 
+@pytest.mark.slow
 @needs_filter
 def test_a_program_dies_with_its_parent() -> None:
     code = (

@@ -213,6 +213,7 @@ def hub(model):
     hub.server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_downloaded_once_with_what_is_needed_of_it(hub, ask):
     found, stages = ask("o/m", hub.server.server_port)
     assert sorted(file.name for file in Path(found).iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -265,6 +266,7 @@ def test_a_repository_without_weights_is_told(hub, ask):
     assert "holds no weights" in ask("o/m", hub.server.server_port)[0]
 
 
+@pytest.mark.slow
 def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up_soon(ask):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         said, _ = ask("o/m", mute.getsockname()[1], 0.5)

@@ -60,6 +60,7 @@ def test_theorem_2_the_law_given_earlier_uniforms_is_the_law_given_earlier_token
             np.testing.assert_allclose(measure, expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_independent_prediction_writes_pairs_that_the_law_never_writes():
     """Theorem 2 fails without the uniforms: picks from marginals combine tokens that exclude each other."""
     sampling, uniforms = Sampling(temperature=0.7, top_k=2), np.linspace(0.01, 0.99, 50)

