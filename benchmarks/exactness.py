@@ -1,9 +1,9 @@
-"""Count texts that are those of plain decoding, over methods, temperatures and dtypes; methods write in one batch.
+"""Count texts equal to those of plain decoding, over methods, temperatures and dtypes.
 
     python benchmarks/exactness.py --prompts spec_bench.jsonl --every 12 --drafter path/to/a/smaller/model
 
-Plain writes each prompt alone; every method writes all prompts as a batch with a fixed budget of nodes, so that trees
-are large and calls are shared. Exits with 1 if any text differs.
+Plain decoding answers each prompt alone; every method answers all prompts as a batch with a fixed budget of nodes, so
+that trees are large and calls are shared. Exits with 1 if any text differs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def main() -> None:
     options.add_argument("--every", type=int, default=1, help="take every n-th prompt")
     options.add_argument("--model", default="smollm2-135m")
     options.add_argument("--drafter", help="a smaller model with the same vocabulary: small_model joins")
+    options.add_argument("--methods", default="plain,lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc")
     options.add_argument("--dtypes", default="bfloat16,float32")
     options.add_argument("--max-new-tokens", type=int, default=64)
     args = options.parse_args()
     prompts = [json.loads(line)["turns"][0] for line in args.prompts.read_text().splitlines()][:: args.every]
-    methods = ["plain", "lookup", "jacobi", "jacobi+lookup"]
+    methods = args.methods.split(",")
     methods += ["small_model", "small_model+lookup"] if args.drafter else []
     drafter = {"small_model": {"model": args.drafter}} if args.drafter else {}
     differing = 0
@@ -41,7 +42,10 @@ def main() -> None:
                 same = sum(one.tokens == own for one, own in zip(written, alone, strict=True))
                 differing += len(prompts) - same
                 rate = sum(len(one.tokens) for one in written) / sum(one.statistics.calls for one in written)
-                print(f"{dtype:9} T={temperature}  {method:20} {same}/{len(prompts)} same  {rate:.2f} tokens a call")
+                print(
+                    f"{dtype:9} T={temperature}  {method:20} {same}/{len(prompts)} same  {rate:.2f} tokens a call",
+                    flush=True,
+                )
     sys.exit(differing > 0)
 
 
