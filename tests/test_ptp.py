@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -274,3 +276,13 @@ def test_a_second_turn_writes_what_plain_decoding_writes(tiny_folder, tiny_draft
     second = engine.generate(talk, max_new_tokens=12, ignore_eos=True)
     plain = engine.copy_with().generate(talk, method="plain", max_new_tokens=12, ignore_eos=True)
     assert second.tokens == plain.tokens
+
+
+@pytest.mark.slow
+def test_a_drafter_loads_without_a_word(tiny_folder, tiny_drafter):
+    """In a process of its own: Transformers warns once."""
+    options = {"ptp": {"model": str(tiny_drafter())}}
+    program = f"import saltus; e = saltus.load({str(tiny_folder())!r}, 'plain', options={options!r});"
+    program += "e.generate('the cat', method='ptp', max_new_tokens=4)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

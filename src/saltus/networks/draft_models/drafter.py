@@ -58,7 +58,7 @@ class DraftModel(nn.Module):
         config = LlamaConfig(
             hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=1, rms_norm_eps=1e-5,
-            max_position_embeddings=1 << 20, tie_word_embeddings=False,
+            max_position_embeddings=1 << 20, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         )  # fmt: skip
         self.llama = LlamaForCausalLM(config)
