@@ -28,7 +28,8 @@ from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
 from saltus.cli.methods import describe_method
 from saltus.cli.options import DEFAULT_METHOD
-from saltus.cli.report import RECORD_KEYS, comparison_line, first_difference
+from saltus.cli.report import RECORD_KEYS, comparison_line
+from saltus.evaluation.benchmarks.comparison import first_difference
 from saltus.methods import available_methods
 from saltus.networks.loading.sources import DEFAULT_MODEL, SHIPPED_MODELS, SHORT_NAMES
 

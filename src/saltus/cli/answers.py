@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
 
 from saltus.cli.coloured_text import ColouredTextWriter, terminal
-
-WARM_UP_TOKENS = 8  # tokens of a warm-up text
 
 
 def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, settings: Mapping[str, Any]) -> Any:
@@ -22,13 +20,6 @@ def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, setting
     finally:
         painter.finish_line()
     return written.generation
-
-
-def warm_up(engine: Any, prompt: Any, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Decode a few tokens with each method, so that no first call is measured."""
-    few = min(WARM_UP_TOKENS, settings["max_new_tokens"])
-    for method in methods:
-        engine.generate(prompt, **{**settings, "method": method, "max_new_tokens": few})
 
 
 def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) -> Any:

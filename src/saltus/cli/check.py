@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from saltus.cli import options as o
-from saltus.engine.prompts import Conversation, Prompt, read_prompts
+from saltus.engine.prompts import Prompt, read_prompts
 
 DEFAULT_PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -62,7 +61,12 @@ def check(
     from saltus.cli.open_engine import open_with_options
 
     engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=not free_shapes)
-    result = compare(engine, inputs, engine.method, {**sampling, "max_new_tokens": max_new_tokens})
+    from saltus.cli.progress import progress_bar
+    from saltus.evaluation.benchmarks.comparison import compare_with_plain
+
+    settings = {**sampling, "max_new_tokens": max_new_tokens}
+    with progress_bar(len(inputs), "comparing") as advance:
+        result = compare_with_plain(engine, inputs, engine.method, settings, advance)
     if json:
         from saltus.cli.report import print_json
 
@@ -71,90 +75,6 @@ def check(
         _show(result, inputs, engine.method)
     if result["flips"]:
         raise typer.Exit(1)
-
-
-@dataclass
-class MethodTotals:
-    """Tokens, calls and seconds of a method over all prompts."""
-
-    tokens: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-
-    def add(self, statistics: Any) -> None:
-        self.tokens += statistics.tokens
-        self.calls += statistics.calls
-        self.seconds += statistics.seconds
-
-
-def compare(engine: Any, inputs: list[Prompt], method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of a check. Plain decoding and the method go first in turn."""
-    from saltus.cli.answers import warm_up
-    from saltus.cli.progress import progress_bar
-
-    totals = {"plain": MethodTotals(), "method": MethodTotals()}
-    names = {"plain": "plain", "method": method}
-    flips: list[dict[str, Any]] = []
-    with progress_bar(len(inputs), "comparing") as advance:
-        warm_up(engine, next(Conversation(inputs[0]).turns()).prompt, (method, "plain"), settings)
-        for number, prompt in enumerate(inputs):
-            written = {}
-            for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
-                written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]}, totals[side])
-            if flip := _find_flip(engine, written["plain"], written["method"]):
-                flips.append({"prompt": number, **flip})
-            advance()
-    plain, other = totals["plain"], totals["method"]
-    return {
-        "prompts": len(inputs),
-        "identical": len(inputs) - len(flips),
-        "flips": flips,
-        "tokens_per_call": other.tokens / other.calls if other.calls else None,
-        "speedup": plain.seconds / other.seconds if other.seconds else None,
-    }
-
-
-def _generate_turns(engine: Any, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals) -> list[Any]:
-    """The answers of all turns of a prompt."""
-    conversation, generations = Conversation(prompt), []
-    for inputs in conversation.turns():
-        generations.append(engine.generate(inputs.prompt, **settings))
-        total.add(generations[-1].statistics)
-        conversation.add_answer(generations[-1].text)
-    return generations
-
-
-def _find_flip(engine: Any, plain: list[Any], other: list[Any]) -> dict[str, Any] | None:
-    """The first difference between the texts of a prompt. Later turns are not compared: their prompts differ."""
-    from saltus.cli.report import first_difference
-
-    before = 0
-    for one, two in zip(plain, other, strict=True):
-        at = first_difference(one.tokens, two.tokens)
-        if at is not None:
-            return {"position": before + at, "logit_gap": logit_gap(engine, one, two, at)}
-        before += len(one.tokens)
-    return None
-
-
-def logit_gap(engine: Any, plain: Any, other: Any, position: int) -> float:
-    """The gap between the logits of the two tokens that differ, in the calls of plain decoding."""
-    import numpy as np
-
-    from saltus.core.canvas import continuation
-    from saltus.core.forward import ForwardInputs
-
-    assert position < min(len(plain.tokens), len(other.tokens)), (
-        "a text ends with its end token, or at the common limit"
-    )
-    canvas = continuation(engine.encode(plain.prompt), position + 1)
-    kv_cache = engine.network.new_kv_cache()
-    logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
-    for token in plain.tokens[:position]:
-        canvas = canvas.fill(np.array([token]))
-        logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
-    row = logits.float()
-    return abs(float(row[plain.tokens[position]] - row[other.tokens[position]]))
 
 
 def _show(result: Mapping[str, Any], inputs: list[Prompt], method: str) -> None:

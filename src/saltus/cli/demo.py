@@ -73,9 +73,10 @@ def _run_demo(
     from rich.padding import Padding
     from rich.text import Text
 
-    from saltus.cli.answers import run_plain_baseline, stream_answer, warm_up
+    from saltus.cli.answers import run_plain_baseline, stream_answer
     from saltus.cli.coloured_text import ColouredTextWriter, legend, terminal
     from saltus.cli.report import comparison_line
+    from saltus.evaluation.benchmarks.comparison import warm_up
 
     console = terminal(colour=colour)
     coloured = console.is_terminal if colour is None else colour

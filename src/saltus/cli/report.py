@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import zip_longest
 from typing import Any
 
 RECORD_KEYS = (
@@ -56,6 +55,8 @@ def statistics_line(generation: Any, method: str) -> str:
 def comparison_line(generation: Any, plain: Any, method: str) -> str:
     """This run, plain decoding in the same run, and whether the text is the same."""
     ours, theirs = generation.statistics, plain.statistics
+    from saltus.evaluation.benchmarks.comparison import first_difference
+
     same = first_difference(generation.tokens, plain.tokens)
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
     ratio = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else float("nan")
@@ -64,12 +65,6 @@ def comparison_line(generation: Any, plain: Any, method: str) -> str:
         f" {ours.tokens_per_second:.1f} tokens/s; plain in this run: {theirs.calls} calls,"
         f" {theirs.tokens_per_second:.1f} tokens/s (×{ratio:.2f}); {verdict}"
     )
-
-
-def first_difference(one: Any, other: Any) -> int | None:
-    """The index of the first token that differs; None if all are equal. A shorter text differs at its end."""
-    pairs = zip_longest((int(token) for token in one), (int(token) for token in other))
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def _count(number: int, noun: str) -> str:

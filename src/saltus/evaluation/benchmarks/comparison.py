@@ -1,0 +1,118 @@
+"""Compare a method's texts with those of plain decoding, and measure the gap of logits where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.engine.engine import Engine
+from saltus.engine.prompts import Conversation, Prompt
+from saltus.engine.results import Generation
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class MethodTotals:
+    """Tokens, calls and seconds of a method over all prompts."""
+
+    tokens: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+    def add(self, statistics: Any) -> None:
+        self.tokens += statistics.tokens
+        self.calls += statistics.calls
+        self.seconds += statistics.seconds
+
+
+def compare_with_plain(
+    engine: Engine,
+    inputs: Sequence[Prompt],
+    method: str,
+    settings: Mapping[str, Any],
+    on_prompt: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Decode prompts with plain decoding and with a method, which go first in turn, and compare the texts.
+
+    `settings` are those of `Engine.generate`; `on_prompt` is called after each prompt. Returns the number of prompts
+    and of identical ones, the flips (prompt, position of the first different token, gap of the two logits), tokens per
+    call and the speed-up.
+    """
+    totals = {"plain": MethodTotals(), "method": MethodTotals()}
+    names = {"plain": "plain", "method": method}
+    flips: list[dict[str, Any]] = []
+    warm_up(engine, next(Conversation(inputs[0]).turns()).prompt, (method, "plain"), settings)
+    for number, prompt in enumerate(inputs):
+        written = {}
+        for side in ("plain", "method") if number % 2 == 0 else ("method", "plain"):
+            written[side] = _generate_turns(engine, prompt, {**settings, "method": names[side]}, totals[side])
+        if flip := _find_flip(engine, written["plain"], written["method"]):
+            flips.append({"prompt": number, **flip})
+        on_prompt()
+    plain, other = totals["plain"], totals["method"]
+    return {
+        "prompts": len(inputs),
+        "identical": len(inputs) - len(flips),
+        "flips": flips,
+        "tokens_per_call": other.tokens / other.calls if other.calls else None,
+        "speedup": plain.seconds / other.seconds if other.seconds else None,
+    }
+
+
+def _generate_turns(
+    engine: Engine, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals
+) -> list[Generation]:
+    """The answers of all turns of a prompt."""
+    conversation, generations = Conversation(prompt), []
+    for turn in conversation.turns():
+        generations.append(engine.generate(turn.prompt, **settings))
+        total.add(generations[-1].statistics)
+        conversation.add_answer(generations[-1].text)
+    return generations
+
+
+def _find_flip(engine: Engine, plain: list[Generation], other: list[Generation]) -> dict[str, Any] | None:
+    """The first difference between the texts of a prompt. Later turns are not compared: their prompts differ."""
+    before = 0
+    for one, two in zip(plain, other, strict=True):
+        at = first_difference(one.tokens, two.tokens)
+        if at is not None:
+            return {"position": before + at, "logit_gap": logit_gap(engine, one, two, at)}
+        before += len(one.tokens)
+    return None
+
+
+def logit_gap(engine: Engine, plain: Generation, other: Generation, position: int) -> float:
+    """The gap between the logits of the two tokens that differ, in the calls of plain decoding."""
+    assert position < min(len(plain.tokens), len(other.tokens)), (
+        "a text ends with its end token, or at the common limit"
+    )
+    canvas = continuation(engine.encode(plain.prompt), position + 1)
+    kv_cache = engine.network.new_kv_cache()
+    logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
+    for token in plain.tokens[:position]:
+        canvas = canvas.fill(np.array([token]))
+        logits = engine.network.forward([ForwardInputs(canvas)], [kv_cache])[0].logits[0]
+    row = logits.float()
+    return abs(float(row[plain.tokens[position]] - row[other.tokens[position]]))
+
+
+def warm_up(engine: Engine, prompt: Any, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Decode a few tokens with each method, so that no first call is measured."""
+    few = min(WARM_UP_TOKENS, settings["max_new_tokens"])
+    for method in methods:
+        short: dict[str, Any] = {**settings, "method": method, "max_new_tokens": few}
+        engine.generate(prompt, **short)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The index of the first token that differs; None if all are equal. A shorter text differs at its end."""
+    pairs = zip_longest((int(token) for token in one), (int(token) for token in other))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
