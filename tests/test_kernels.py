@@ -427,7 +427,9 @@ def test_a_forked_child_computes_the_same():
 def test_without_kernels_rows_round_alike_too(file):
     """This file's own tests and the networks', in a process that must do without."""
     chosen = "a_row_of or attention_is_right or curve or one_token or node_of_a_tree or longer_than or counts_positions"
+    # kept: Llama, windows (Mistral), soft caps (Gemma2), one key head (GPTBigCode), short values (DeepseekV3), experts
     left_out = "Moe or Phi or Olmo2 or StableLm or Cohere or SmolLM3 or Granite or NeoX or OPT or Gemma3"
+    left_out += " or Qwen or Gemma-float32 or Gemma-bfloat16 or Starcoder2"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(file))]
     result = subprocess.run(
         [*command, "-k", f"({chosen}) and not ({left_out})"], env={**os.environ, "SALTUS_NATIVE": "0"},
