@@ -8,13 +8,14 @@ import pytest
 from scipy import stats
 
 from saltus import testing
+from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Distribution, Sampling, one_hot, pick, probability, residual
-from saltus.core.scheduler import run_batch
+from saltus.core.scheduler import run, run_batch
 from saltus.core.tree import Tree
 from saltus.methods import available_methods
 from saltus.testing import ToyDecoding, ToyNetwork, text_probabilities, toy_decoding, toy_network
@@ -384,3 +385,11 @@ def test_drafting_with_the_uniforms_of_the_text_is_caught():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testing, "make_methods", for_match)
         assert p_value("small_model") < ALPHA
+
+
+def test_an_unknown_network_is_named_instead_of_awaited():
+    def lost():
+        yield ForwardInputs(continuation([1], 2), network_name="smal")
+
+    with pytest.raises(ValueError, match="a network 'smal', but there are target"):
+        run(lost(), {"target": toy_network()})

@@ -225,6 +225,7 @@ BAD = [
     (PROMPT, {"seed": -1}, "0 or more"),
     (PROMPT, {"stop": ""}, "remove it"),
     (PROMPT, {"method": "lokup"}, "did you mean lookup"),
+    (PROMPT, {"method": "small_model+small_model"}, "give each method once"),
     (["fine", ""], {}, "prompt 1: the prompt is empty"),
 ]
 

@@ -72,7 +72,7 @@ def infill(
 
     counted = found.statistics
     print_note(
-        f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} a call"
+        f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} tokens a call"
         f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method}"
     )
 

@@ -43,9 +43,9 @@ def statistics_line(generation: Any, method: str) -> str:
     counted = generation.statistics
     parts = [
         f"{_count(counted.tokens, 'token')} in {_count(counted.calls, 'call')}",
-        f"{counted.tokens_per_call:.2f} a call",
+        f"{counted.tokens_per_call:.2f} tokens a call",
         f"{counted.tokens_per_second:.1f} tokens/s",
-        f"prompt read in {counted.prefill_seconds:.2f} s",
+        f"prefill {counted.prefill_seconds:.2f} s",
         method,
         FINISH_WORDS[generation.finish_reason],
     ]

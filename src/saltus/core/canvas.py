@@ -26,7 +26,7 @@ class Canvas:
 
     @property
     def decided_prefix(self) -> np.ndarray:
-        """The tokens before the first open position: what a causal network reads."""
+        """The tokens before the next hole to decide: what a causal network reads. For left-to-right orders."""
         return self.tokens[: self.order[self.num_decided]] if self.num_decided < len(self.order) else self.tokens
 
     @cached_property

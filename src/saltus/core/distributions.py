@@ -17,7 +17,10 @@ from saltus.core.sampling import Distribution, Sampling, float_row, greedy_token
 
 @dataclass
 class TargetDistributions:
-    """The distributions behind the decided tokens (−1) and behind each node, computed on first use."""
+    """The distributions after the decided tokens (−1) and after each node of one pass, computed on first use.
+
+    Of the target; drafting token by token uses it for the draft model, too.
+    """
 
     inputs: ForwardInputs
     outputs: ForwardOutputs

@@ -35,9 +35,10 @@ class ForwardInputs:
 
     Node i attends to the decided tokens, to its ancestors and to itself. `parents[i] < i` is the node before node i,
     −1 the last decided token. Draft tokens come first; behind them come *query nodes*, for which a trained adapter or
-    drafter is switched on. Only queries descend from queries, so no verification rule ever meets one.
+    drafter is switched on. Only queries descend from queries, and only DRAFT_TOKEN nodes are ever verified.
 
     A network that fills holes anywhere (ASSD) takes positions from the open holes in turn; its queries are masks.
+    `hidden_states` are those of the target before each decided token that the drafter has not read yet, in order.
     """
 
     canvas: Canvas
@@ -49,7 +50,7 @@ class ForwardInputs:
     kinds: tuple[NodeKind, ...] = ()  # of each node; empty: all are draft tokens
     uniforms: tuple[float, ...] = ()  # of each query node; NaN where it is not conditioned on one
     temperature: float = 0.0  # an input of the adapter; 0 is greedy
-    hidden_states: Float[Tensor, "slots hidden"] | None = None  # a drafter's inputs: of the target, before new tokens
+    hidden_states: Float[Tensor, "slots hidden"] | None = None  # for a drafter: of the target, see below
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -102,7 +103,7 @@ class ForwardInputs:
         return first
 
     def query_chain(self, node: int) -> list[int]:
-        """The first chain of query nodes behind `node` (−1: the decided tokens)."""
+        """Query nodes behind `node` (−1: the decided tokens): its first query, the first one behind that, and so on."""
         chain: list[int] = []
         while (query := self._first_query.get(chain[-1] if chain else node)) is not None:
             chain.append(query)
@@ -150,7 +151,7 @@ class ForwardOutputs:
     """The outputs of one forward pass for one text."""
 
     logits: Float[Tensor, "rows vocab"]  # row 0 is for the position behind the decided tokens, row i + 1 is of node i
-    hidden_states: Float[Tensor, "states hidden"] | None = None  # of the tokens read, then of the nodes; ASSD: of rows
+    hidden_states: Float[Tensor, "states hidden"] | None = None  # [context tokens read + nodes]; any-subset: [rows]
     seconds: float = 0.0  # wall time of the batched call
     context_tokens_read: int = 0  # decided tokens that were not in the KV cache: the prompt, at first
     num_rows: int = 0  # of the whole batched call

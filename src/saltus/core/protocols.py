@@ -21,7 +21,8 @@ DraftResult = Sequence[Branch] | Generator[ForwardInputs, ForwardOutputs, Sequen
 class Drafter(Protocol):
     """Proposes branches of draft tokens for one text.
 
-    `last` is the previous step, None at first; `room` is the largest useful depth of a branch.
+    `last` is the previous step, None at first; `room` is the largest useful depth of a branch. A returned generator may
+    be dropped before it has started, while draft models are switched off.
     """
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> DraftResult: ...
@@ -33,7 +34,12 @@ class FusedDrafter(Protocol):
 
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
-    ) -> ForwardInputs: ...
+    ) -> ForwardInputs:
+        """The same inputs with query nodes appended; they do not count against the budget of draft tokens.
+
+        `probabilities` are the acceptance probabilities of the draft tokens, given that their parents are accepted.
+        """
+        ...
 
 
 @runtime_checkable
@@ -47,10 +53,20 @@ class UsesHiddenStates(Protocol):
 class Network(Protocol):
     """Evaluates forward passes, several texts in one call. A KV cache belongs to one text and one network."""
 
-    def new_kv_cache(self) -> Any: ...
+    def new_kv_cache(self) -> Any:
+        """An empty KV cache for one text."""
+        ...
 
-    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]: ...
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
+        """One output for each input, in order; logits are [1 + nodes, vocab].
+
+        Each text has its own cache, which is updated: entries that no longer agree with the canvas are dropped.
+        """
+        ...
 
 
 StopCondition = Callable[[Canvas, np.ndarray], int | None]
-"""Given the canvas and the tokens just decided: how many of them to keep if the text ends there, else None."""
+"""Given the canvas and the tokens just decided: how many of them to keep if the text ends there, else None.
+
+The ending token is kept. It is called once a step, in order, and may keep state.
+"""

@@ -11,7 +11,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import one_hot, pick, probability, residual, sample
 
 Rule = Callable[[ForwardInputs, TargetDistributions], tuple[np.ndarray, int]]
-"""Returns the decided tokens and the last accepted node (−1: none)."""
+"""Returns the decided tokens (int64, at least one, at most all open ones) and the last accepted node (−1: none)."""
 
 
 def match(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:

@@ -31,12 +31,15 @@ class SequenceState:
 def run_batch(sequences: list[SequenceState], networks: Mapping[str, Network]) -> Iterator[None]:
     """Run all sequences to their end, one batched call a network and round; yields after each round.
 
-    Sequences may be added to the list between rounds (continuous batching); finished ones are removed from it.
+    Sequences may be added to the list between rounds (continuous batching); finished ones are removed from it. Errors:
+    ValueError if a sequence waits for a network that is not in `networks`; errors of a network pass through.
     """
     while True:
         sequences[:] = [one for one in sequences if one.pending is not None or one.advance(None)]
         if not sequences:
             return
+        if unknown := {one.pending.network_name for one in sequences if one.pending is not None} - set(networks):
+            raise ValueError(f"a drafter calls a network {unknown.pop()!r}, but there are {', '.join(networks)}")
         for name, network in networks.items():
             waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
             if not waiting:

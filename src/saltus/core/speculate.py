@@ -30,7 +30,11 @@ def speculate(
     controller: Controller | None = None,
     stop: StopCondition | None = None,
 ) -> DecodeGenerator:
-    """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft)."""
+    """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft).
+
+    `on_step` gets each step after its tokens have filled the canvas (`Step.canvas` is the one before); the text is the
+    tokens of all steps. `stop` may end it early. Without a controller up to 16 draft tokens are verified in each call.
+    """
     controller = controller or Controller(adaptive=False)
     hidden_states = any(isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states for drafter in drafters)
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
@@ -66,6 +70,7 @@ def speculate(
         forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
         tokens = np.append(tokens, tokens[-1:].repeat(forced))
         end = stop(canvas, tokens) if stop else None
+        # Forced tokens that the end of the text cuts off do not count.
         forced = forced if end is None else max(forced - (len(tokens) - end), 0)
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, forced)
         controller.record(offered, last, draft_seconds)

@@ -11,7 +11,9 @@ from saltus.core.sampling import Distribution
 
 @dataclass(frozen=True)
 class Branch:
-    """A drafted continuation, with the probability that each token is accepted if the tokens before it are.
+    """A drafted continuation, with the probability in [0, 1] that each token is accepted if those before it are.
+
+    All sequences have the length of `tokens`; `payoffs` do not increase along the branch.
 
     If `distributions` gives the distribution that each token was sampled from, a token's probability must not depend on
     the token itself, only on those before it: `reject` is exact only if no draft is dropped for its sampled token.
@@ -21,7 +23,7 @@ class Branch:
     acceptance_probabilities: Sequence[float]
     source: str = ""  # the drafter, or a part of it; acceptance is recorded per source
     distributions: Sequence[Distribution] | None = None
-    payoffs: Sequence[float] | None = None  # tokens that verifying a node saves in later calls (Jacobi); falling
+    payoffs: Sequence[float] | None = None  # tokens that verifying a node saves later (Jacobi)
 
 
 @dataclass(frozen=True)

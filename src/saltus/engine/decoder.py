@@ -86,11 +86,12 @@ class DecodingSetup:
 def assemble_networks(
     methods: Sequence[Method], target: TargetNetwork, target_name: str, load_draft_model: Callable[[str], Checkpoint]
 ) -> tuple[dict[str, Network], dict[str, int | None]]:
-    """The networks of methods by name, "target" first, and the context lengths of their draft models."""
+    """The networks of methods by name, "target" first, and the context lengths of draft models. Errors: ValueError."""
     networks: dict[str, Network] = {TARGET: target}
     context_lengths: dict[str, int | None] = {}
     for name, spec in (pair for method in methods for pair in method.draft_models.items()):
-        assert name not in networks, f"two methods call a network {name}"
+        if name in networks:
+            raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
         if not is_drafter_spec(spec):
             draft_model = load_draft_model(spec)
             networks[name], context_lengths[name] = draft_model.network, draft_model.context_length
@@ -169,7 +170,7 @@ def run_requests(
     if len(waiting) < len(requests):
         yield [request for request in requests if request.max_new_tokens <= 0]
     drafting = bool(waiting and setup.new_drafters(waiting[0]))
-    together = 1 << (min(len(waiting), batch_size) - 1).bit_length() if waiting else 1
+    together = 1 << (min(len(waiting), batch_size) - 1).bit_length() if waiting else 1  # controllers by power of two
     controller = setup.controller(together) if drafting else Controller(setup.budget, adaptive=False)
     sequences: list[SequenceState] = []
     running: list[tuple[SequenceState, Request]] = []

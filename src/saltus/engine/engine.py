@@ -259,7 +259,7 @@ def load(
     progress: Progress | None = None,
     profile: bool = True,
 ) -> Engine:
-    """Load a model and decode it with a method. Errors: ValueError of one line.
+    """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).
 
     Args:
         model: a short name, a local folder or a hub id (`owner/name`).
@@ -271,12 +271,12 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"longest": 5}}.
-        budget: draft tokens that a call may verify, at most.
+        budget: draft tokens that a call may verify, at most 128; 16, or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
         progress: called while files are downloaded.
-        profile: use what `saltus tune` found for jacobi on this machine, where no options of jacobi are given.
+        profile: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)

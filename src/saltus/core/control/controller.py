@@ -13,7 +13,10 @@ from saltus.core.tree import Tree
 
 @dataclass
 class Controller:
-    """Chooses how many nodes of the draft tree a call verifies. It never changes the text.
+    """Chooses how many nodes of the draft tree a call verifies.
+
+    Under `match` it cannot change the text. Under `reject` the tree decides which tokens are sampled, so the engine
+    then uses one that is not adaptive.
 
     Without `adaptive` a call carries the whole tree, up to `budget` nodes. With it, a call carries the nodes that pay,
     and drafters with draft models are switched off while they do not pay for their time.
@@ -57,11 +60,12 @@ class Controller:
                 break
         return best
 
-    def record(self, tree: Tree, step: Step, drafting: float = 0.0) -> None:
-        """Record a step: which nodes of the whole tree were right, and whether `drafting` (in seconds) paid."""
+    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0) -> None:
+        """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds."""
         if not self.adaptive:
             return
-        decided, inputs, rows = step.tokens.tolist(), step.inputs.num_draft_tokens, len(step.inputs.tokens) + 1
+        decided, num_verified = step.tokens.tolist(), step.inputs.num_draft_tokens
+        rows = len(step.inputs.tokens) + 1
         if step.outputs.context_tokens_read == 1 and step.outputs.num_rows == rows:  # no prefill, and no other text
             self.call_cost.record(rows, step.outputs.seconds)
         depths: dict[int, int] = {-1: -1}  # of the nodes that agree with the decided tokens
@@ -73,12 +77,14 @@ class Controller:
                 if right:
                     depths[node] = depth
         for source in set(tree.payoff_sources) - {""}:
-            nodes = [node for node in range(inputs) if _same_drafter(tree.sources[node], source)]
-            payoffs = sum((tree.payoffs[node] for node in range(inputs) if tree.payoff_sources[node] == source), 0.0)
+            nodes = [node for node in range(num_verified) if _same_drafter(tree.sources[node], source)]
+            payoffs = sum(
+                (tree.payoffs[node] for node in range(num_verified) if tree.payoff_sources[node] == source), 0.0
+            )
             self.acceptance.record_payoff(source, sum(node in depths for node in nodes), payoffs)
         if self.call_cost.seconds:
-            spent = drafting + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
-            drafted = drafting or step.inputs.has_token_queries
+            spent = draft_seconds + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
+            drafted = draft_seconds or step.inputs.has_token_queries
             throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
             throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))
 
