@@ -260,10 +260,10 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     )
     clocks = {
         "target": Clock(target, controller.call_cost),
-        "drafter": Clock(made.networks["drafter"], CallCost({1: 1.0, 16: 1.0})),
+        "small_model": Clock(made.networks["small_model"], CallCost({1: 1.0, 16: 1.0})),
     }
     for _ in run_batch([made.sequence], clocks):
-        inputs.append(clocks["drafter"].toy.calls)
+        inputs.append(clocks["small_model"].toy.calls)
     assert inputs[-1] < 100
     rests = np.diff(np.flatnonzero(np.diff(inputs)))
     assert max(rests) >= 64 > min(rests)
@@ -309,7 +309,7 @@ def test_reading_a_prompt_is_not_held_against_a_drafter():
 
     clocks = {
         "target": Clock(target, controller.call_cost),
-        "drafter": Prefill(made.networks["drafter"], CallCost({1: 0.05})),
+        "small_model": Prefill(made.networks["small_model"], CallCost({1: 0.05})),
     }
     for _ in run_batch([made.sequence], clocks):
         pass

@@ -122,13 +122,13 @@ def test_it_stops_drafting_where_a_draft_is_unlikely():
 def test_it_drafts_no_more_than_there_is_room():
     written = write(4, error=0.0, drafts=8)
     assert [len(step.inputs.tokens) for step in written.steps] == [3]
-    assert written.networks["drafter"].calls == 3
+    assert written.networks["small_model"].calls == 3
 
 
 def test_the_drafter_reads_no_decided_token_twice():
     """Its memory keeps the drafts that were right."""
     written = write(42, error=0.0, drafts=5)
-    drafter = written.networks["drafter"]
+    drafter = written.networks["small_model"]
     assert drafter.calls == 5 * 7
     assert drafter.context_tokens_read == len(PROMPT) + 42 - 2, (
         "not the last two: the last draft, and the target's own token"

@@ -142,7 +142,7 @@ def toy_network(vocab: int = 6, logit_scale: float = 2.0, seed: int = 0) -> ToyN
 
 
 def toy_drafter(
-    target: ToyNetwork, error: float = 0.5, seed: int = 1, name: str = "drafter", sampling: Sampling | None = None
+    target: ToyNetwork, error: float = 0.5, seed: int = 1, name: str = "small_model", sampling: Sampling | None = None
 ) -> ToyNetwork:
     """A draft model with the toy's logits up to an error, which can use uniforms."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(target.logits.shape)) * error)

@@ -34,11 +34,11 @@ class SmallModel:
 
     @property
     def draft_models(self) -> dict[str, str]:
-        return {"drafter": self.model}
+        return {"small_model": self.model}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         def draft(canvas: Canvas, last: Step | None, room: int) -> DraftResult:
-            inputs, length = ForwardInputs(canvas, network_name="drafter"), min(self.length, room)
+            inputs, length = ForwardInputs(canvas, network_name="small_model"), min(self.length, room)
             return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "small_model")
 
         return draft
