@@ -1,4 +1,4 @@
-"""Write a model that says just what another says, and takes longer: with layers behind its own that add nothing.
+"""Write a model that says just what another says, and takes longer: with layers after its own that add nothing.
 
     python benchmarks/deepened.py --model stories --layers 54 --out deep
     python benchmarks/infilling.py --model deep ...

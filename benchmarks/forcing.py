@@ -114,14 +114,14 @@ def main() -> None:
     sides: list[tuple[str, saltus.Engine]] = []
     quality: dict[str, float] = {}
     for where in given.models:
-        engine = saltus.load(where, "plain", profile=False)
+        engine = saltus.load(where, "plain", tuned_settings=False)
         if held is not None:
             quality[where] = round(bits(engine, held), 4)
         for temperature in (0.0, given.temperature):
             grades += graded(where, engine, questions[: given.graded], given.tokens, temperature)
         sides.append((where, engine))
     for folder in given.adapter:
-        sides.append((folder, saltus.load(given.models[0], "plain", profile=False)))
+        sides.append((folder, saltus.load(given.models[0], "plain", tuned_settings=False)))
     engines: dict[tuple[str, str], saltus.Engine] = {}
     for name, engine in sides:
         for blocks, candidates in itertools.product(given.blocks, (0, RECYCLED)):

@@ -150,7 +150,7 @@ def filled(
 
 
 def continued(engine: saltus.Engine, task: Task, seed: int, temperature: float) -> str:
-    """What a causal model writes behind the left side: as many sentences as are missing."""
+    """What a causal model writes after the left side: as many sentences as are missing."""
     room = SENTENCE * task.sentences
     text = engine.generate(task.before, max_new_tokens=room, temperature=temperature, seed=seed, raw=True).text
     ends = [found.end() for found in SENTENCE_END.finditer(text)]
@@ -184,7 +184,7 @@ class Judge:
     """What a causal model thinks of whole texts."""
 
     def __init__(self, name: str) -> None:
-        self.engine = saltus.load(name, PLAIN, profile=False)
+        self.engine = saltus.load(name, PLAIN, tuned_settings=False)
 
     def nats(self, text: str) -> float:
         """Of a token, on average."""
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--own", action="store_true", help="the model's own nats of what it fills in, and no times")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    engine = saltus.load(given.model, PLAIN, profile=False)
+    engine = saltus.load(given.model, PLAIN, tuned_settings=False)
     judge = None if given.judge == "none" else Judge(given.judge)
     special = tuple(sorted(token for token, kind in engine.tokenizer.added_tokens_decoder.items() if kind.special))
     stories = windows(given.text, given.texts)
@@ -231,7 +231,7 @@ def main() -> None:
             anywhere(rows, seed, engine, LONG) for seed, rows in enumerate(long_texts(given.text, given.long))
         ],
     }
-    causal = saltus.load(given.causal, PLAIN, profile=False) if given.causal else None
+    causal = saltus.load(given.causal, PLAIN, tuned_settings=False) if given.causal else None
     rules.RULES[NO_RESIDUAL] = no_residual
     ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": engine.copy_with()}
     for length in given.lengths:

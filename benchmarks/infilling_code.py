@@ -4,7 +4,7 @@
 
 Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
 seed. Beside it: a causal model that continues the left side (`--causal`), and a line that is left empty, since some
-programs pass without theirs. Of long programs the nearest `--context` tokens are read, a third of them behind the hole.
+programs pass without theirs. Of long programs the nearest `--context` tokens are read, a third of them after the hole.
 """
 
 import argparse
@@ -54,13 +54,13 @@ def trimmed(engine: saltus.Engine, text: str, tokens: int, right: bool = False) 
 def infilled(
     engine: saltus.Engine, method: str, rows: list[dict], seed: int, temperature: float, context: int
 ) -> Answers:
-    """Each task's line: the first of what fills the hole. A line end behind it is given; the model ends the hole."""
+    """Each task's line: the first of what fills the hole. A line end after it is given; the model ends the hole."""
     found = Answers([])
     for row in track(rows, f"{method}, seed {seed}"):
         before = trimmed(engine, row["prompt"], context * 2 // 3)
-        behind = "\n" + trimmed(engine, row["suffix"], context // 3, right=True)
+        after = "\n" + trimmed(engine, row["suffix"], context // 3, right=True)
         began = time.perf_counter()
-        one = engine.infill(before, suffix=behind, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
+        one = engine.infill(before, suffix=after, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
         found.seconds += time.perf_counter() - began
         found.lines.append(one.fillings[0].partition("\n")[0])
         found.tokens += one.statistics.tokens
@@ -69,7 +69,7 @@ def infilled(
 
 
 def continued(engine: saltus.Engine, rows: list[dict], seed: int, temperature: float, context: int) -> Answers:
-    """What a causal model writes behind the left side, up to the line's end."""
+    """What a causal model writes after the left side, up to the line's end."""
     found = Answers([])
     for row in track(rows, f"left to right, seed {seed}"):
         before = trimmed(engine, row["prompt"], context)
@@ -90,11 +90,11 @@ def passed(rows: list[dict], lines: list[str]) -> list[bool]:
 
 
 def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:
-    engine = saltus.load(given.model, "assd", profile=False)
+    engine = saltus.load(given.model, "assd", tuned_settings=False)
     for method in ("assd", "plain"):
         yield method, lambda seed, method=method: infilled(engine, method, rows, seed, given.temperature, given.context)
     if given.causal:
-        other = saltus.load(given.causal, "plain", profile=False)
+        other = saltus.load(given.causal, "plain", tuned_settings=False)
         yield "left to right", lambda seed: continued(other, rows, seed, given.temperature, given.context)
     yield "an empty line", lambda _seed: Answers([""] * len(rows))
 

@@ -1,10 +1,10 @@
-"""What do heads' adapted layers cost: read a second time behind the verifying call, or as more rows of that call?
+"""What do heads' adapted layers cost: read a second time after the verifying call, or as more rows of that call?
 
     python benchmarks/upper_layers.py --layers 1,2,4 --length 200 --out upper_layers.json
 
-*Behind*: the last N layers read the rows that were accepted, after the call (what Saltus does). *Within*: every node of
+*After*: the last N layers read the rows that were accepted, after the call (what Saltus does). *Within*: every node of
 the call has a second row in its last N layers, since it is not known yet which are accepted: what these layers take for
-twice the rows, less what they take for the call's own. Low-rank products of the second rows, which the weights behind
+twice the rows, less what they take for the call's own. Low-rank products of the second rows, which the weights after
 have merged, are left out of it, and so are their keys and values: a lower bound. Before each reading other memory is
 read, as the rest of a model is in between. Interleaved, medians, milliseconds.
 """
@@ -30,7 +30,7 @@ from saltus.training.data.seeded_generator import seeded_generator
 
 
 class Reading:
-    """Some of the model's last layers, behind a text of a given length."""
+    """Some of the model's last layers, after a text of a given length."""
 
     def __init__(self, target: Any, layers: int, length: int) -> None:
         self.reader, self.memory, self.length = ContextLayers(last_layers(target, layers)), ContextKVCache(), length
@@ -74,7 +74,7 @@ def main() -> None:
         {
             "layers": layers,
             "nodes": each,
-            "behind": round(medians[layers, chosen.accepted], 2),
+            "after": round(medians[layers, chosen.accepted], 2),
             "within": round(medians[layers, 2 + 2 * each] - medians[layers, 1 + each], 2),
         }
         for layers in readings

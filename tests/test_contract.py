@@ -29,7 +29,9 @@ SAMPLINGS = {
     "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9),
     "min_p": Sampling(temperature=1.3, min_p=0.1),
     "greedy, penalised": Sampling(repetition_penalty=1.3),
-    "penalised, banned and forced": Sampling(0.8, repetition_penalty=1.2, banned=(3,), forced=((0, 5), (4, 1), (5, 1))),
+    "penalised, banned and forced": Sampling(
+        0.8, repetition_penalty=1.2, banned=(3,), forced_at_index=((0, 5), (4, 1), (5, 1))
+    ),
 }
 every_method = pytest.mark.parametrize("method", METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -95,7 +95,7 @@ def test_uniforms_placed_for_drawn_tokens_are_uniform():
 
 def test_intervals_of_a_text_follow_every_sampling_setting():
     rows, tokens = logits(6, 30), torch.tensor([3, 9, 9, 1, 0, 4])
-    sampling = Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, forced=((12, 1),))
+    sampling = Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, forced_at_index=((12, 1),))
     before = np.array([4, 4, 9])
     found = text_uniform_intervals(rows, tokens, sampling, before, first_index=9)
     text = np.concatenate([before, tokens.numpy()])

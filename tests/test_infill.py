@@ -157,7 +157,7 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 def test_many_texts_are_filled_as_each_alone(filler: str):
-    engine = saltus.load(filler, "assd", profile=False)
+    engine = saltus.load(filler, "assd", tuned_settings=False)
     texts = ["a [[3]] b [[…]] c.", "[[2]] the rest", "so [[…]]"]
     together = engine.infill(texts, temperature=1.0, seed=3, logprobs=True)
     for text, found in zip(texts, together, strict=True):
@@ -172,7 +172,7 @@ def test_many_texts_are_filled_as_each_alone(filler: str):
 @pytest.mark.parametrize("rule", ["match", "reject"])
 def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
     """Tokens, log-probabilities and counts are those of plain decoding, also where the blank was a draft."""
-    engine = saltus.load(filler, "assd", profile=False, rule=rule, adaptive=False)
+    engine = saltus.load(filler, "assd", tuned_settings=False, rule=rule, adaptive=False)
     engine.network.pairwise_correction = PairwiseCorrection(
         *(np.zeros(shape, np.float32) for shape in [(300, 2)] * 3 + [(32, 3)])
     )
@@ -406,7 +406,7 @@ def test_links_learn_what_stands_behind_what(tmp_path):
 
 
 def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
-    engine = saltus.load("stories", "assd", profile=False, rule="reject", adaptive=False)
+    engine = saltus.load("stories", "assd", tuned_settings=False, rule="reject", adaptive=False)
     assert engine.network.pairwise_correction is not None
     text = "Once upon a time there was a [[8]] who lived in [[24]]."
     found = [engine.infill(text, temperature=1.0, seed=seed) for seed in range(4)]
@@ -484,7 +484,7 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
     command = ["train", "assd", "--", "--code", str(folder), *sizes, *more]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
-    engine = saltus.load(str(tmp_path / "model"), "plain", profile=False)
+    engine = saltus.load(str(tmp_path / "model"), "plain", tuned_settings=False)
     for file in (folder / "core" / "canvas.py", folder / "core" / "sampling.py"):
         source = "\t" + file.read_text(encoding="utf-8")
         tokens = engine.tokenizer(source, add_special_tokens=False).input_ids

@@ -297,7 +297,7 @@ def test_greedy_is_the_first_maximum_after_penalty_and_bans(dtype):
 
 
 def test_a_forced_token_is_certain_at_its_index_and_only_there_even_if_banned():
-    logits, sampling = rows(50, torch.float32, seed=0), Sampling(1.0, forced=((2, 7), (4, 9)), banned=(7,))
+    logits, sampling = rows(50, torch.float32, seed=0), Sampling(1.0, forced_at_index=((2, 7), (4, 9)), banned=(7,))
     assert probabilities(token_distribution(logits, sampling, index=2), 50).tolist() == np.eye(50)[7].tolist()
     assert pick(0.3, token_distribution(logits, sampling, index=4)) == 9
     assert probability(7, token_distribution(logits, sampling, index=3)) == 0
@@ -407,8 +407,8 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be positive"),
         ({"banned": (3, -1)}, "banned is"),
-        ({"forced": ((-1, 3),)}, "forced is"),
-        ({"forced": ((1, -3),)}, "forced is"),
+        ({"forced_at_index": ((-1, 3),)}, "forced_at_index is"),
+        ({"forced_at_index": ((1, -3),)}, "forced_at_index is"),
         ({"banned_at_index": ((-1, 3),)}, "banned_at_index is"),
         ({"hole_end_tokens": ((3, -1, 4),)}, "hole_end_tokens is"),
     ],
@@ -421,7 +421,12 @@ def test_settings_that_make_no_law_are_refused_in_one_line_that_says_the_cure(se
 
 def test_the_bare_logits_decide_only_where_nothing_changes_them():
     assert Sampling().plain_argmax
-    for changed in ({"temperature": 0.1}, {"banned": (1,)}, {"forced": ((0, 1),)}, {"repetition_penalty": 1.1}):
+    for changed in (
+        {"temperature": 0.1},
+        {"banned": (1,)},
+        {"forced_at_index": ((0, 1),)},
+        {"repetition_penalty": 1.1},
+    ):
         assert not Sampling(**changed).plain_argmax
 
 

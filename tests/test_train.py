@@ -403,14 +403,14 @@ def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
     assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
 
 
-def test_a_recipe_in_python_gets_the_arguments_behind_the_dashes(recipe, tmp_path):
+def test_a_recipe_in_python_gets_the_arguments_after_the_dashes(recipe, tmp_path):
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     file = tmp_path / "own.py"
     file.write_text("import sys, beside\nprint(__name__, beside.WORD, sys.argv[1:])\n")
     before = sys.argv, sys.path[:]
     assert saltus_("train", "ptp", "-r", file, "--", "a", "--help").stdout == "__main__ beside ['a', '--help']\n"
     assert (sys.argv, sys.path) == before
-    assert "behind --" in complaint("train", "ptp", "-r", file, "--steps", 3)
+    assert "after --" in complaint("train", "ptp", "-r", file, "--steps", 3)
     assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
 
 

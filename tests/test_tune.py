@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import saltus
-from saltus.engine import profiles
-from saltus.engine.profiles import Profile, machine_name
+from saltus.engine import tuned_settings
+from saltus.engine.tuned_settings import TunedSettings, machine_name
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, SpeedupSurface, affordable_draft_tokens
 from saltus.networks.loading.drafter_files import model_fingerprint
 from test_cli import complaint, lines, saltus_
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def folder(tiny_folder, tmp_path, monkeypatch) -> str:
     """A tiny model; profiles are kept in a room of the test's own."""
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tuned_settings, "cache_folder", lambda: tmp_path / "cache")
     return str(tiny_folder())
 
 
@@ -100,9 +100,9 @@ def test_an_adapter_s_rows_count_and_what_is_flat_is_chosen_as_measured(folder):
 
 def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     engine = saltus.load(folder, "jacobi")
-    assert engine.decoder.profile is None
+    assert engine.decoder.tuned_settings is None
     own = model_fingerprint(engine.network.model)
-    Profile("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
+    TunedSettings("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
     tuned = saltus.load(folder, "lookup")
     for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
         ensemble = tuned.decoder.setup(spec)
@@ -110,7 +110,7 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     assert tuned.decoder.setup("lookup").budget == 16, "others keep theirs"
     assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
     assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
-    assert saltus.load(folder, "jacobi", profile=False).decoder.profile is None
+    assert saltus.load(folder, "jacobi", tuned_settings=False).decoder.tuned_settings is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
 
@@ -122,11 +122,11 @@ def test_a_missing_device_is_named_before_a_profile_is_looked_for(folder):
 
 
 def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
-    path = Profile("jacobi", folder, machine_name(CPU), "", "another", {"block": 5}, 7).save()
-    assert saltus.load(folder, "jacobi").decoder.profile is None
+    path = TunedSettings("jacobi", folder, machine_name(CPU), "", "another", {"block": 5}, 7).save()
+    assert saltus.load(folder, "jacobi").decoder.tuned_settings is None
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert saltus.load(folder, "jacobi").decoder.profile is None
+        assert saltus.load(folder, "jacobi").decoder.tuned_settings is None
     assert "run saltus tune again" in caplog.text
 
 
@@ -143,7 +143,7 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
     assert {"command", "commit", "machine", "settings", "calls"} <= set(result)
     for name in ("tune_calls", "tune_surface"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
-    tuned = saltus.load(folder, "jacobi").decoder.profile
+    tuned = saltus.load(folder, "jacobi").decoder.tuned_settings
     assert tuned is not None
     assert (tuned.options, tuned.budget) == (result["chosen"], result["budget"])
     assert tuned.made["speedup"] in [row["speedup"] for row in result["settings"] if "blocks" in row]

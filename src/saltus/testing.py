@@ -126,7 +126,7 @@ class ToyNetwork:
             (depth - (node >= inputs.num_draft_tokens) for node, depth in enumerate(inputs.depths)), default=-1
         )
         assert deepest < len(inputs.canvas.open_positions) - 1, (
-            "the distribution behind the last node, or of a query, is for a hole"
+            "the distribution after the last node, or of a query, is for a hole"
         )
         assert inputs.draft_distributions is None or len(inputs.draft_distributions) == inputs.num_draft_tokens
         if inputs.draft_distributions is None or not any(inputs.draft_distributions):
@@ -147,7 +147,9 @@ def toy_drafter(
     """A draft model with the toy's logits up to an error, which can use uniforms."""
     noise = torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(target.logits.shape)) * error)
     made = ToyNetwork(target.logits + noise, name=name, allows_rewrites=True)
-    made.adapter = perfect_adapter(made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced=()))
+    made.adapter = perfect_adapter(
+        made, replace(sampling or Sampling(), repetition_penalty=1.0, banned=(), forced_at_index=())
+    )
     return made
 
 

@@ -154,7 +154,7 @@ def run(
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
         model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees,
-        profile=False,
+        tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

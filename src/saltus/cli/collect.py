@@ -178,7 +178,7 @@ def jacobi(
         saltus collect jacobi -f prompts.jsonl --out /shared/trajectories --ray auto --processes 8
 
     The files of [bold]DIR[/bold] are those of [bold]saltus collect text[/bold], and each line also has
-    [i]iterates[/i]: for each call the number of decided tokens, and the guesses behind
+    [i]iterates[/i]: for each call the number of decided tokens, and the guesses after
     them. [bold]saltus train jacobi[/bold] reads it.
     """
     options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
@@ -211,7 +211,7 @@ def _collect_texts(
     from saltus.training.data.teacher_texts import missing_shards, prepare_folder
     from saltus.training.loop.checkpoint import lock_folder
 
-    engine = open_engine(**load_options, batch_size=given.batch_size, profile=False)
+    engine = open_engine(**load_options, batch_size=given.batch_size, tuned_settings=False)
     load_options["device"] = str(engine.network.model.device)  # the same for every process
     context, block = engine.target.context_length, settings.get("block_size", 0)
     if context is not None and block >= context:

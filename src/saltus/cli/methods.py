@@ -60,7 +60,7 @@ def _default(option: Any) -> Any:
 
 
 def _field_comments(config: type[Any]) -> dict[str, str]:
-    """The comments behind fields in the source, such as `longest: int = 4  # tokens of the n-gram`."""
+    """The comments after fields in the source, such as `longest: int = 4  # tokens of the n-gram`."""
     try:
         source = inspect.getsource(config)
     except (OSError, TypeError):

@@ -37,11 +37,11 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
         yield f"texts that share a call, {length:,} tokens and so many nodes each", _table_by_batch(together)
     if alone and result["speed"]:
         here = [row for row in alone if row["length"] == length]
-        yield f"the least that it could cost, behind {length:,} tokens", _floor_table(here)
+        yield f"the least that it could cost, after {length:,} tokens", _floor_table(here)
         yield "the knee, in nodes", _knee_table(result["knees"])
     if result["parts"]:
         heads = [_count(one["nodes"], "node") for one in result["parts"]]
-        yield f"where the milliseconds of a call go, behind {length:,} tokens", _parts_table(result["parts"], heads)
+        yield f"where the milliseconds of a call go, after {length:,} tokens", _parts_table(result["parts"], heads)
     if result["loop"]:
         heads = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in result["loop"]]
         yield f"where those of a step go, by {result['loop'][0]['method']}", _parts_table(result["loop"], heads)

@@ -110,7 +110,7 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
     [bold]A recipe[/bold] is a TOML file. A recipe in Python is a program, run with the arguments
-    behind [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
+    after [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
     """
 MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the next tokens.
 
@@ -322,7 +322,7 @@ def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None
     import runpy
 
     if any(option is not None for option in options):
-        raise ValueError(f"{file} is a program, and takes its own options; put them behind --")
+        raise ValueError(f"{file} is a program, and takes its own options; put them after --")
     old_argv, old_path = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = [str(file), *arguments], [str(file.resolve().parent)]
     try:

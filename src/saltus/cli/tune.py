@@ -84,7 +84,7 @@ def tune(
     validate_settings("jacobi", (), temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, profile=False
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, tuned_settings=False
     )
     if options and engine.network.max_draft_tokens is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
@@ -175,13 +175,13 @@ def _search_settings(
 
 
 def _save_profile(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
-    from saltus.engine.profiles import Profile, machine_name
+    from saltus.engine.tuned_settings import TunedSettings, machine_name
     from saltus.networks.loading.drafter_files import model_fingerprint
 
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
     chosen = result["chosen"].items()
     made["speedup"] = next(row["speedup"] for row in result["settings"] if chosen <= row.items())
-    return Profile(
+    return TunedSettings(
         "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
         model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
     ).save()  # fmt: skip

@@ -61,7 +61,7 @@ class TargetDistributions:
         return bool(self.sampling.hole_end_tokens and self.num_forced_after(tokens))
 
     def num_forced_after(self, tokens: Sequence[int] | np.ndarray) -> int:
-        """How many tokens the last of `tokens` forces behind itself, because it ends its hole."""
+        """How many tokens the last of `tokens` forces after itself, because it ends its hole."""
         return self.sampling.num_forced_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
 
     def depth(self, node: int) -> int:
@@ -69,7 +69,7 @@ class TargetDistributions:
         return self.inputs.depths[node] + (not self.inputs.has_own_position(node)) if node >= 0 else 0
 
     def pick(self, node: int) -> int:
-        """The text's own token behind `node`: Pick(u, P) with the uniform of that position (PTP, Eq. 2)."""
+        """The text's own token after `node`: Pick(u, P) with the uniform of that position (PTP, Eq. 2)."""
         if node not in self._picks:
             if self.sampling.plain_argmax and node < self.inputs.num_draft_tokens:
                 found = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])

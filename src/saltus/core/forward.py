@@ -31,10 +31,10 @@ class NodeKind(Enum):
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of one forward pass for one text: a tree of nodes behind the decided tokens.
+    """The inputs of one forward pass for one text: a tree of nodes after the decided tokens.
 
     Node i attends to the decided tokens, to its ancestors and to itself. `parents[i] < i` is the node before node i,
-    −1 the last decided token. Draft tokens come first; behind them come *query nodes*, for which a trained adapter or
+    −1 the last decided token. Draft tokens come first; after them come *query nodes*, for which a trained adapter or
     drafter is switched on. Only queries descend from queries, and only DRAFT_TOKEN nodes are ever verified.
 
     A network that fills holes anywhere (ASSD) takes positions from the open holes in turn; its queries are masks.
@@ -78,7 +78,7 @@ class ForwardInputs:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each node: 0 directly behind the decided tokens."""
+        """Depth of each node: 0 directly after the decided tokens."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -92,7 +92,7 @@ class ForwardInputs:
         return children
 
     def children(self, node: int) -> list[int]:
-        """Draft tokens behind `node` (−1: the decided tokens), in the order in which they were offered."""
+        """Draft tokens after `node` (−1: the decided tokens), in the order in which they were offered."""
         return self._children.get(node, [])
 
     @cached_property
@@ -103,7 +103,7 @@ class ForwardInputs:
         return first
 
     def query_chain(self, node: int) -> list[int]:
-        """Query nodes behind `node` (−1: the decided tokens): its first query, the first one behind that, and so on."""
+        """Query nodes after `node` (−1: the decided tokens): its first query, the first one after that, and so on."""
         chain: list[int] = []
         while (query := self._first_query.get(chain[-1] if chain else node)) is not None:
             chain.append(query)
@@ -150,7 +150,7 @@ class ForwardInputs:
 class ForwardOutputs:
     """The outputs of one forward pass for one text."""
 
-    logits: Float[Tensor, "rows vocab"]  # row 0 is for the position behind the decided tokens, row i + 1 is of node i
+    logits: Float[Tensor, "rows vocab"]  # row 0 is for the position after the decided tokens, row i + 1 is of node i
     hidden_states: Float[Tensor, "states hidden"] | None = None  # [context tokens read + nodes]; any-subset: [rows]
     seconds: float = 0.0  # wall time of the batched call
     context_tokens_read: int = 0  # decided tokens that were not in the KV cache: the prompt, at first

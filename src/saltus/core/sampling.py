@@ -32,9 +32,9 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     banned: tuple[int, ...] = ()
-    forced: tuple[tuple[int, int], ...] = ()  # (index of a new token, token)
+    forced_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token)
     banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
-    # (token, first, last): within the new tokens first…last, all tokens behind this token repeat it (a hole's end)
+    # (token, first, last): within the new tokens first…last, all tokens after this token repeat it (a hole's end)
     hole_end_tokens: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Sampling:
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
-        for name in ("forced", "banned_at_index", "hole_end_tokens"):
+        for name in ("forced_at_index", "banned_at_index", "hole_end_tokens"):
             check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
 
     @property
@@ -65,11 +65,11 @@ class Sampling:
     def token_independent(self) -> bool:
         """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
         return self.repetition_penalty == 1 and not (
-            self.banned or self.forced or self.banned_at_index or self.hole_end_tokens
+            self.banned or self.forced_at_index or self.banned_at_index or self.hole_end_tokens
         )
 
     def num_forced_after(self, index: int, token: int) -> int:
-        """How many tokens behind new token `index` are forced to repeat it, because `token` ends its hole."""
+        """How many tokens after new token `index` are forced to repeat it, because `token` ends its hole."""
         return next(
             (last - index for end, first, last in self.hole_end_tokens if end == token and first <= index <= last), 0
         )
@@ -87,7 +87,7 @@ class Sampling:
 
     @cached_property
     def _forced(self) -> dict[int, int]:
-        return dict(self.forced)
+        return dict(self.forced_at_index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ class Distribution:
     token, whatever its id, and two similar distributions nearly always pick the same token.
     """
 
-    tokens: np.ndarray | None
-    weights: np.ndarray
+    tokens: np.ndarray | None  # [n] int64
+    weights: np.ndarray  # [n] float64, not negative; [vocabulary] if tokens is None
 
     @cached_property
     def head(self) -> np.ndarray:
@@ -160,7 +160,7 @@ def one_hot(token: int) -> Distribution:
 def token_distribution(
     logits: Float[Tensor, "vocab"], sampling: Sampling, context: np.ndarray | None = None, index: int = 0
 ) -> Distribution:
-    """The distribution of new token `index` behind `context` (prompt, text and path; negative ids are holes).
+    """The distribution of new token `index` after `context` (prompt, text and path; negative ids are holes).
 
     Rows on a GPU are copied one by one: move a batch of them to the CPU first. Errors: ValueError for NaN or infinite
     logits.

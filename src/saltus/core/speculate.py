@@ -40,7 +40,7 @@ def speculate(
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
     last: Step | None = None
     while len(canvas.open_positions):
-        # The distribution behind the last accepted node decides one hole more than the tree is deep.
+        # The distribution after the last accepted node decides one hole more than the tree is deep.
         room = min(len(canvas.open_positions) - 1, controller.budget)
         branches: list[Branch] = []
         draft_seconds = 0.0

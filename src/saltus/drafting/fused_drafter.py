@@ -1,4 +1,4 @@
-"""Draft inside the verification call: chains of queries behind every node where the accepted path may end (PTP)."""
+"""Draft inside the verification call: chains of queries after every node where the accepted path may end (PTP)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ RETRY_CALLS = 32  # calls without queries after which a chain is tried again
 class FusedPtpDrafter:
     """Drafts of one text from query chains in the previous verification call, for the rule `match` (PTP, Alg. 1).
 
-    A call decides one token more than it accepts: the verifier's pick behind the last accepted node. The first query
-    behind that node predicts this token, and the other queries predict the next draft tokens. So a chain of k queries
+    A call decides one token more than it accepts: the verifier's pick after the last accepted node. The first query
+    after that node predicts this token, and the other queries predict the next draft tokens. So a chain of k queries
     gives k − 1 drafts.
     """
 
@@ -49,7 +49,7 @@ class FusedPtpDrafter:
     calls_without_queries: int = field(default=0, init=False)  # since the last chain
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-        """The drafts of the query chain behind the node where the last step ended."""
+        """The drafts of the query chain after the node where the last step ended."""
         tokens: list[int] = []
         probabilities: list[float] = []
         if last is not None:
@@ -125,10 +125,10 @@ def query_chain_lengths(
     expected: float,
     costs: Callable[[int], float],
 ) -> list[int]:
-    """The number of queries behind the decided text and behind each node, at most `max_queries` in all.
+    """The number of queries after the decided text and after each node, at most `max_queries` in all.
 
     `end_probabilities[i]` is the probability that the accepted path ends there, `depth_probabilities[j]` that draft j
-    is right if those before it are, and `room[i]` the holes behind the token that the first query predicts. A chain of
+    is right if those before it are, and `room[i]` the holes after the token that the first query predicts. A chain of
     k queries gives end · Σ_j Π depth[:j + 1] expected tokens over its k − 1 drafts. Chains grow along the concave hull
     of that, the steepest step first, while tokens per second rise: `costs` gives seconds for a number of rows, and
     `rows` and `expected` tokens are those of the call without queries.

@@ -39,7 +39,7 @@ def position_uniforms(noise: Noise, sampling: Sampling, positions: np.ndarray, s
 def with_query_chains(
     inputs: ForwardInputs, chains: Sequence[tuple[int, Sequence[float]]], temperature: float
 ) -> ForwardInputs:
-    """Add chains of queries behind nodes (−1: the decided tokens), each query with one uniform or NaN.
+    """Add chains of queries after nodes (−1: the decided tokens), each query with one uniform or NaN.
 
     At temperature 0 uniforms choose nothing, so queries have none, in training as here.
     """
@@ -54,7 +54,7 @@ def with_query_chains(
 
 
 def with_token_queries(inputs: ForwardInputs, tokens: Sequence[int], temperature: float) -> ForwardInputs:
-    """Add a chain of guessed tokens behind the decided tokens, for the adapter to correct (Jacobi Forcing)."""
+    """Add a chain of guessed tokens after the decided tokens, for the adapter to correct (Jacobi Forcing)."""
     parents = [-1, *range(len(inputs.tokens), len(inputs.tokens) + len(tokens) - 1)]
     nodes = [(token, parent, NodeKind.TOKEN_QUERY, math.nan) for token, parent in zip(tokens, parents, strict=False)]
     return _with_queries(inputs, nodes, temperature)
@@ -151,7 +151,7 @@ def _branch(
     known: bool,
     source: str,
 ) -> Branch:
-    """The drafts of one chain behind the decided tokens; with `known` the first token is the target's own pick."""
+    """The drafts of one chain after the decided tokens; with `known` the first token is the target's own pick."""
     own = [distributions[query] for query in ([-1, *chain[1:]] if known else chain)] if sampled else None
     if own is not None:
         tokens = [pick(u, distribution) for u, distribution in zip(uniforms, own, strict=True)]

@@ -28,7 +28,7 @@ def top_k_branches(
     """The most likely token of every row as a chain, and beside it, at each depth, the next likely tokens.
 
     `token_ids` are the ids of the columns. Rows do not depend on each other's tokens (a PTP query depends on the
-    uniforms of the tokens before its own), so behind another choice the chain continues unchanged. NaN logits give no
+    uniforms of the tokens before its own), so after another choice the chain continues unchanged. NaN logits give no
     branches.
     """
     ids = None if token_ids is None else token_ids.cpu().numpy()

@@ -12,7 +12,7 @@ CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
 
 
 def measure_call_seconds(network: Network) -> dict[int, float]:
-    """Seconds of a call by its number of rows, behind a short text: the least of three, since noise only adds."""
+    """Seconds of a call by its number of rows, after a short text: the least of three, since noise only adds."""
     kv_cache = network.new_kv_cache()
     vocab = network.forward([ForwardInputs(continuation([0], 1))], [kv_cache])[0].logits.shape[-1]
     canvas = continuation(np.arange(48) % vocab, 2)

@@ -21,8 +21,8 @@ from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
 from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
-from saltus.engine.profiles import Profile
 from saltus.engine.request import Request
+from saltus.engine.tuned_settings import TunedSettings
 from saltus.methods import Method, UsesTrainedModel, make_methods
 from saltus.networks.loading.checkpoints import Checkpoint
 from saltus.networks.loading.metadata import find_metadata
@@ -120,7 +120,7 @@ class Decoder:
     budget: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     batch_size: int = 16
-    profile: Profile | None = None  # of jacobi on this machine, by `saltus tune`
+    tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_cache: PrefixCache = field(default_factory=PrefixCache, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
@@ -133,9 +133,9 @@ class Decoder:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
         if method not in self.setups:
             options, budget = self.options, self.budget
-            if self.profile is not None and "jacobi" in method.split("+"):
-                tuned = {**self.profile.options, **options.get("jacobi", {})}
-                options, budget = {**options, "jacobi": tuned}, self.profile.budget
+            if self.tuned_settings is not None and "jacobi" in method.split("+"):
+                tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
+                options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
             made = [_for_trained_model(each) for each in make_methods(method, options)]
             networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
             self.setups[method] = DecodingSetup(

@@ -11,7 +11,6 @@ from typing import Any, Unpack, overload
 from saltus import methods
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
-from saltus.engine import profiles
 from saltus.engine.decoder import Decoder, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, uses_chat_template
@@ -30,6 +29,7 @@ from saltus.engine.results import (
     Stream,
     statistics_of,
 )
+from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.progress import Progress
@@ -212,7 +212,7 @@ class Engine:
     ) -> InfillRequest:
         if not self.network.any_subset:
             raise ValueError(
-                f"{self.target.name} writes from left to right and sees nothing behind a hole; give infill an"
+                f"{self.target.name} writes from left to right and sees nothing after a hole; give infill an"
                 " any-subset model, such as stories, or let generate continue the text"
             )
         if open_tokens < 1:
@@ -257,7 +257,7 @@ def load(
     exact: bool = True,
     batch_size: int = 16,
     progress: Progress | None = None,
-    profile: bool = True,
+    tuned_settings: bool = True,
 ) -> Engine:
     """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).
 
@@ -276,7 +276,7 @@ def load(
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
         progress: called while files are downloaded.
-        profile: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
+        tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
@@ -297,15 +297,15 @@ def load(
         require_same_vocabulary(target, checkpoint(name))
         return checkpoint(name)
 
-    found = _find_profile(model, target.network, options, budget) if profile else None
+    found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
     decoder.setup(method)
     return Engine(target, method, decoder)
 
 
-def _find_profile(
+def _find_tuned_settings(
     model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], budget: int | None
-) -> profiles.Profile | None:
+) -> TunedSettings | None:
     """What `saltus tune` found for jacobi, unless options of jacobi are given (its adapter may be).
 
     Where call shapes are fixed, its budget is cut to theirs, since a text depends on them.
@@ -313,8 +313,8 @@ def _find_profile(
     given = options.get("jacobi", {})
     if set(given) - {"model"}:
         return None
-    machine = profiles.machine_name(network.model.device)
-    found = profiles.find_profile("jacobi", model, machine, given.get("model", ""))
+    machine = machine_name(network.model.device)
+    found = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
     if found is None or found.fingerprint != model_fingerprint(network.model):
         return None
     limit = MAX_BUDGET if network.max_draft_tokens is None else network.max_draft_tokens

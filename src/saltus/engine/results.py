@@ -38,7 +38,7 @@ class Settings(SamplingSettings, total=False):
 class InfillSettings(SamplingSettings, total=False):
     """The settings of `infill` and `stream_infill`; each has the default given here."""
 
-    suffix: str | None  # None; the text behind a single hole, the text given being what stands before it
+    suffix: str | None  # None; the text after a single hole, the text given being what stands before it
     open_tokens: int  # 24; a hole marked [[…]] has at most so many tokens
 
 

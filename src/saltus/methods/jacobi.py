@@ -59,7 +59,7 @@ class Jacobi:
 
 @dataclass
 class JacobiDrafter:
-    """The Jacobi iteration of one text: the target's token behind each guess corrects the next guess."""
+    """The Jacobi iteration of one text: the target's token after each guess corrects the next guess."""
 
     noise: Noise
     rule: Rule
@@ -97,11 +97,11 @@ class JacobiDrafter:
         return nodes_of_next_iterate(last, self.iterate.tokens)
 
     def corrections(self, last: Step, nodes: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The next guesses, behind the decided text and behind each node, and their probabilities if they are known."""
+        """The next guesses, after the decided text and after each node, and their probabilities if they are known."""
         return [self.correction(last, node) for node in [-1, *nodes]], []
 
     def correction(self, last: Step, node: int) -> int:
-        """The next guess behind a node: the text's pick; the mode under `reject`, which needs the uniforms."""
+        """The next guess after a node: the text's pick; the mode under `reject`, which needs the uniforms."""
         if self.rule is not reject:
             return last.distributions.pick(node)
         distribution = last.distributions[node]
@@ -153,7 +153,7 @@ class AdapterJacobiDrafter(JacobiDrafter):
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
-        """Add the guesses once more as a chain of queries behind the decided text, for the adapter."""
+        """Add the guesses once more as a chain of queries after the decided text, for the adapter."""
         guesses = self.iterate.tokens[: min(len(inputs.canvas.open_positions) - 1, MAX_ADAPTER_GUESSES)]
         if not guesses or (controller.adaptive and not controller.drafting_switch.drafting):
             return inputs
@@ -236,7 +236,7 @@ class BlockWindow:
     live: int = 1
 
     def end(self, done: int, settled: Sequence[bool]) -> int:
-        """The index behind the last live block; `settled[i]`: the guess of hole done + i no longer changes."""
+        """The index after the last live block; `settled[i]`: the guess of hole done + i no longer changes."""
         while self.start + self.size <= done:
             self.start += self.size
             self.live = max(self.live - 1, 1)

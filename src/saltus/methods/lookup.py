@@ -21,7 +21,7 @@ MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not of
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
-"""An earlier occurrence of the text's last tokens: (position behind it, how many tokens agree)."""
+"""An earlier occurrence of the text's last tokens: (position after it, how many tokens agree)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
 
 
 class RepeatIndex:
-    """The latest positions behind each token, and behind each LONG_REPEAT tokens, of a growing text."""
+    """The latest positions after each token, and after each LONG_REPEAT tokens, of a growing text."""
 
     def __init__(self, longest: int, places: int) -> None:
         self.longest = longest

@@ -14,7 +14,7 @@ class TargetNetwork(Network, Protocol):
 
     model: Any  # the Hugging Face model (PreTrainedModel)
     free_shapes: bool  # True: rounding depends on the shapes of calls, and texts may differ by method
-    any_subset: bool  # True: it fills holes that have text behind them
+    any_subset: bool  # True: it fills holes that have text after them
     accepts_drafters: bool  # True: it satisfies DrafterHost
 
     @property

@@ -40,10 +40,10 @@ class Benchmark:
 
     def warm_up(self) -> None:
         """Let each system decode a little, so that no first call is measured."""
-        question = self._new_request(WARM_UP_PROMPT, False, ())
-        few = min(16, question.max_new_tokens)
+        request = self._new_request(WARM_UP_PROMPT, False, ())
+        few = min(16, request.max_new_tokens)
         for system in self.systems:
-            system.to_answer(question, system.generate(dataclasses.replace(question, max_new_tokens=few)))
+            system.to_answer(request, system.generate(dataclasses.replace(request, max_new_tokens=few)))
 
     def measure_task(self, task_index: int) -> list[Record]:
         """All systems on one task, turn by turn; each task starts with another system.
@@ -56,16 +56,16 @@ class Benchmark:
         order = [*self.systems[first:], *self.systems[:first]]
         conversation = Conversation(task.prompt)
         for turn, (shown, prompt) in enumerate(_conversation_turns(task, conversation, raw)):
-            question = self._new_request(prompt, raw, task.stop if raw else ())
+            request = self._new_request(prompt, raw, task.stop if raw else ())
             made = {}
             for system in order:
                 started = time.perf_counter()
-                answer = system.generate(question)
+                answer = system.generate(request)
                 made[system.name] = answer, time.perf_counter() - started
             for system in self.systems:
                 answer, seconds = made[system.name]
-                written = system.to_answer(question, answer)
-                found.append({"asked": shown} | self._record(task, turn, system, question, written, seconds))
+                written = system.to_answer(request, answer)
+                found.append({"asked": shown} | self._record(task, turn, system, request, written, seconds))
                 if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
         return found

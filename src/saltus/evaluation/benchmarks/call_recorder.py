@@ -57,9 +57,9 @@ def tokens_decided_by_call(calls: Sequence[RecordedCall], prompt: Sequence[int],
 
 
 def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Problems with the claim that these calls decided these tokens behind this prompt; empty if it is true.
+    """Problems with the claim that these calls decided these tokens after this prompt; empty if it is true.
 
-    The first call reads the whole prompt. Each later one continues behind the tokens of the call before, and all of
+    The first call reads the whole prompt. Each later one continues after the tokens of the call before, and all of
     these but the last were a path in that call's tree, so that the network has evaluated each in its place. A call
     that only drafts, by query nodes, may decide nothing.
     """
@@ -74,7 +74,7 @@ def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], 
     for number, (seen, end) in enumerate(zip(calls, ends, strict=True)):
         before = seen.inputs.canvas.decided_prefix
         if not np.array_equal(before, text[: len(before)]):
-            found.append(f"call {number} stood behind another text than the one that was given out")
+            found.append(f"call {number} stood after another text than the one that was given out")
             break
         checked = len(seen.inputs.match_tokens(text[len(before) : end].tolist()))
         if end > len(before) + checked + 1:

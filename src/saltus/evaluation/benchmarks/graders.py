@@ -14,7 +14,7 @@ from saltus.evaluation.sandbox.run_program import run_program
 
 Score = dict[str, bool | float]
 
-# A sign is none behind what it would be taken from: 10-5 ends in 5. Commas part thousands, or numbers.
+# A sign is none after what it would be taken from: 10-5 ends in 5. Commas part thousands, or numbers.
 NUMBER_PATTERN = re.compile(r"((?<![\w.,)])[-−])?\$?((?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
@@ -38,7 +38,7 @@ def main_score(score: Mapping[str, bool | float]) -> float:
 
 
 def exact_answer(row: Mapping[str, Any], text: str) -> Score:
-    """GSM8K (Cobbe et al. 2021): 1 if the number behind "####", or the last one, equals that of `row["answer"]`."""
+    """GSM8K (Cobbe et al. 2021): 1 if the number after "####", or the last one, equals that of `row["answer"]`."""
     reference = last_number(row["answer"])
     if reference is None:
         raise ValueError(f"the reference {row['answer'][:40]!r} has no number; GSM8K's answers end in '#### number'")
@@ -46,9 +46,9 @@ def exact_answer(row: Mapping[str, Any], text: str) -> Score:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The first number directly behind "####", else the last number of the text; None without one."""
+    """The first number directly after "####", else the last number of the text; None without one."""
     numbers = [(match.start(), _to_decimal(match)) for match in NUMBER_PATTERN.finditer(text)]
-    for marker in re.finditer(r"####\s*", text):  # a heading of Markdown looks the same, but has words behind it
+    for marker in re.finditer(r"####\s*", text):  # a heading of Markdown looks the same, but has words after it
         for start, value in numbers:
             if start == marker.end():
                 return value

@@ -79,7 +79,9 @@ class SaltusLMBase:
         source = pretrained if pretrained is not None else model
         settings = {"dtype": dtype, "rule": rule, "budget": budget, "options": chosen, "device": device or "auto"}
         named = {} if source is None else {"model": str(source)}
-        self.engine = source if isinstance(source, Engine) else load(method=method, **named, **settings, profile=False)
+        self.engine = (
+            source if isinstance(source, Engine) else load(method=method, **named, **settings, tuned_settings=False)
+        )
         self.seed, self.max_gen_toks, self.add_bos_token = seed, max_gen_toks, add_bos_token
         self.tokenizer = _tokenizer_with_bos_setting(self.engine.tokenizer, add_bos_token)
         self.max_length = max_length or self.engine.target.context_length or _tokenizer_max_length(self.tokenizer)

@@ -1,7 +1,7 @@
 """Build one program from an answer and the tests of its task, for the sandbox.
 
 A chat model fences its code and adds words around it; a model without template continues the prompt, and goes on
-behind the function. Both forms are read here. The only repair is the indentation of a body that was fenced without it.
+after the function. Both forms are read here. The only repair is the indentation of a body that was fenced without it.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def early_end_problems(
 ) -> list[str]:
     """A problem if a text ends without an end token, a stop string, or its full length.
 
-    `available_tokens` is how many tokens the context leaves behind the prompt; None: no limit.
+    `available_tokens` is how many tokens the context leaves after the prompt; None: no limit.
     """
     length = min(request.max_new_tokens, request.max_new_tokens if available_tokens is None else available_tokens)
     count = len(answer.tokens)

@@ -57,7 +57,7 @@ class CallGrid:
         """Raise ValueError if a text with its nodes exceeds the context of the model called `name`."""
         if context is not None and (longest := self.lengths[-1]) + PATH_LENGTH > context:
             raise ValueError(
-                f"a text of {longest:,} tokens, and nodes {PATH_LENGTH} deep behind it, is too long for {name},"
+                f"a text of {longest:,} tokens, and nodes {PATH_LENGTH} deep after it, is too long for {name},"
                 f" which reads {context:,}; give shorter lengths"
             )
 
@@ -137,7 +137,7 @@ def measure_calls(
 
 
 def synthetic_inputs(nodes: int, length: int, vocab_size: int, sequence: int = 0) -> ForwardInputs:
-    """A call of `nodes` nodes, the last decided token included, behind a text of `length` arbitrary tokens."""
+    """A call of `nodes` nodes, the last decided token included, after a text of `length` arbitrary tokens."""
     tokens = (np.arange(length + nodes - 1, dtype=np.int64) * 7919 + 104729 * (sequence + 1)) % vocab_size
     parents = tuple(-1 if node % PATH_LENGTH == 0 else node - 1 for node in range(nodes - 1))
     return ForwardInputs(continuation(tokens[:length], PATH_LENGTH), tuple(tokens[length:].tolist()), parents)

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import saltus
-from saltus.engine.profiles import processor_name
+from saltus.engine.tuned_settings import processor_name
 
 
 def machine_info() -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
     axes.set_ylim(0, 1.06 * max(row["high"] for row in rows))
     _label_line_ends(axes, nodes[-1], ends)
     axes.annotate(
-        "behind a text of", (1, 1), xycoords="axes fraction", xytext=(8, 8), textcoords="offset points", ha="center",
+        "after a text of", (1, 1), xycoords="axes fraction", xytext=(8, 8), textcoords="offset points", ha="center",
         size=8.5, color=MUTED,
     )  # fmt: skip
     axes.set_ylabel("ms")
@@ -114,7 +114,7 @@ def _plot_roofline(result: Mapping[str, Any]) -> Any:
         return None
     nodes = [row["nodes"] for row in rows]
     can = result["speed"]
-    said = f"behind {length:,} tokens; {can['bytes_per_second'] / 1e9:,.0f} GB/s, "
+    said = f"after {length:,} tokens; {can['bytes_per_second'] / 1e9:,.0f} GB/s, "
     said += (
         f"{can['flops_per_second'] / 1e12:.2g} TFLOP/s measured; {result['model']['name']}, {result['model']['dtype']}"
     )
@@ -185,7 +185,7 @@ def _plot_parts(result: Mapping[str, Any]) -> Any:
         return None
     bars = [26 * len(calls), 26 * len(loop)]
     height = 190 + sum(bars) + (96 if calls and loop else 0)
-    said = f"behind {result['settings']['batch_length']:,} tokens; {_model_and_machine(result)}"
+    said = f"after {result['settings']['batch_length']:,} tokens; {_model_and_machine(result)}"
     figure = _new_figure("Where the milliseconds go", said, height)
     top = 122
     if calls:

@@ -94,7 +94,7 @@ class CircuitFilter(Generic[Array]):
 
     The distribution of the next token is the mixture of its states' distributions with weights `state_log_weights`. So
     a window is drafted token by token, each given the ones before, and the chain rule splits its log-probability. Each
-    position costs the steps down the tree, and up again behind a finished part, from the previous position.
+    position costs the steps down the tree, and up again after a finished part, from the previous position.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class ContextLayers:
         num_outputs: int,
         output_logits: bool = True,
     ) -> Float[Tensor, "outputs _"]:
-        """Run rows behind the `past_length` rows in the cache; the logits of the last `num_outputs`, or their states.
+        """Run rows after the `past_length` rows in the cache; the logits of the last `num_outputs`, or their states.
 
         Rows before these may run in several calls.
         """

@@ -1,6 +1,6 @@
 """Draft a block of dependent tokens in one pass of a few layers, from the target's hidden states and the uniforms.
 
-A context position holds the target's hidden states before a token, fused with the embedding of that token. Behind the
+A context position holds the target's hidden states before a token, fused with the embedding of that token. After the
 context positions stand queries, one for each position to draft. Each starts as a copy of the last context position
 plus the embedding of the uniform that will pick its token (PTP, Eq. 5). The target's own unembedding, restricted to
 frequent tokens, gives the logits.
@@ -133,7 +133,7 @@ class DraftNetwork:
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        """Logits over the drafted tokens behind the decided text, and of each query.
+        """Logits over the drafted tokens after the decided text, and of each query.
 
         Queries beyond the window of training get no logits.
         """

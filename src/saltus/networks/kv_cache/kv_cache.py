@@ -22,7 +22,7 @@ class KVCache:
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # whose keys and values are kept
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    pending_tree: ForwardInputs | None = None  # evaluated behind `tokens`; acceptance is known at the next call
+    pending_tree: ForwardInputs | None = None  # evaluated after `tokens`; acceptance is known at the next call
 
     def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
         """How many of the decided tokens are in the cache. Keeps the accepted branch, and drops the other nodes.
@@ -41,7 +41,7 @@ class KVCache:
         return len(self.tokens)
 
     def _keep_accepted(self, nodes: list[int]) -> None:
-        """Move the accepted nodes to the slots behind the text, unless they are there already."""
+        """Move the accepted nodes to the slots after the text, unless they are there already."""
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
         if moves and self.keys is not None and self.values is not None:
             base = len(self.tokens)

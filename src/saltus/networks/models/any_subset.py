@@ -61,7 +61,7 @@ class OrderedKVCache(KVCache):
 class AnySubsetNetwork(CausalNetwork):
     """An any-subset model as a target network.
 
-    Row 0 is for the first open hole, row i + 1 for the hole behind that of node i, given the text, the node's
+    Row 0 is for the first open hole, row i + 1 for the hole after that of node i, given the text, the node's
     ancestors and itself. A query node has no uniform. Its logits are for the open hole of its own depth, given the
     token that its chain starts from and the tokens before that. On CUDA rounding depends on the shapes of calls.
     """

@@ -1,6 +1,6 @@
 """Evaluate trees on XLNet (Yang et al. 2019) by Transformers' own two streams, without a KV cache.
 
-Each pass reads the whole text. Branches, and queries behind several nodes, can need several passes in a call. Queried
+Each pass reads the whole text. Branches, and queries after several nodes, can need several passes in a call. Queried
 positions and filled holes differ between calls, but shapes do not: the length is that of the text, texts run one by
 one, and each pass queries QUERIES_PER_PASS holes. So a distribution has the same bits in every call.
 """

@@ -41,7 +41,7 @@ def read_stories(file: Path) -> list[str]:
 
 
 def read_programs(source: Path) -> Iterator[str]:
-    """The functions of a folder, or the programs of JSON lines, each behind its description. Errors: ValueError."""
+    """The functions of a folder, or the programs of JSON lines, each after its description. Errors: ValueError."""
     if source.is_dir():
         yield from _read_functions(source)
         return

@@ -87,7 +87,7 @@ class CollectionPlan:
 
 @dataclass
 class TrajectoryRequest(Request):
-    """A request that records the inputs of every call: the number of decided tokens, and the guesses behind them."""
+    """A request that records the inputs of every call: the number of decided tokens, and the guesses after them."""
 
     iterates: list[list[int]] = field(default_factory=list, init=False)
 

@@ -24,7 +24,7 @@ class WindowSettings:
 
     texts: int = 6  # in a batch
     windows: int = 60  # in a text
-    discount: float = 0.85  # weight of a query relative to the one before it: a draft is useless behind a wrong one
+    discount: float = 0.85  # weight of a query relative to the one before it: a draft is useless after a wrong one
     placement: float = 1.0  # b of Beta(b, b): the position of u inside its interval (PTP, App. D)
     laws: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
     greedy: float = 0.7  # fraction of windows at temperature 0, in texts that were written greedily
@@ -60,7 +60,7 @@ class Batch:
     targets: Int[Tensor, "batch windows window"]
     uniforms: Float[Tensor, "batch windows window"]  # they pick the targets; NaN at temperature 0
     temperatures: Float[Tensor, "batch windows"]  # 0 is greedy
-    loss_mask: Bool[Tensor, "batch windows window"]  # False behind a text's end, or behind an invalid u
+    loss_mask: Bool[Tensor, "batch windows window"]  # False after a text's end, or after an invalid u
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(part.to(device) for part in vars(self).values()))

@@ -73,7 +73,7 @@ def pack_windows(
 ) -> PackedBatch:
     """Each window attends to the context before its start. A query whose uniform is NaN is conditioned on none.
 
-    Errors: ValueError for a start of 0, or behind the context.
+    Errors: ValueError for a start of 0, or after the context.
     """
     batch, windows, window = uniforms.shape
     if int(window_starts.max()) > context_tokens.shape[1] or int(window_starts.min()) < 1:

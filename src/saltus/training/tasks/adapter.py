@@ -1,4 +1,4 @@
-"""Training of a gated adapter of a causal model: many windows of queries behind one context (PTP)."""
+"""Training of a gated adapter of a causal model: many windows of queries after one context (PTP)."""
 
 from __future__ import annotations
 

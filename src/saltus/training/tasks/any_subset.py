@@ -28,13 +28,13 @@ HOLE_FRACTION_RANGES = {"few": (0.05, 0.6), "narrow": (0.9, 0.99), "wide": (0.05
 """The fraction of a text that is holes, after the warm-up."""
 
 INITIAL_HOLE_FRACTION = 0.15  # at step 0
-MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks behind them
+MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them
 LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
 
 
 @dataclass(frozen=True)
 class HoleSettings:
-    """Which tokens of a text are holes: how many, in spans or scattered, and with blanks behind them or not."""
+    """Which tokens of a text are holes: how many, in spans or scattered, and with blanks after them or not."""
 
     fraction_range: Literal["few", "narrow", "wide"] = "wide"
     warm_up_fraction: float = 0.2  # fraction of the steps in which holes grow from 15 % of a text

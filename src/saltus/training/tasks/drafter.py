@@ -1,4 +1,4 @@
-"""Training of a drafter on cached states: many windows of queries behind one context, in one packed forward."""
+"""Training of a drafter on cached states: many windows of queries after one context, in one packed forward."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def forward_windows(
 
 @dataclass(eq=False)
 class DrafterTrainingTask(CachedStateTask):
-    """A drafter: queries conditioned on uniforms, behind context positions made of the target's hidden states."""
+    """A drafter: queries conditioned on uniforms, after context positions made of the target's hidden states."""
 
     kind: ClassVar[Kind] = "drafter"
     module: DraftModel = field(init=False)
@@ -124,7 +124,7 @@ class DrafterTrainingTask(CachedStateTask):
     ) -> Float[Tensor, ""]:
         """Over all context positions with a next token; distributions over the drafted tokens, at temperature 1."""
         rows = batch.corpus_rows[:, : context_states.shape[1] + 1]
-        has_next = rows[:, 1:] > rows[:, :-1]  # behind the end of a text its last row is repeated
+        has_next = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
         after = self.corpus.hidden_states[rows[:, :-1][has_next]][..., -self.shape.hidden :].to(context_states.device)
         with torch.no_grad():
             distributions = self._logits(after).softmax(-1)

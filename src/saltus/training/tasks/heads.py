@@ -29,7 +29,7 @@ class HeadsTrainingTask(CachedStateTask):
     """Heads of a circuit.
 
     The loss covers the tokens of a window up to the first that is not drafted, or to the end of the text. The tokens
-    behind are marginalized: their factors are left out.
+    after are marginalized: their factors are left out.
     """
 
     kind: ClassVar[Kind] = "heads"
@@ -145,7 +145,7 @@ class HeadsTrainingTask(CachedStateTask):
 
     @torch.no_grad()
     def _target_distribution(self, batch: Batch, position: int) -> Float[Tensor, "windows draft"]:
-        """The target's distribution of a window's token over the drafted tokens; arbitrary behind a text's end."""
+        """The target's distribution of a window's token over the drafted tokens; arbitrary after a text's end."""
         last = batch.corpus_rows.gather(1, batch.window_starts - 1).flatten() + position
         states = self.corpus.hidden_states[last.clamp_max(len(self.corpus.tokens) - 1)][..., -self.shape.hidden :]
         unembedding = self.module.unembedding

@@ -31,7 +31,7 @@ from saltus.training.tasks.adapter import load_initial_adapter
 from saltus.training.tasks.losses import token_loss
 from saltus.training.tasks.training_task import TrainingTask
 
-DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, behind decided text
+DECODING_NOISE = BlockNoise("any", "clean")  # as at decoding: some iterate, after decided text
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class JacobiTrainingTask(TrainingTask):
         return float(np.mean(counts)) if counts else math.nan
 
     def _tokens_per_block(self, trajectory: Trajectory, number: int) -> Iterator[int]:
-        """For each block an iterate with a wrong token: one token, plus the correct predictions right behind it."""
+        """For each block an iterate with a wrong token: one token, plus the correct predictions right after it."""
         blocks = trajectory.iterates_by_block()
         iterate = DECODING_NOISE.choose_iterates(
             [iterates[:-1] or iterates for iterates in blocks], seeded_generator(1, "exam", number)
@@ -208,8 +208,8 @@ class JacobiTrainingTask(TrainingTask):
         for start in range(0, len(iterate), trajectory.block_size):
             first_wrong = np.flatnonzero(wrong[start : start + trajectory.block_size])[:1]
             if len(first_wrong):
-                behind = correct[start + first_wrong[0] : start + trajectory.block_size - 1]
-                yield 1 + int(np.cumprod(behind).sum())
+                following = correct[start + first_wrong[0] : start + trajectory.block_size - 1]
+                yield 1 + int(np.cumprod(following).sum())
 
     def _predicted_tokens(
         self, trajectory: Trajectory, logits: Float[Tensor, "slots vocab"]

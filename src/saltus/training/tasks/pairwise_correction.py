@@ -40,7 +40,7 @@ class PairwiseCorrectionModel(nn.Module):
         left: Int[Tensor, "rows"],
         second_left: Int[Tensor, "rows"],
     ) -> Float[Tensor, "rows vocab"]:
-        """Logits behind these two tokens, as `PairwiseCorrection` computes them; second_left −1: it was known."""
+        """Logits after these two tokens, as `PairwiseCorrection` computes them; second_left −1: it was known."""
         weights = 1 + hidden_states @ self.told
         second = torch.where(second_left[:, None] >= 0, self.before[second_left.clamp_min(0)], 0.0)
         return logits * weights[:, -1:] + ((self.left[left] + second) * weights[:, :-1]) @ self.right.T
@@ -67,7 +67,7 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
         self.module = PairwiseCorrectionModel(vocab, hidden, self.rank, self.base_task.seed).to(unembedding.device)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """Cross-entropy, in nats, of holes right behind a hole; its minimum is the entropy of the full predictions."""
+        """Cross-entropy, in nats, of holes right after a hole; its minimum is the entropy of the full predictions."""
         base, generator = self.base_task, seeded_generator(self.base_task.seed, "links", step)
         tokens, ranks = base.sample_batch(generator, 1.0, base.hole_settings.blank_probability[1])
         num_unknown = int(generator.integers(1, self.max_unknown + 1))
@@ -76,7 +76,7 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Acceptance rates behind an accepted draft, in held-out texts of which half is holes."""
+        """Acceptance rates after an accepted draft, in held-out texts of which half is holes."""
         generator = seeded_generator(1, "exam")
         uncorrected, corrected = [], []
         for texts in self.base_task.validation_parts():
@@ -92,13 +92,13 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
 
     @torch.no_grad()
     def _batch_logits(self, tokens: Tensor, ranks: Tensor, num_unknown: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Of holes behind holes: the full predictions, and the correction's inputs (logits, states, two tokens)."""
+        """Of holes after holes: the full predictions, and the correction's inputs (logits, states, two tokens)."""
         ranks = lattice_ranks(ranks)
-        behind, left, second_left = consecutive_holes(tokens, ranks, num_unknown)
-        targets = self.base_task.hole_logits(tokens, ranks)[0][behind].softmax(-1)
+        following, left, second_left = consecutive_holes(tokens, ranks, num_unknown)
+        targets = self.base_task.hole_logits(tokens, ranks)[0][following].softmax(-1)
         with _capture_hidden_states(self.base_task.model) as states:
-            logits = self.base_task.hole_logits(tokens, ranks, num_unknown)[0][behind]
-        return targets, (logits, states[0].flatten(0, -2)[behind].float(), left, second_left)
+            logits = self.base_task.hole_logits(tokens, ranks, num_unknown)[0][following]
+        return targets, (logits, states[0].flatten(0, -2)[following].float(), left, second_left)
 
 
 @contextmanager
@@ -114,15 +114,15 @@ def _capture_hidden_states(model: Any) -> Iterator[list[Tensor]]:
 
 def consecutive_holes(
     tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int
-) -> tuple[Bool[Tensor, "holes"], Int[Tensor, "behind"], Int[Tensor, "behind"]]:
-    """True for holes right behind the hole that is decided before them, and the two tokens to their left.
+) -> tuple[Bool[Tensor, "holes"], Int[Tensor, "following"], Int[Tensor, "following"]]:
+    """True for holes right after the hole that is decided before them, and the two tokens to their left.
 
     The second of these is −1 where a prediction without the last `num_unknown` holes knows it.
     """
     (left, left_rank), (second, second_rank) = (_shift_right(tokens, ranks, by) for by in (1, 2))
-    behind = (ranks > 1) & (left_rank == ranks - 1)
+    following = (ranks > 1) & (left_rank == ranks - 1)
     unknown = (second_rank > 0) & (second_rank >= (ranks - num_unknown).clamp_min(1))
-    return behind[ranks > 0], left[behind], torch.where(unknown, second, -1)[behind]
+    return following[ranks > 0], left[following], torch.where(unknown, second, -1)[following]
 
 
 def _shift_right(tokens: Tensor, ranks: Tensor, by: int) -> tuple[Tensor, Tensor]:

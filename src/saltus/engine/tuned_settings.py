@@ -20,7 +20,7 @@ log = logging.getLogger("saltus")
 
 
 @dataclass(frozen=True)
-class Profile:
+class TunedSettings:
     """Options of a method, and the budget of draft tokens, for a model on a machine."""
 
     method: str
@@ -38,21 +38,23 @@ class Profile:
         return cache_folder() / "profiles" / f"{blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
     def save(self) -> Path:
-        """Write the profile; `load` uses it from now on. Errors: ValueError if the cache cannot be written."""
+        """Write the file; `load` uses it from now on. Errors: ValueError if the cache cannot be written."""
         make_cache_folder(self.path.parent)
         self.path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         return self.path
 
 
-def find_profile(method: str, model: str, machine: str, adapter: str = "") -> Profile | None:
-    """The saved profile, or None; a damaged file counts as none and is named in a warning."""
-    path = Profile(method, model, machine, adapter).path
+def find_tuned_settings(method: str, model: str, machine: str, adapter: str = "") -> TunedSettings | None:
+    """The saved settings, or None; a damaged file counts as none and is named in a warning."""
+    path = TunedSettings(method, model, machine, adapter).path
     if not path.is_file():
         return None
     try:
-        return Profile(**json.loads(path.read_text(encoding="utf-8")))
+        return TunedSettings(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        log.warning("the profile %s is damaged (%s) and not used; run saltus tune again", path, type(error).__name__)
+        log.warning(
+            "the tuned settings %s are damaged (%s) and not used; run saltus tune again", path, type(error).__name__
+        )
         return None
 
 
