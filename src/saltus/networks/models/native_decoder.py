@@ -14,6 +14,7 @@ from saltus.networks.adapters.gated_lora import Adapter, Gate
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.attention import AttentionCall
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
+from saltus.networks.models.exact.packed_weight import kernel_arguments
 
 LAYER_PRODUCTS = (  # the linear layers of each matrix product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -217,7 +218,8 @@ def _linear_struct(
 ) -> native.Linear:
     struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
     for i, (module, out) in enumerate(weights):
-        struct.weight[i], struct.out[i], struct.outs[i] = module.weight.data_ptr(), out.data_ptr(), len(module.weight)
+        struct.weight[i], struct.format[i] = kernel_arguments(module.weight)
+        struct.out[i], struct.outs[i] = out.data_ptr(), len(module.weight)
         struct.bias[i] = None if module.bias is None else module.bias.data_ptr()
     if norm is not None:
         struct.norm, struct.epsilon = norm.weight.data_ptr(), norm.variance_epsilon

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saltus.networks.models.exact import native
+from saltus.networks.models.exact.packed_weight import is_kernel_weight, kernel_arguments
 
 TILE_ROWS = 8  # rows of a product where there is no compiled kernel
 TILED_SIZE_MULTIPLE = 16  # with sizes that are multiples of it, torch rounds all rows of a tile alike
@@ -43,7 +44,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     rows = x.numel() // x.shape[-1]
     struct = native.Linear(x=x.data_ptr(), rows=rows, inputs=x.shape[-1], count=len(weights))
     for i, (weight, bias, out) in enumerate(zip(weights, biases, outs, strict=True)):
-        struct.weight[i], struct.out[i], struct.outs[i] = weight.data_ptr(), out.data_ptr(), weight.shape[0]
+        struct.weight[i], struct.format[i] = kernel_arguments(weight)
+        struct.out[i], struct.outs[i] = out.data_ptr(), weight.shape[0]
         struct.bias[i] = None if bias is None else bias.data_ptr()
     if kernel(ctypes.byref(struct)):
         raise MemoryError("a linear layer ran out of memory; ask for a shorter text")
@@ -106,11 +108,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _can_use_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Can a kernel read them where they lie? Quantized weights are tensors of their own kinds, and say otherwise."""
+    """Can a kernel read them where they lie? Other libraries' quantized weights are tensors of their own kinds."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype in native.KERNEL_SUFFIXES
-        and type(weight) in (Tensor, Parameter)
+        and is_kernel_weight(weight)
         and weight.ndim == 2
         and x.numel() > 0
         and x.shape[-1] == weight.shape[1]

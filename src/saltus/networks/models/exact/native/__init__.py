@@ -59,13 +59,22 @@ class Linear(ctypes.Structure):
         ("x", POINTER),
         *((name, INTEGER) for name in ("rows", "inputs", "count")),
         *((name, POINTER * MAX_WEIGHTS) for name in ("weight", "bias", "out")),
-        ("outs", INTEGER * MAX_WEIGHTS),
+        *((name, INTEGER * MAX_WEIGHTS) for name in ("outs", "format")),
         *((name, POINTER) for name in ("norm", "gate", "add")),
         ("epsilon", REAL),
         ("scale", REAL),
         *((name, POINTER * MAX_WEIGHTS) for name in ("down", "up")),
         ("place", POINTER),
         *((name, INTEGER) for name in ("rank", "gated")),
+    ]
+
+
+class Expansion(ctypes.Structure):
+    """The struct `Expansion` of packed_weights.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("weight", "out", "rows")),
+        *((name, INTEGER) for name in ("format", "inputs", "count")),
     ]
 
 

@@ -2,6 +2,7 @@
 // or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
 // writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
 #include "lanes.h"
+#include "packed_weights.h"
 #include "thread_pool.h"
 
 #define PIECES 6  // of a job, for each thread
@@ -28,6 +29,7 @@ typedef struct {
   const void *weight[WEIGHTS], *bias[WEIGHTS];  // [out, in]; [out] or NULL
   void *out[WEIGHTS];                           // [rows, out], dense
   int64_t outs[WEIGHTS];
+  int64_t format[WEIGHTS];  // of packed weights (packed_weights.h), 0: the weights are numbers of the format T
   const void *norm;  // [in] or NULL: x is first divided by its root mean square and multiplied by this
   const void *gate;  // [rows, in] or NULL: x is first multiplied by silu of this
   const void *add;   // [rows, out] or NULL: added to the first product
@@ -70,6 +72,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define AHEAD 4  // outputs that weights are fetched ahead
 #define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
+#define PACKABLE 0  // only bfloat16 weights can be packed
 #define T float
 #define OF(name) name##_f32
 #define X float
@@ -94,6 +97,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #undef OF
 #endif
 
+#undef PACKABLE
+#define PACKABLE 1
 #define T uint16_t
 #define OF(name) name##_bf16
 #include "row_ops.inc"

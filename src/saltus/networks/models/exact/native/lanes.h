@@ -31,7 +31,7 @@ typedef int32_t ilanes __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t hlanes __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 // Scratch that a thread keeps from call to call: fresh pages would cost more than the work. NULL if there is none.
-enum { PACKED, MADE, SCORES, GATED, MIDDLE, LOW, SCRATCHES };
+enum { PACKED, MADE, SCORES, GATED, MIDDLE, LOW, EXPANDED, SCRATCHES };
 static void *scratch(int which, size_t bytes) {
   static _Thread_local struct { void *at; size_t size; } kept[SCRATCHES];
   if (kept[which].size < bytes) {
@@ -78,8 +78,14 @@ static inline void store_bf16(uint16_t *p, lanes v) {
   memcpy(p, &small, sizeof small);
 #else
   ilanes bits = (ilanes)v;
-  hlanes small = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff, hlanes);
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff;
+#if defined __AVX2__ && LANES == 8
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0xd8);
+  _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(pairs));  // the compiler would go one by one
+#else
+  hlanes small = __builtin_convertvector(bits, hlanes);
   memcpy(p, &small, sizeof small);
+#endif
 #endif
 }
 static inline void to_four_bf16(four x, uint16_t *y) {

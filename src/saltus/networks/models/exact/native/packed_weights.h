@@ -1,0 +1,298 @@
+// Weights that stay in the blocks of a GGUF file: a block of 32 or 256 weights holds small integers, and the scales and
+// minimums that turn them into numbers. Rows are expanded to the bfloat16 numbers that dequantising in float32 and
+// rounding gives, so that products are those of the expanded weights, bit for bit. A scale times a small integer is
+// exact in float32, so it does not matter whether the compiler fuses it with the addition; −0 added changes nothing.
+#pragma once
+#include "lanes.h"
+#include "thread_pool.h"
+
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef uint8_t bytes32 __attribute__((vector_size(32)));
+typedef int8_t signed_lanes __attribute__((vector_size(LANES)));
+
+static inline bytes16 load_16(const uint8_t *p) {
+  bytes16 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline bytes32 load_32(const uint8_t *p) {
+  bytes32 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline float widen_half(uint16_t bits) {
+#ifdef __F16C__
+  return _cvtsh_ss(bits);
+#else
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                     : exponent     ? ldexpf(1024 + fraction, exponent - 25)
+                                    : ldexpf(fraction, -24);
+  return bits >> 15 ? -size : size;
+#endif
+}
+static inline lanes all_lanes(float x) { return x - (lanes){}; }  // −0 stays −0
+
+// Two numbers in float16, each in all lanes.
+static inline void load_halves(const uint8_t *p, lanes *first, lanes *second) {
+  uint32_t bits;
+  memcpy(&bits, p, sizeof bits);
+#ifdef __AVX512F__
+  const __m512 both = _mm512_cvtph_ps(_mm256_set1_epi32(bits));
+  *first = (lanes)_mm512_moveldup_ps(both), *second = (lanes)_mm512_movehdup_ps(both);
+#elif defined __F16C__
+  const __m256 both = _mm256_cvtph_ps(_mm_set1_epi32(bits));
+  *first = (lanes)_mm256_moveldup_ps(both), *second = (lanes)_mm256_movehdup_ps(both);
+#else
+  *first = all_lanes(widen_half(bits)), *second = all_lanes(widen_half(bits >> 16));
+#endif
+}
+static inline lanes load_half(const uint8_t *p) {
+  lanes first, second;
+  load_halves(p, &first, &second);
+  return first;
+}
+
+#if defined __AVX2__ && LANES == 8
+// 16 numbers in bfloat16.
+static inline __m256i small_16(lanes a, lanes b) {
+  const ilanes x = (ilanes)a, y = (ilanes)b;
+  const __m256i low = (__m256i)((x + 0x7fff + ((x >> 16) & 1)) >> 16 & 0xffff);
+  const __m256i high = (__m256i)((y + 0x7fff + ((y >> 16) & 1)) >> 16 & 0xffff);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+}
+#endif
+
+// 16 weights: scale · q + offset, of signed bytes q.
+static inline void expand_16(bytes16 q, lanes scale, lanes offset, uint16_t *out) {
+#ifdef __AVX512F__
+  store_bf16(out, (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q)) * scale + offset);
+#elif defined __AVX2__
+  const __m256i first = _mm256_cvtepi8_epi32((__m128i)q), second = _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)q, 8));
+  _mm256_storeu_si256((__m256i *)out, small_16((lanes)_mm256_cvtepi32_ps(first) * scale + offset,
+                                               (lanes)_mm256_cvtepi32_ps(second) * scale + offset));
+#else
+  for (int i = 0; i < 16; i += LANES) {
+    signed_lanes some;
+    memcpy(&some, (const char *)&q + i, sizeof some);
+    store_bf16(out + i, __builtin_convertvector(__builtin_convertvector(some, ilanes), lanes) * scale + offset);
+  }
+#endif
+}
+static inline void expand_32(bytes32 q, lanes scale, lanes offset, uint16_t *out) {
+  bytes16 half[2];
+  memcpy(half, &q, sizeof q);
+  expand_16(half[0], scale, offset, out);
+  expand_16(half[1], scale, offset, out + 16);
+}
+
+// The low halves of 16 bytes, then the high ones.
+static inline bytes32 nibbles(const uint8_t *p) {
+  const bytes16 all = load_16(p);
+#ifdef __AVX2__
+  const __m256i low = _mm256_castsi128_si256((__m128i)(all & 15));
+  return (bytes32)_mm256_inserti128_si256(low, (__m128i)(all >> 4), 1);
+#else
+  const bytes16 halves[2] = {all & 15, all >> 4};
+  return load_32((const uint8_t *)halves);
+#endif
+}
+
+#ifdef __AVX512BW__
+// 32 weights, looked up among the 16 possible ones: scale · (0…15 + first) + offset. Of an index 4 bits count.
+static inline void look_up(__m512i index, lanes scale, float first, lanes offset, uint16_t *out) {
+  const lanes values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const lanes table = (values + first) * scale + offset;
+#ifdef __AVX512BF16__
+  const __m256i small = (__m256i)_mm512_cvtneps_pbh((__m512)table);
+#else
+  const ilanes bits = (ilanes)table;
+  const __m256i small = _mm512_cvtepi32_epi16((__m512i)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16));
+#endif
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, _mm512_broadcast_i64x4(small)));
+}
+#endif
+
+#ifndef __AVX512BW__
+// 32 weights: scale · (q + first) + offset, of 4-bit q.
+static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offset, uint16_t *out) {
+#ifdef __AVX2__  // looked up among the 16 possible ones
+  const lanes some = {0, 1, 2, 3, 4, 5, 6, 7}, more = {8, 9, 10, 11, 12, 13, 14, 15};
+  const __m256i words = small_16((some + first) * scale + offset, (more + first) * scale + offset);
+  const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255));
+  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, _mm256_srli_epi16(words, 8)), 0xd8);
+  const __m256i lower = _mm256_shuffle_epi8(_mm256_permute2x128_si256(bytes, bytes, 0x00), (__m256i)q);
+  const __m256i upper = _mm256_shuffle_epi8(_mm256_permute2x128_si256(bytes, bytes, 0x11), (__m256i)q);
+  const __m256i even = _mm256_unpacklo_epi8(lower, upper), odd = _mm256_unpackhi_epi8(lower, upper);
+  _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(even, odd, 0x20));
+  _mm256_storeu_si256((__m256i *)(out + 16), _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+  expand_32(q + (uint8_t)(int)first, scale, offset, out);
+#endif
+}
+#endif
+
+// 32 weights: scale · (q + first) + offset, of the low halves of 16 bytes and then of the high ones.
+static inline void expand_nibbles(const uint8_t *p, lanes scale, float first, lanes offset, uint16_t *out) {
+#ifdef __AVX512BW__
+  const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)));
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  look_up(_mm512_srlv_epi16(twice, shifts), scale, first, offset, out);
+#else
+  expand_4_bits(nibbles(p), scale, first, offset, out);
+#endif
+}
+
+// 32 fifth bits, as 16 or 0 in each byte.
+static inline bytes32 fifth_bits(const uint8_t *p) {
+  const bytes32 bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
+                       1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+#ifdef __AVX2__
+  uint32_t bits;
+  memcpy(&bits, p, sizeof bits);
+  const bytes32 byte = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3};
+  const bytes32 of = (bytes32)_mm256_shuffle_epi8(_mm256_set1_epi32(bits), (__m256i)byte);
+#else
+  uint8_t copies[32];
+  for (int i = 0; i < 32; i++) copies[i] = p[i / 8];
+  const bytes32 of = load_32(copies);
+#endif
+  return (bytes32)((of & bit) == bit) & 16;
+}
+
+// The 8 scales and the 8 minimums of a block of 256 weights (Q4_K, Q5_K): 6 bits each, in 12 bytes.
+static inline void scales_and_minimums(const uint8_t *block, float *scales, float *offsets) {
+  uint32_t low[3];
+  memcpy(low, block + 4, sizeof low);
+  const uint32_t packed[4] = {
+      low[0] & 0x3f3f3f3f, (low[2] & 0x0f0f0f0f) | (low[0] >> 6 & 0x03030303) << 4,
+      low[1] & 0x3f3f3f3f, (low[2] >> 4 & 0x0f0f0f0f) | (low[1] >> 6 & 0x03030303) << 4,
+  };
+  const uint8_t *bytes = (const uint8_t *)packed;
+  lanes scale, minimum;
+  load_halves(block, &scale, &minimum);
+  for (int i = 0; i < 8; i++) scales[i] = scale[0] * bytes[i];
+  for (int i = 0; i < 8; i++) offsets[i] = -(minimum[0] * bytes[8 + i]);
+}
+
+// Each function expands one block; the names are those of the formats in GGUF.
+static inline void expand_q4_0(const uint8_t *b, uint16_t *out) {
+  expand_nibbles(b + 2, load_half(b), -8, all_lanes(-0.0f), out);
+}
+static inline void expand_q4_1(const uint8_t *b, uint16_t *out) {
+  lanes scale, offset;
+  load_halves(b, &scale, &offset);
+  expand_nibbles(b + 4, scale, 0, offset, out);
+}
+static inline void expand_q5_0(const uint8_t *b, uint16_t *out) {
+  expand_32((nibbles(b + 6) | fifth_bits(b + 2)) - 16, load_half(b), all_lanes(-0.0f), out);
+}
+static inline void expand_q5_1(const uint8_t *b, uint16_t *out) {
+  lanes scale, offset;
+  load_halves(b, &scale, &offset);
+  expand_32(nibbles(b + 8) | fifth_bits(b + 4), scale, offset, out);
+}
+static inline void expand_q8_0(const uint8_t *b, uint16_t *out) {
+  expand_32(load_32(b + 2), load_half(b), all_lanes(-0.0f), out);
+}
+static inline void expand_q4_k(const uint8_t *b, uint16_t *out) {
+  float scales[8], offsets[8];
+  scales_and_minimums(b, scales, offsets);
+  for (int part = 0; part < 8; part++) {
+    const bytes32 all = load_32(b + 16 + part / 2 * 32);
+    const lanes scale = all_lanes(scales[part]), offset = all_lanes(offsets[part]);
+#ifdef __AVX512BW__
+    const __m512i index = _mm512_cvtepu8_epi16((__m256i)all);
+    look_up(part % 2 ? _mm512_srli_epi16(index, 4) : index, scale, 0, offset, out + part * 32);
+#else
+    expand_4_bits(part % 2 ? all >> 4 : all & 15, scale, 0, offset, out + part * 32);
+#endif
+  }
+}
+static inline void expand_q5_k(const uint8_t *b, uint16_t *out) {
+  const bytes32 high = load_32(b + 16);
+  float scales[8], offsets[8];
+  scales_and_minimums(b, scales, offsets);
+  for (int part = 0; part < 8; part++) {
+    const bytes32 all = load_32(b + 48 + part / 2 * 32);
+    const bytes32 q = (part % 2 ? all >> 4 : all & 15) | (high >> part & 1) << 4;
+    expand_32(q, all_lanes(scales[part]), all_lanes(offsets[part]), out + part * 32);
+  }
+}
+static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
+  const lanes scale = load_half(b + 208);
+  for (int part = 0; part < 8; part++) {  // of 32 weights; 4 parts share 64 bytes of low bits and 32 of high ones
+    const bytes32 low = load_32(b + part / 4 * 64 + part % 2 * 32), high = load_32(b + 128 + part / 4 * 32);
+    const bytes32 q = (part % 4 / 2 ? low >> 4 : low & 15) | (high >> part % 4 * 2 & 3) << 4;
+    bytes16 half[2];
+    memcpy(half, &q, sizeof q);
+    for (int i = 0; i < 2; i++) {
+      const lanes own = scale * (int8_t)b[192 + part * 2 + i];
+      expand_16(half[i] - 32, own, all_lanes(-0.0f), out + part * 32 + i * 16);
+    }
+  }
+}
+// A row of `in` weights. What lies `ahead` bytes further is asked for meanwhile, some blocks at a time.
+#define ROW_OF(format, weights, size)                                                                           \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {               \
+    const int64_t blocks = in / weights, some = 512 / size;                                                     \
+    for (int64_t first = 0; first < blocks; first += some) {                                                    \
+      const int64_t end = first + some < blocks ? first + some : blocks;                                        \
+      for (int64_t at = first * size; at < end * size; at += 64) __builtin_prefetch(row + ahead + at);          \
+      for (int64_t b = first; b < end; b++) expand_##format(row + b * size, out + b * weights);                 \
+    }                                                                                                           \
+  }
+ROW_OF(q4_0, 32, 18)
+ROW_OF(q4_1, 32, 20)
+ROW_OF(q5_0, 32, 22)
+ROW_OF(q5_1, 32, 24)
+ROW_OF(q8_0, 32, 34)
+ROW_OF(q4_k, 256, 144)
+ROW_OF(q5_k, 256, 176)
+ROW_OF(q6_k, 256, 210)
+static void expand_row_f16(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {
+  int64_t k = 0;
+#ifdef __FLT16_MAX__
+  for (; k + LANES <= in; k += LANES) {
+    __builtin_prefetch(row + ahead + 2 * k);
+    store_bf16(out + k, load_f16((const _Float16 *)(row + 2 * k)));
+  }
+#endif
+  for (uint16_t bits; k < in; k++) {
+    memcpy(&bits, row + 2 * k, sizeof bits);
+    out[k] = to_bf16(widen_half(bits));
+  }
+}
+
+typedef struct {
+  int64_t weights, bytes;  // of a block
+  void (*expand_row)(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out);
+} Format;
+static const Format formats[] = {  // by GGUF's numbers
+    [1] = {1, 2, expand_row_f16},      [2] = {32, 18, expand_row_q4_0},   [3] = {32, 20, expand_row_q4_1},
+    [6] = {32, 22, expand_row_q5_0},   [7] = {32, 24, expand_row_q5_1},   [8] = {32, 34, expand_row_q8_0},
+    [12] = {256, 144, expand_row_q4_k}, [13] = {256, 176, expand_row_q5_k}, [14] = {256, 210, expand_row_q6_k},
+};
+static inline int64_t packed_row_bytes(int64_t format, int64_t in) {
+  return in / formats[format].weights * formats[format].bytes;
+}
+
+typedef struct {
+  const uint8_t *weight;  // [.., in], packed
+  uint16_t *out;          // [count, in]
+  const int64_t *rows;    // [count]: which rows; NULL: the first ones
+  int64_t format, in, count;
+} Expansion;
+#define ROWS_AT_ONCE 16  // that a thread expands
+
+static void expand_some(const void *of, int64_t piece) {
+  const Expansion *a = of;
+  const int64_t size = packed_row_bytes(a->format, a->in);
+  for (int64_t i = piece * ROWS_AT_ONCE; i < a->count && i < (piece + 1) * ROWS_AT_ONCE; i++)
+    formats[a->format].expand_row(a->weight + (a->rows ? a->rows[i] : i) * size, a->in, size, a->out + i * a->in);
+}
+int saltus_expand(const Expansion *a) {
+  share(expand_some, a, (a->count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE);
+  return 0;
+}
