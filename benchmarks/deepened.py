@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from saltus.networks.loading.checkpoints import load_model
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.loading.sources import resolve
 
@@ -25,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     folder = resolve(given.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model = load_model(given.model, folder, weights="bf16")
     for _ in range(given.layers):
         layer = copy.deepcopy(model.model.layers[-1])
         with torch.no_grad():

@@ -29,6 +29,7 @@ import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.methods import available_methods, make_methods
+from saltus.networks.loading.checkpoints import load_model
 from saltus.networks.loading.sources import resolve
 from saltus.networks.models.causal import CausalNetwork
 
@@ -294,7 +295,8 @@ def ours(run: Run, engine, method: str):
 
 
 def theirs(run: Run, attention: str, **more):
-    model: Any = AutoModelForCausalLM.from_pretrained(run.folder, dtype=torch.bfloat16, attn_implementation=attention)
+    model: Any = load_model(run.folder, Path(run.folder), torch.bfloat16, weights="bf16")
+    model.set_attn_implementation(attention)
     model, tokenizer = model.to(run.device).eval(), AutoTokenizer.from_pretrained(run.folder)
 
     def write(prompt: str, temperature: float, tokens: int = run.args.tokens) -> float:

@@ -2,10 +2,7 @@
 
 import argparse
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import saltus
-from saltus.networks.loading.sources import resolve
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="smollm2-135m", help="a short name, a folder, or a hub id")
@@ -13,8 +10,8 @@ parser.add_argument("--prompt", default="The cat sat on the mat, and the cat sat
 parser.add_argument("--max-new-tokens", type=int, default=32)
 given = parser.parse_args()
 
-folder = resolve(given.model)
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+engine = saltus.load(given.model)
+model, tokenizer = engine.model, engine.tokenizer  # or those of AutoModelForCausalLM and AutoTokenizer
 inputs = tokenizer(given.prompt, return_tensors="pt")
 speculate = saltus.custom_generate("lookup", seed=0)  # keep it: it remembers call costs and acceptance rates
 output = model.generate(**inputs, max_new_tokens=given.max_new_tokens, do_sample=False, custom_generate=speculate)

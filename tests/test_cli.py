@@ -31,7 +31,7 @@ from saltus.cli.options import DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
 from saltus.evaluation.benchmarks.comparison import first_difference
 from saltus.methods import available_methods
-from saltus.networks.loading.sources import DEFAULT_MODEL, SHIPPED_MODELS, SHORT_NAMES
+from saltus.networks.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -100,7 +100,7 @@ def test_the_examples_in_the_help_use_options_that_exist(name):
 
 def test_the_short_names_are_those_that_can_be_pulled():
     said = saltus_("pull", "--help").stdout
-    assert all(name in said for name in [*SHORT_NAMES, *SHIPPED_MODELS])
+    assert all(name in said for name in ALL_SHORT_NAMES)
     assert DEFAULT_MODEL == DEFAULT_MODEL
     assert DEFAULT_METHOD in available_methods()
 

@@ -91,6 +91,7 @@ def run(
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    weights: o.Weights = "file",
     max_new_tokens: o.MaxNewTokens = 128,
     ignore_eos: o.IgnoreEos = False,
     temperature: o.Temperature = 0.0,
@@ -153,8 +154,8 @@ def run(
 
     parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
-        model, parts, option, dtype=dtype, device=device, rule=rule, budget=budget, adaptive=not whole_trees,
-        tuned_settings=False,
+        model, parts, option, dtype=dtype, device=device, weights=weights, rule=rule, budget=budget,
+        adaptive=not whole_trees, tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

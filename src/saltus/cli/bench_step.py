@@ -18,6 +18,7 @@ def step(
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    weights: o.Weights = "file",
     nodes: Annotated[
         str,
         typer.Option(
@@ -71,7 +72,7 @@ def step(
     CallGrid(**inputs)  # refuse wrong numbers before loading
     from saltus.cli.open_engine import open_engine
 
-    engine = open_engine(model, "lookup", None, dtype=dtype, device=device)
+    engine = open_engine(model, "lookup", None, dtype=dtype, device=device, weights=weights)
     grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
     grid.check_context_length(engine.target.context_length, model)
     if out:

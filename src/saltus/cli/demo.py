@@ -24,6 +24,7 @@ def demo(
     model: o.Model = o.DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    weights: o.Weights = "file",
     method: o.Method = "lookup",
     max_new_tokens: o.MaxNewTokens = 128,
     temperature: Annotated[
@@ -63,7 +64,7 @@ def demo(
         "seed": seed or 0,
     }
     validate_settings(method, None, **sampling)
-    engine = open_engine(model, method, None, dtype=dtype, device=device)
+    engine = open_engine(model, method, None, dtype=dtype, device=device, weights=weights)
     _run_demo(engine, question or QUESTION, model, method, {**sampling, "max_new_tokens": max_new_tokens}, colour)
 
 
@@ -79,10 +80,12 @@ def _run_demo(
     from saltus.evaluation.benchmarks.comparison import warm_up
 
     console = terminal(colour=colour)
+    from saltus.networks.models.exact.packed_weight import describe_weights
+
     coloured = console.is_terminal if colour is None else colour
     bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None
     network = engine.network.model
-    how = f"{str(network.dtype).removeprefix('torch.')} on {network.device}, {_describe_sampling(settings)}"
+    how = f"{describe_weights(network)} on {network.device}, {_describe_sampling(settings)}"
     console.print(Text.assemble((model, "bold"), " with ", (method, "bold"), f" ({how})\n"))
     shown = Padding(Text(question, "dim"), (0, 2)) if console.is_terminal else question
     console.print(shown, soft_wrap=not console.is_terminal, markup=False)

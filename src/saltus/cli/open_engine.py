@@ -36,6 +36,7 @@ def open_engine(
     model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
 ) -> Any:
     """`saltus.load`, also with options of the form `lookup.longest=5`; on a terminal with progress bars."""
+    from saltus.cli.answers import print_note
     from saltus.methods import make_methods
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
@@ -53,7 +54,10 @@ def open_engine(
         _silence_transformers()
         from saltus.engine.engine import load
 
-        return load(model, method, options=chosen, progress=no_progress, **settings)
+        engine = load(model, method, options=chosen, progress=no_progress, **settings)
+    if (weights := settings.get("weights", "file")) not in ("file", "bf16"):
+        print_note(f"weights packed as {weights}: another model than {model}, with other texts")
+    return engine
 
 
 @contextmanager

@@ -35,7 +35,7 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="A short name ([i]saltus pull[/i] lists them), a hub id, or a folder.",
+        help="A short name ([i]saltus pull[/i] lists them), a hub id, a folder, or a GGUF file.",
     ),
 ]
 Dtype = Annotated[
@@ -50,6 +50,17 @@ Dtype = Annotated[
 Device = Annotated[
     str,
     _option(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one."),
+]
+
+Weights = Annotated[
+    str,
+    _option(
+        MODEL_PANEL,
+        "--weights",
+        metavar="FORMAT",
+        help="file: as they are stored; bf16: expand packed ones; q8_0, q5_1, q5_0, q4_1, q4_0: pack those of a"
+        " Hugging Face model (another model then).",
+    ),
 ]
 
 _METHOD_HELP = "How to draft: lookup, jacobi+lookup, … ([i]saltus methods[/i] lists them)."
@@ -167,6 +178,7 @@ class ModelOptions:
     model: Model = DEFAULT_MODEL
     dtype: Dtype = "auto"
     device: Device = "auto"
+    weights: Weights = "file"
 
 
 @dataclass(frozen=True)

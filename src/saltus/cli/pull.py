@@ -12,7 +12,9 @@ from saltus.cli.options import DEFAULT_MODEL
 def pull(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Short names or hub ids (owner/name, owner/name@revision)."),
+        typer.Argument(
+            metavar="NAME", help="Short names, hub ids (owner/name, owner/name@revision), owner/name:file.gguf."
+        ),
     ] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Only say where the model is; do not touch the network.")
@@ -23,14 +25,14 @@ def pull(
     [dim]Existing files are not downloaded again; an interrupted download continues.[/dim]
 
     Without a name it is the default model, [bold]smollm2-135m[/bold]. Other short names are
-    smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2; and stories, which fills
+    smollm2-135m-bf16, smollm2-360m, smollm2-1.7b, qwen3-0.6b, qwen3-1.7b, qwen3-4b, gpt2; and stories, which fills
     holes ([i]saltus infill[/i]) and comes with Saltus.
 
     [bold]Examples[/bold]
 
         saltus pull
 
-        saltus pull qwen3-0.6b some-owner/some-model@main
+        saltus pull qwen3-0.6b some-owner/some-model@main some-owner/some-gguf:model-Q4_K_M.gguf
     """
     from saltus.networks.loading import sources
 

@@ -259,7 +259,7 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
     from saltus.training.loop.checkpoint import lock_folder
 
     def load_engine(model: str) -> Any:
-        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=False)
+        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=False, weights="bf16")
 
     run = open_run(recipe, samples, teacher, work, begin, load_engine)
     with lock_folder(work):

@@ -28,6 +28,7 @@ def tune(
     ] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    weights: o.Weights = "file",
     prompts: o.Prompts = None,
     texts: Annotated[
         int,
@@ -84,7 +85,14 @@ def tune(
     validate_settings("jacobi", (), temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, budget=MAX_DEPTH, tuned_settings=False
+        model,
+        "jacobi",
+        {"jacobi": options},
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        budget=MAX_DEPTH,
+        tuned_settings=False,
     )
     if options and engine.network.max_draft_tokens is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")

@@ -256,13 +256,15 @@ def load(
     adaptive: bool = True,
     exact: bool = True,
     batch_size: int = 16,
+    weights: str = "file",
     progress: Progress | None = None,
     tuned_settings: bool = True,
 ) -> Engine:
     """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).
 
     Args:
-        model: a short name, a local folder or a hub id (`owner/name`).
+        model: a short name, a local folder, a GGUF file, a hub id (`owner/name`), or a GGUF file on a hub
+            (`owner/name:file.gguf`).
         method: how to draft: "lookup" unless a draft model is given; several joined by + draft together.
         draft_model: a smaller model of the same vocabulary, which drafts (method "small_model").
         num_draft_tokens: how many tokens it drafts for a call, at most.
@@ -275,6 +277,8 @@ def load(
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
+        weights: "file" keeps them as the checkpoint stores them, packed ones too; "bf16" expands packed ones; "q8_0",
+            "q5_1", "q5_0", "q4_1" and "q4_0" pack those of a Hugging Face model, which makes another model of it.
         progress: called while files are downloaded.
         tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
@@ -289,7 +293,7 @@ def load(
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
-        return load_checkpoint(name, device, dtype, exact, progress, nodes)
+        return load_checkpoint(name, device, dtype, exact, progress, nodes, weights if name == model else "file")
 
     target = checkpoint(model)
 

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from saltus.networks.loading.checkpoints import fills_holes
+from saltus.networks.loading.checkpoints import fills_holes, load_model
 from saltus.networks.models.any_subset import ANY_SUBSET
 from saltus.training.data import infill_texts
 from saltus.training.data.packed_forward import pack_causal, packed_logits
@@ -164,7 +164,7 @@ def _new_model(options: argparse.Namespace, texts: Sequence[str]) -> tuple[Any, 
 
 def _load_model(folder: Path) -> tuple[Any, Any]:
     """A trained model, in float32, and its tokenizer. Errors: ValueError for a causal model."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(str(folder), folder, torch.float32)
     if not fills_holes(model):
         raise ValueError(f"{folder} holds a causal model; start with an XLNet or an any-subset model")
     return model, AutoTokenizer.from_pretrained(folder)

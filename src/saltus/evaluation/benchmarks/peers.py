@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from saltus.engine.engine import Engine
@@ -23,7 +23,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     TimedCall,
     split_text_by_call,
 )
-from saltus.networks.loading.checkpoints import silence_transformers
+from saltus.networks.loading.checkpoints import load_model, silence_transformers
 from saltus.networks.loading.sources import resolve
 
 TRANSFORMERS_PEERS = ("transformers", "transformers-lookup", "transformers-assistant")
@@ -118,7 +118,7 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
     @lru_cache
     def load(name: str, role: str = "model") -> Any:  # an assistant is another object, so that calls are reported apart
         with silence_transformers():
-            model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=ours.dtype)
+            model = load_model(name, resolve(name), ours.dtype, weights="bf16")
         model.generation_config.update(temperature=None, top_p=None, top_k=None)  # ours are given with each prompt
         return model.to(ours.device).eval()
 

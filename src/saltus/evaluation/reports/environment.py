@@ -16,6 +16,7 @@ import transformers
 
 import saltus
 from saltus.engine.tuned_settings import processor_name
+from saltus.networks.models.exact.packed_weight import describe_weights
 
 
 def machine_info() -> dict[str, Any]:
@@ -46,6 +47,7 @@ def run_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
             "name": engine.target.name,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device),
+            "weights": describe_weights(model),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "context": engine.target.context_length,
             "path": engine.network.compute_path,

@@ -17,7 +17,10 @@ from saltus.core.forward import ForwardInputs
 from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.fetching import first_line
+from saltus.networks.loading.gguf_weights import load_gguf_model
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
+from saltus.networks.loading.model_folders import INDEX_FILE
+from saltus.networks.loading.packing import PACKINGS, pack_model
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import resolve
 from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
@@ -26,6 +29,7 @@ from saltus.networks.models.exact.fixed_shapes import rows_for_budget
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.networks.protocols import TargetNetwork
 
+WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -52,18 +56,22 @@ def load_checkpoint(
     exact: bool = True,
     progress: Progress | None = None,
     budget: int = 16,
+    weights: str = "file",
 ) -> Checkpoint:
-    """A causal model by short name, folder or hub id, for trees of `budget` nodes. Errors: ValueError.
+    """A causal model by short name, folder, GGUF file or hub id, for trees of `budget` nodes. Errors: ValueError.
 
+    `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
+    are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
     The folder of an adapter of `saltus train` loads its target with the adapter attached.
     """
     device, kind = _device(device), _checked_choice("dtype", dtype, DTYPES)
+    _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
     is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
     adapter = Path(name_or_path) if is_adapter else None
     base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
     with silence_transformers():
-        model = _load_model(name_or_path, folder, kind).to(device).eval()
+        model = load_model(name_or_path, folder, kind, device, weights)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except Exception as error:
@@ -81,8 +89,22 @@ def load_checkpoint(
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
 
-def _load_model(name: str, folder: Path, dtype: Any) -> Any:
-    """The model of a folder. Errors: ValueError if weights are missing, which Transformers would draw at random."""
+def load_model(name: str, folder: Path, dtype: Any = "auto", device: str = "cpu", weights: str = "file") -> Any:
+    """The model of a folder that `resolve` found, as Transformers' class.
+
+    Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
+    """
+    if weights in PACKINGS and (device != "cpu" or dtype not in ("auto", torch.bfloat16)):
+        raise ValueError(
+            f"weights packed as {weights} are for bfloat16 on the CPU; leave out weights, dtype and device"
+        )
+    if (folder / INDEX_FILE).is_file():
+        if weights in PACKINGS:
+            raise ValueError(f"{name} is a GGUF file, packed as it is; weights can be file or bf16")
+        kind = torch.bfloat16 if dtype == "auto" else dtype
+        return load_gguf_model(folder, kind, packed=weights == "file" and device == "cpu").to(device)
+    if weights in PACKINGS:
+        dtype = torch.bfloat16
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -98,6 +120,9 @@ def _load_model(name: str, folder: Path, dtype: Any) -> Any:
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
             " fetch or save it again, for a causal language model"
         )
+    model = model.to(device).eval()
+    if weights in PACKINGS:
+        pack_model(model, weights, folder)
     return model
 
 

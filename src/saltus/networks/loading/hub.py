@@ -42,6 +42,32 @@ def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
     return _download_snapshot(name, wanted, progress)
 
 
+def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Progress) -> Path:
+    """A file of `owner/name@revision` in the cache that Transformers uses too; downloaded if it is not there."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    hub_id, _, revision = repository.partition("@")
+    try:
+        return Path(hf_hub_download(hub_id, file, revision=revision or None, local_files_only=True))
+    except (LocalEntryNotFoundError, EntryNotFoundError):
+        if offline:
+            raise SourceError(
+                f"{file} of {repository} is not in the cache and the network is switched off; pull it once with it on"
+            ) from None
+    progress(Stage(f"asking the hub for {repository}"))
+    try:
+        sizes = _list_files(hub_id, revision or None)
+    except _HubUnreachable as silence:
+        raise SourceError(
+            f"the hub does not answer for {repository} ({silence}); check the network or HF_ENDPOINT, or give a file"
+        ) from silence
+    if file not in sizes:
+        there = sorted(name for name in sizes if name.endswith(".gguf"))
+        raise SourceError(f"{repository} has no file {file}; its GGUF files are {', '.join(there) or 'none'}")
+    return _download_files(repository, {file: sizes[file]}, progress) / file
+
+
 def _manifest_path(name: str) -> Path:
     return cache_folder() / "hub" / f"{name.replace('/', '--')}.json"
 
@@ -72,8 +98,8 @@ class _HubUnreachable(Exception):
     """The hub did not answer; the message is the reason."""
 
 
-def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
-    """The files that Transformers needs, with their sizes in bytes."""
+def _list_files(hub_id: str, revision: str | None) -> dict[str, int]:
+    """The files of a repository, with their sizes in bytes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -94,7 +120,12 @@ def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
         ) from None
     except Exception as error:  # whatever the client's network library raises
         raise _HubUnreachable(first_line(error)) from error
-    sizes = {each.rfilename: each.size or 0 for each in siblings}
+    return {each.rfilename: each.size or 0 for each in siblings}
+
+
+def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
+    """The files that Transformers needs, with their sizes in bytes."""
+    sizes = _list_files(hub_id, revision)
     names = next(
         ([n for n in sizes if kind.fullmatch(n)] for kind in WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, sizes))),
         [],
@@ -130,6 +161,15 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
+    folder = _download_files(name, file_sizes, progress)
+    check_folder(folder)
+    with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
+        write_manifest(_manifest_path(name), folder, hub_id=name, folder=str(folder))
+    return folder
+
+
+def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
+    """The snapshot of `owner/name@revision` with these files."""
     from huggingface_hub import constants, snapshot_download
 
     hub_id, _, revision = name.partition("@")
@@ -150,9 +190,6 @@ def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress
     # an interrupted client may return an incomplete snapshot
     if lacking := [file for file in file_sizes if not (folder / file).exists()]:
         raise SourceError(f"the download of {name} broke off before {lacking[0]}; {again}")
-    check_folder(folder)
-    with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
-        write_manifest(_manifest_path(name), folder, hub_id=name, folder=str(folder))
     return folder
 
 

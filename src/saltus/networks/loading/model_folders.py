@@ -13,6 +13,7 @@ WEIGHT_FILE_PATTERNS = (
     re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     re.compile(r"[^/]+\.safetensors"),
 )
+INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
 
 
@@ -25,6 +26,8 @@ def check_folder(folder: Path) -> None:
         raise SourceError(
             f"{folder} holds {kind or 'no model (config.json is missing): give a folder that save_pretrained wrote'}"
         )
+    if (folder / INDEX_FILE).is_file():
+        return
     weights = weight_files(folder)
     if not weights:
         raise SourceError(

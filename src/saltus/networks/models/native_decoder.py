@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, Gate
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.attention import AttentionCall
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
-from saltus.networks.models.exact.packed_weight import kernel_arguments
+from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows
 
 LAYER_PRODUCTS = (  # the linear layers of each matrix product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -131,7 +130,7 @@ class NativeDecoder:
         """
         rows = len(inputs)
         hidden = self.hidden[:rows]
-        hidden.copy_(inputs if inputs.is_floating_point() else F.embedding(inputs, self.base.embed_tokens.weight))
+        hidden.copy_(inputs if inputs.is_floating_point() else select_rows(self.base.embed_tokens.weight, inputs))
         self._set_gated_rows(gate, rows)
         with BatchInvariantMode():
             if gate is not None and self.adapter is not None:

@@ -13,6 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from saltus.networks.models.exact import native
 
@@ -44,7 +45,7 @@ class PackedWeight(Tensor):
         return f"PackedWeight({tuple(self.shape)}, {self.format.name})"
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The size of the blocks, not of the matrix that they stand for."""
         return self.blocks.nbytes
 
@@ -57,7 +58,11 @@ class PackedWeight(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and args[0].dtype == torch.bfloat16 and not (torch.is_grad_enabled() and args[0].requires_grad):
+        if (
+            func is F.linear
+            and args[0].dtype == torch.bfloat16
+            and not (torch.is_grad_enabled() and args[0].requires_grad)
+        ):
             from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 
             with BatchInvariantMode():
@@ -77,7 +82,7 @@ class PackedWeight(Tensor):
             return args[0].expand(args[1])
         if func is ATEN.index.Tensor and _selects_rows(args[1]):
             return args[0].expand(args[1][0])
-        expanded = torch.utils._pytree.tree_map_only(PackedWeight, PackedWeight.expand, (tuple(args), kwargs or {}))
+        expanded = tree_map_only(PackedWeight, PackedWeight.expand, (tuple(args), kwargs or {}))
         return func(*expanded[0], **expanded[1])
 
 
@@ -107,11 +112,26 @@ def expand_blocks(blocks: Tensor, format: GGMLQuantizationType, rows: Tensor | N
     return out
 
 
+def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix [out, in]: [*rows.shape, in]."""
+    return weight.expand(rows) if isinstance(weight, PackedWeight) else F.embedding(rows, weight)
+
+
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
     """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
     if isinstance(weight, PackedWeight):
         return weight.blocks.data_ptr(), int(weight.format)
     return weight.data_ptr(), 0
+
+
+def describe_weights(model: Any) -> str:
+    """The formats that a model's matrices are stored in, the one of most bytes first, such as "Q4_1, Q8_0"."""
+    sizes: dict[str, int] = {}
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + weight.nbytes
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
 
 def is_kernel_weight(weight: Any) -> bool:

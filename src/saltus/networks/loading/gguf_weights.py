@@ -1,0 +1,80 @@
+"""Load the model of a GGUF file as Transformers' class, with weights that stay as the file has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.gguf_files import ROPE_FACTORS, GgufTensor, read_gguf_index
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, expand_blocks
+
+
+def load_gguf_model(folder: Path, dtype: torch.dtype = torch.bfloat16, packed: bool = True) -> Any:
+    """The model of a folder that `write_gguf_folder` made, on the CPU.
+
+    With `packed`, matrices stay in the file's blocks, mapped into memory, if there are compiled kernels to read them
+    and `dtype` is bfloat16; else they are expanded to bfloat16 numbers, in `dtype`. Errors: SourceError if the file is
+    missing, or weights in it.
+    """
+    file, tensors = read_gguf_index(folder)
+    try:
+        content = np.memmap(file, mode="c")  # private: nothing is ever written to the file
+    except OSError as error:
+        raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
+    factors = tensors.pop(ROPE_FACTORS, None)
+    _check_complete(model, tensors, file, len(content))
+    for name, tensor in tensors.items():
+        path, _, attribute = name.rpartition(".")
+        parameter = Parameter(_weight(content, tensor, dtype, packed), requires_grad=False)
+        setattr(model.get_submodule(path), attribute, parameter)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    rotary = type(model.model.rotary_emb)(config=config)  # its frequencies are computed, and were not on "meta"
+    if factors is not None:
+        rotary.inv_freq /= torch.from_numpy(_bytes(content, factors).view(np.float32).copy())
+    model.model.rotary_emb = rotary
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _check_complete(model: Any, tensors: dict[str, GgufTensor], file: Path, size: int) -> None:
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+        raise SourceError(f"{file} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again")
+    if size < (end := max(tensor.offset + tensor.size for tensor in tensors.values())):
+        raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes); copy or fetch it again")
+
+
+def _bytes(content: np.ndarray, tensor: GgufTensor) -> np.ndarray:
+    return content[tensor.offset : tensor.offset + tensor.size]
+
+
+def _weight(content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed: bool) -> Tensor:
+    """A weight as bfloat16 numbers, or as the file's blocks; rows are in Transformers' order."""
+    rows = _bytes(content, tensor).reshape(tensor.shape[0], -1)
+    if heads := tensor.interleaved_heads:
+        pairs = rows.reshape(heads, tensor.shape[0] // heads // 2, 2, -1)
+        rows = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    blocks, format = torch.from_numpy(np.asarray(rows)), GGMLQuantizationType(tensor.format)
+    if format == GGMLQuantizationType.F32:
+        return blocks.view(torch.float32).to(torch.bfloat16).to(dtype).view(tensor.shape)
+    if format == GGMLQuantizationType.BF16:
+        return blocks.view(torch.bfloat16).to(dtype).view(tensor.shape)
+    assert format in PACKED_FORMATS
+    if packed and len(tensor.shape) == 2:
+        return PackedWeight(blocks, format)
+    return expand_blocks(blocks, format).to(dtype).view(tensor.shape)

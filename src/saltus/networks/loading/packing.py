@@ -1,0 +1,73 @@
+"""Pack the weights of a loaded model by GGUF's quantisers; the blocks are kept in the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import quantize
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from saltus.networks.cache_folder import cache_folder, make_cache_folder
+from saltus.networks.loading.model_folders import weight_files
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.packed_weight import PackedWeight
+
+PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
+
+
+def pack_model(model: Any, packing: str, folder: Path) -> None:
+    """Replace the matrices of linear layers and embeddings by packed ones, [out, in] with `in` a multiple of 32.
+
+    `folder` is where the model was loaded from. Errors: ValueError for a model without such matrices.
+    """
+    format = PACKINGS[packing]
+    layers = dict(_packable_layers(model, GGML_QUANT_SIZES[format][0]))
+    if not layers:
+        raise ValueError(f"no weights of {folder} can be packed as {packing}; load it with the weights of its file")
+    kept = _cached_blocks(folder, packing)
+    blocks = load_file(kept) if kept.is_file() else {}
+    if not blocks:
+        blocks = {name: _quantized(layer.weight, format) for name, layer in layers.items()}
+        make_cache_folder(kept.parent)
+        draft = kept.with_name(f".{kept.name}.{os.getpid()}")
+        save_file(blocks, draft)
+        draft.replace(kept)
+    for name, layer in layers.items():
+        packed = PackedWeight(blocks[name], format)
+        # without compiled kernels the numbers are the same, expanded
+        values = packed if native.load_kernels() is not None else packed.expand()
+        layer.weight = nn.Parameter(values, requires_grad=False)
+    model.tie_weights()
+
+
+def _packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
+    """Linear layers and embeddings by name, each matrix once."""
+    seen = set()
+    for name, layer in model.named_modules():
+        packable = type(layer) in (nn.Linear, nn.Embedding) and layer.weight.shape[1] % block == 0
+        if packable and layer.weight not in seen:
+            seen.add(layer.weight)
+            yield name, layer
+
+
+def _quantized(weight: torch.Tensor, format: GGMLQuantizationType) -> torch.Tensor:
+    values = weight.detach().float().numpy()
+    return torch.from_numpy(np.array(quantize(values, format)).view(np.uint8).reshape(len(values), -1))
+
+
+def _cached_blocks(folder: Path, packing: str) -> Path:
+    """The file for the packed weights of a model folder, named by its weight files, their sizes and times."""
+    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in weight_files(folder)]
+    return (
+        cache_folder()
+        / "packed"
+        / f"{blake2b(repr((files, packing)).encode(), digest_size=12).hexdigest()}.safetensors"
+    )

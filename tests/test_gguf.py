@@ -1,0 +1,313 @@
+"""GGUF files as models: every architecture and format gives the logits of Transformers on the dequantised weights."""
+
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Q
+from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
+
+import saltus
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.networks.loading import gguf_files, packing, sources
+from saltus.networks.loading.checkpoints import load_checkpoint, load_model
+from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.gguf_tokenizers import make_tokenizer
+from saltus.networks.loading.sources import resolve
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight
+
+OTHERS = {"Q4_K", "Q5_K", "Q6_K"}  # which gguf reads and does not write
+SIZES = {
+    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 8}, "qwen2": {},
+    "qwen3": {},
+}  # fmt: skip
+
+
+def tiny(architecture: str):
+    torch.manual_seed(0)
+    kind = architecture.partition(",")[0]
+    settings = {"tie_word_embeddings": False, "initializer_range": 0.1, **SIZES, **ARCHITECTURES[architecture]}
+    config = AutoConfig.for_model(kind, rope_parameters={"rope_theta": 5000.0, "rope_type": "default"}, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            weight.data = torch.rand_like(weight) + (0.5 if name.endswith("weight") else -0.5)
+    return model
+
+
+def as_blocks(values: np.ndarray, format: Q) -> np.ndarray:
+    """Quantised, or for the formats that gguf does not write: any blocks of such a shape, with fitting scales."""
+    if format.name not in OTHERS:
+        return quantize(values, format)
+    weights, size = GGML_QUANT_SIZES[format]
+    random = np.random.default_rng(int(format))
+    blocks = random.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
+    for at in [208] if format == Q.Q6_K else [0, 2]:
+        scales = random.uniform(1e-4, 2e-4, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(values.shape[0], -1)
+
+
+def write(model, file: Path, formats: list[Q], **more) -> None:
+    """Write the model as llama.cpp's converter does, matrices in these formats by turns; it gets what was written."""
+    config = model.config
+    kind = "llama" if config.model_type == "mistral" else config.model_type
+    out = gguf.GGUFWriter(file, kind)
+    out.add_context_length(128)
+    out.add_embedding_length(config.hidden_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_head_count(config.num_attention_heads)
+    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_key_length(config.head_dim if hasattr(config, "head_dim") else 64)
+    out.add_rope_freq_base(5000.0)
+    out.add_layer_norm_rms_eps(1e-6)
+    if config.model_type == "mistral":
+        out.add_sliding_window(config.sliding_window)
+    add_vocabulary(out, **more)
+    names = {ours: name for name, ours in gguf_files.TENSOR_NAMES.items()}
+    at = 0
+    for name, weight in model.named_parameters():
+        block, key, part = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name).groups()
+        target = (f"blk.{block}." if block else "") + f"{names[key]}.{part}"
+        values = weight.detach().float().numpy()
+        if weight.ndim == 1:
+            out.add_tensor(target, np.ascontiguousarray(values))
+            continue
+        format, at = formats[at % len(formats)], at + 1
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(names[key])
+        turned = kind == "llama" and heads
+        if turned:
+            values = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        blocks = as_blocks(np.ascontiguousarray(values), format)
+        out.add_tensor(target, blocks, raw_dtype=None if format in (Q.F32, Q.F16) else format)
+        made = dequantize(blocks, format)
+        if turned:
+            made = made.reshape(heads, len(made) // heads // 2, 2, -1).swapaxes(1, 2).reshape(made.shape)
+        weight.data = torch.from_numpy(np.array(made)).bfloat16()
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", *alphabet, "Ġt", *(f"<unused{i}>" for i in range(297 - len(alphabet)))]
+    out.add_tokenizer_model(kind)
+    out.add_tokenizer_pre(pre)
+    out.add_token_list(tokens)
+    out.add_token_types([3, 3] + [1] * 298)
+    out.add_token_merges(["Ġ t"])
+    out.add_bos_token_id(0)
+    out.add_eos_token_id(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The kernels stay where they are."""
+    monkeypatch.setattr(sources, "cache_folder", lambda: tmp_path / "cache")
+
+
+MIXED = [Q.Q4_0, Q.Q8_0, Q.Q6_K, Q.Q4_1, Q.Q5_K, Q.F16, Q.Q4_K, Q.BF16, Q.Q5_1, Q.Q5_0, Q.F32]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_gives_the_logits_of_transformers(architecture, tmp_path):
+    model, file = tiny(architecture), tmp_path / "tiny.gguf"
+    write(model, file, MIXED)
+    folder = resolve(str(file))
+    theirs, ours, expanded = model, load_model("tiny", folder), load_model("tiny", folder, weights="bf16")
+    assert type(ours) is type(theirs)
+    assert any(isinstance(weight, PackedWeight) for weight in ours.parameters())
+    assert not any(isinstance(weight, PackedWeight) for weight in expanded.parameters())
+    text = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(theirs(text).logits, expanded(text).logits), "the same weights and settings"
+        wide = load_model("tiny", folder, torch.float32)
+        assert (wide(text).logits - theirs.float()(text).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("format", [*PACKED_FORMATS, Q.BF16, Q.F32], ids=lambda format: format.name)
+def test_every_format_gives_the_logits_of_the_expanded_weights(format, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama"), file, [format])
+    networks = [load_checkpoint(str(file), "cpu", weights=weights).network for weights in ("file", "bf16")]
+    assert all(network.native_decoder is not None for network in networks)
+    text = [int(token) for token in np.random.default_rng(0).integers(2, 300, 40)]
+    inputs = ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))
+    logits = [network.forward([inputs], [network.new_kv_cache()])[0].logits for network in networks]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_the_expanded_weights_with_every_method(temperature, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama, tied"), file, MIXED)
+    texts = set()
+    for weights in ("file", "bf16"):
+        engine = saltus.load(str(file), "jacobi+lookup", device="cpu", weights=weights)
+        for method in ("plain", "lookup", "jacobi+lookup"):
+            settings = {"raw": True, "temperature": temperature, "max_new_tokens": 24, "method": method}
+            texts.add(tuple(engine.generate("one two one two", **settings).tokens))
+    assert len(texts) == 1
+
+
+def test_a_model_with_rope_factors_divides_its_frequencies(tmp_path):
+    model, file = tiny("llama"), tmp_path / "tiny.gguf"
+    factors = np.linspace(1, 8, 32, dtype=np.float32)
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(self, *arguments):
+        self.add_tensor("rope_freqs.weight", factors)
+        real(self, *arguments)
+
+    gguf.GGUFWriter.write_header_to_file = with_factors
+    try:
+        write(model, file, [Q.Q8_0])
+    finally:
+        gguf.GGUFWriter.write_header_to_file = real
+    ours = load_model("tiny", resolve(str(file)))
+    assert torch.allclose(ours.model.rotary_emb.inv_freq * torch.from_numpy(factors), model.model.rotary_emb.inv_freq)
+
+
+# Files that cannot be served
+
+
+def complaint(file: Path) -> str:
+    with pytest.raises(SourceError) as caught:
+        load_model("tiny", resolve(str(file)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
+    file = tmp_path / "other.gguf"
+    out = gguf.GGUFWriter(file, "mamba")
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.close()
+    assert "architecture mamba; supported are llama, qwen2, qwen3" in complaint(file)
+    file = tmp_path / "split.gguf"
+    write(tiny("llama"), file, [Q.Q8_0], pre="poro-chat")
+    assert "splits texts as 'poro-chat' does; supported are" in complaint(file)
+    file = tmp_path / "kind.gguf"
+    write(tiny("llama"), file, [Q.Q8_0], kind="rwkv")
+    assert "a tokenizer of the kind rwkv; supported are gpt2 and llama" in complaint(file)
+    file = tmp_path / "format.gguf"
+    write(tiny("llama"), file, [Q.TQ2_0])
+    assert "as TQ2_0; supported are F16, Q4_0" in complaint(file)
+
+
+def test_a_damaged_file_is_one_line(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF" + bytes(40))
+    assert "is not a whole GGUF file" in complaint(file)
+    write(tiny("llama"), file, [Q.Q8_0])
+    folder = resolve(str(file))
+    whole = file.stat()
+    with file.open("r+b") as content:
+        content.truncate(whole.st_size // 2)
+    with pytest.raises(SourceError, match="cut short"):
+        load_model("tiny", folder)
+    file.unlink()
+    with pytest.raises(SourceError, match="cannot be read"):
+        load_model("tiny", folder)
+
+
+def test_weights_that_cannot_be_had_are_one_line(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama"), file, [Q.Q8_0])
+    with pytest.raises(ValueError, match="is a GGUF file, packed as it is; weights can be file or bf16"):
+        saltus.load(str(file), weights="q4_1")
+    with pytest.raises(ValueError, match="weights is 'q3', but must be one of file, bf16, q8_0"):
+        saltus.load(str(file), weights="q3")
+
+
+# Tokenizers
+
+
+def metadata_of(tokenizer: Tokenizer, **more) -> dict:
+    """What a GGUF file says of a trained byte-pair tokenizer."""
+    content = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    merges = [" ".join(merge) for merge in content["merges"]]
+    return {f"tokenizer.ggml.{key}": value for key, value in {"tokens": tokens, "merges": merges, **more}.items()}
+
+
+TEXTS = [
+    "It's 1234 apples, isn't it?  No: 12,345!\n\n\nNext   line\t\ttabs",
+    "naïve café — 漢字とかな 😀 ‘quoted’", "x=1;y_2 += 'Z'\r\n",
+    " leading", "trailing ", "I'LL we've THEY'RE", "a\u0301 combining", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ["default", "gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_a_byte_level_tokenizer_gives_every_text_back_and_splits_as_its_kind_does(pre):
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet))
+    made = make_tokenizer(metadata_of(trained, model="gpt2", pre=pre), "x.gguf")
+    for text in TEXTS:
+        kept = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        assert made.decode(made.encode(text).ids, skip_special_tokens=False) == kept
+    words = [text for text, _ in made.pre_tokenizer.pre_tokenize_str("in 12345 ways")]
+    numbers = {"default": ["Ġ12345"], "gpt-2": ["Ġ12345"], "smollm": ["Ġ", "1", "2", "3", "4", "5"],
+               "llama-bpe": ["Ġ", "123", "45"], "qwen2": ["Ġ", "1", "2", "3", "4", "5"]}  # fmt: skip
+    assert words == ["in", *numbers[pre], "Ġways"]
+
+
+def test_a_sentencepiece_tokenizer_is_the_one_that_transformers_makes(tmp_path):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    scores = [0.0] * len(tokens)
+    for rank, word in enumerate(["▁t", "he", "▁the", "▁c", "at", "▁cat", "▁", "t", "h", "e", "c", "a", "s", "▁s"]):
+        tokens.append(word)
+        scores.append(-float(rank))
+    data = {"model": "llama", "tokens": tokens, "scores": scores, "bos_token_id": 1, "unknown_token_id": 0,
+            "token_type": [2, 3, 3] + [6] * 256 + [1] * 14}  # fmt: skip
+    ours = make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in data.items()}, "x.gguf")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "c"), ("a", "t"), ("▁c", "at"), ("▁", "s")]
+    theirs = LlamaTokenizer(vocab=vocabulary, merges=merges)
+    for text in ("the cat sat", "  the  cat", "cat é 漢", "thecats", ""):
+        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ours.encode(text).ids) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+    assert ours.encode("the").ids[0] == 1, "a text begins with the bos token"
+
+
+# Packing at load
+
+
+def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
+    model, folder = tiny("llama, tied"), tmp_path / "model"
+    model.save_pretrained(folder)
+    blocks = quantize(model.model.embed_tokens.weight.detach().float().numpy(), Q.Q4_1)
+    packed = load_model("tiny", folder, weights="q4_1")
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+    assert np.array_equal(packed.lm_head.weight.blocks.numpy(), blocks)
+    assert {type(weight) for weight in packed.parameters() if weight.ndim == 2} == {PackedWeight}
+    [kept] = (tmp_path / "cache" / "packed").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = load_model("tiny", folder, weights="q4_1")
+    assert kept.stat().st_mtime_ns == written
+    text = torch.arange(2, 20)[None]
+    assert torch.equal(packed(text).logits, again(text).logits)
+    assert not torch.equal(packed(text).logits, model(text).logits)
+    with pytest.raises(ValueError, match="for bfloat16 on the CPU"):
+        load_model("tiny", folder, torch.float32, weights="q8_0")

@@ -1,0 +1,103 @@
+"""Packed weights: the numbers of a GGUF file's blocks, in products and row by row, bit for bit as if expanded."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Q
+from torch.nn import Parameter
+
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.batch_invariant_ops import linear
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, describe_weights, expand_blocks
+
+HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q4_K: [0, 2],
+          Q.Q5_K: [0, 2], Q.Q6_K: [208]}  # fmt: skip
+needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+each_format = pytest.mark.parametrize("format", PACKED_FORMATS, ids=lambda format: format.name)
+
+
+def random_blocks(format: Q, rows: int, columns: int) -> torch.Tensor:
+    """Any bytes, with scales that are finite: some subnormal, some zero, some negative."""
+    weights, size = GGML_QUANT_SIZES[format]
+    random = np.random.default_rng(int(format))
+    blocks = random.integers(0, 256, (rows * columns // weights, size), dtype=np.uint8)
+    for at in HALVES[format]:
+        scales = random.normal(0, 0.01, len(blocks)).astype(np.float16)
+        scales[::7], scales[1::7] = -0.0, 6e-8
+        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return torch.from_numpy(blocks.reshape(rows, -1))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@needs_kernels
+@each_format
+def test_blocks_expand_to_the_numbers_of_ggufs_own_dequantiser(format):
+    blocks = random_blocks(format, 37, 768)
+    own = torch.from_numpy(np.array(gguf.quants.dequantize(blocks.numpy(), format))).bfloat16()
+    assert same_bits(expand_blocks(blocks, format), own)
+    rows = torch.tensor([[36, 0], [5, 5]])
+    assert same_bits(expand_blocks(blocks, format, rows), own[rows])
+
+
+@each_format
+def test_without_kernels_the_numbers_are_the_same(format, monkeypatch):
+    blocks = random_blocks(format, 5, 256)
+    found = expand_blocks(blocks, format)
+    monkeypatch.setattr(native, "load_kernels", lambda: None)
+    assert same_bits(expand_blocks(blocks, format), found)
+    assert same_bits(expand_blocks(blocks, format, torch.tensor([3])), found[[3]])
+
+
+@needs_kernels
+@each_format
+@pytest.mark.parametrize("outputs", [64, 43])
+def test_products_are_those_of_the_expanded_weights(format, outputs):
+    weight = PackedWeight(random_blocks(format, outputs, 768), format)
+    plain, bias = weight.expand(), torch.randn(outputs).bfloat16()
+    for rows in (1, 2, 3, 5, 6, 7, 8, 13, 16, 33, 64):
+        x = torch.randn(rows, 768).bfloat16()
+        together = linear(x, [weight, plain, weight], [None, bias, bias])
+        apart = linear(x, [plain, plain, plain], [None, bias, bias])
+        assert all(same_bits(a, b) for a, b in zip(together, apart, strict=True)), rows
+
+
+@needs_kernels
+def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
+    weight = PackedWeight(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1)
+    parameter, plain = Parameter(weight, requires_grad=False), weight.expand()
+    assert (parameter.shape, parameter.dtype, parameter.ndim, len(parameter)) == ((40, 64), torch.bfloat16, 2, 40)
+    assert parameter.nbytes == 40 * 2 * 20, "two blocks of 20 bytes a row"
+    tokens = torch.tensor([[3, 39], [0, 3]])
+    assert same_bits(F.embedding(tokens, parameter), plain[tokens])
+    assert same_bits(parameter[tokens[0]], plain[tokens[0]])
+    assert same_bits(parameter[5:7], plain[5:7])
+    assert same_bits(parameter.detach().float().bfloat16(), plain)
+    x = torch.randn(3, 64).bfloat16()
+    assert same_bits(F.linear(x, parameter), linear(x, [plain], [None])[0])
+    assert torch.equal(x @ parameter.T, x @ plain.T)
+    with pytest.raises(IndexError, match="a row of 40"):
+        parameter[torch.tensor([40])]
+
+
+@needs_kernels
+def test_gradients_pass_through_a_packed_weight():
+    weight = PackedWeight(random_blocks(Q.Q8_0, 40, 64), Q.Q8_0)
+    found = []
+    for one in (weight, weight.expand()):
+        x = torch.linspace(-1, 1, 128).view(2, 64).bfloat16().requires_grad_()
+        F.linear(x, Parameter(one, requires_grad=False)).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@needs_kernels
+def test_what_a_model_is_stored_in_is_named_by_size():
+    model = torch.nn.ModuleList([torch.nn.Linear(64, 40).bfloat16(), torch.nn.Linear(64, 99)])
+    model[0].weight = Parameter(PackedWeight(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1), requires_grad=False)
+    assert describe_weights(model) == "float32, Q4_1"
