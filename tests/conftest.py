@@ -151,7 +151,7 @@ def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
 def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with an untrained drafter for a tiny model: tiny_drafter(model, **shape)."""
     from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
-    from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+    from saltus.networks.loading.drafter_files import save_drafter
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
@@ -160,7 +160,7 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
         embeddings = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
         drafter = DraftModel(shape, torch.arange(2, 290), *embeddings)
         out = tmp_path_factory.mktemp("drafter")
-        save_drafter("drafter", drafter, out, "tiny", model_fingerprint(target), {})
+        save_drafter("drafter", drafter, out, "tiny", target, {})
         return out
 
     return folder
@@ -170,7 +170,7 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
 def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with untrained heads of a circuit for a tiny model: tiny_heads(model, **shape)."""
     from saltus.networks.draft_models.heads import HeadShape, new_head_model
-    from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+    from saltus.networks.loading.drafter_files import save_drafter
     from saltus.training.data.seeded_generator import seeded_generator
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
@@ -178,7 +178,7 @@ def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
         shape = HeadShape(**{"hidden": 32, "circuit": "hmm", "window": 4, "rank": 3, "directions": 3} | changes)
         heads = new_head_model(shape, torch.arange(2, 290), target, seeded_generator(5, "weights"))
         out = tmp_path_factory.mktemp("heads")
-        save_drafter("heads", heads, out, "tiny", model_fingerprint(target), {})
+        save_drafter("heads", heads, out, "tiny", target, {})
         return out
 
     return folder

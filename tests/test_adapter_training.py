@@ -14,8 +14,8 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
-from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.metadata import read_metadata
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from architectures import chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.networks.loading.checkpoints import load_model
 from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -44,7 +44,7 @@ def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtyp
 
 @pytest.fixture(scope="module", params=DTYPES, ids=["bfloat16", "float32"])
 def network(request, model_folder) -> CausalNetwork:
-    return CausalNetwork(AutoModelForCausalLM.from_pretrained(model_folder, dtype=request.param))
+    return CausalNetwork(load_model("the default model", model_folder, request.param))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_fo
     finally:
         network.native_decoder = lean
     rows = torch.tensor(tokens[None, :60])
-    own = AutoModelForCausalLM.from_pretrained(model_folder, dtype=network.model.dtype)
+    own = load_model("the default model", model_folder, network.model.dtype, weights="bf16")
     theirs = own(rows).logits[0].float()
     truth = own.float()(rows).logits[0]
     rounding = 1e-5 * truth.norm() + (theirs - truth).norm()

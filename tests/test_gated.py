@@ -307,12 +307,12 @@ def test_an_adapter_learns_where_the_gate_is_on_and_the_model_stays_as_it_is():
 @pytest.fixture
 def folder(tmp_path):
     model = tiny("Llama")
-    save_adapter(adapter_for(model), tmp_path / "adapter", "abc", "mine", {"steps": 7})
+    save_adapter(adapter_for(model), tmp_path / "adapter", model, "mine", {"steps": 7})
     return tmp_path / "adapter"
 
 
-def load(folder, target: str = "abc", model=None):
-    return load_adapter(folder, model or tiny("Llama"), target, "mine")
+def load(folder, model=None):
+    return load_adapter(folder, model or tiny("Llama"), "mine")
 
 
 @pytest.mark.parametrize("embedding", ["bits", "fl+nn", "th", "ar"])
@@ -321,7 +321,7 @@ def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
     model = tiny("GPT2")
     adapter = adapter_for(model, embedding=embedding, told=told, targets=("c_attn", "c_fc"))
     for _ in range(2):  # the second takes the place of the first
-        save_adapter(adapter, tmp_path / "new" / "one", "abc", "mine")
+        save_adapter(adapter, tmp_path / "new" / "one", model, "mine")
     again = load(tmp_path / "new" / "one", model=model)
     assert again.settings == adapter.settings
     assert os.listdir(tmp_path / "new") == ["one"]
@@ -374,11 +374,8 @@ def test_a_folder_that_is_not_whole_is_refused_with_the_cure(folder, wrong):
 
 
 def test_an_adapter_for_another_target_is_refused(folder):
-    with pytest.raises(ValueError, match=r"was trained for mine \(abc\), not mine \(xyz\); train it again") as error:
-        load(folder, "xyz")
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: .* has another size; load") as error:
-        load(folder, model=tiny("Llama", hidden_size=96))
+    with pytest.raises(ValueError, match=r"was trained for mine \(\w+\), not mine \(\w+\); train it again") as error:
+        load(folder, model=tiny("Llama", seed=1))
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="does not fit GPT2LMHeadModel"):
         network_of(tiny("GPT2"), load(folder))
@@ -395,7 +392,7 @@ def test_peft_reads_the_low_rank_parts(tmp_path):
     peft = pytest.importorskip("peft")
     model, tokens = tiny("Llama"), text(20)
     adapter = adapter_for(model)
-    save_adapter(adapter, tmp_path / "adapter", "abc", "mine")
+    save_adapter(adapter, tmp_path / "adapter", model, "mine")
     theirs = peft.PeftModel.from_pretrained(tiny("Llama"), tmp_path / "adapter").eval()
     merged = tiny("Llama")
     with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import saltus
@@ -16,6 +17,7 @@ from saltus.cli.app import app
 from saltus.cli.lm_eval import complete_arguments
 from saltus.evaluation.benchmarks.lm_eval_model import model_class
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
+from saltus.networks.loading.checkpoints import load_model
 
 pytest.importorskip("lm_eval")
 
@@ -434,7 +436,9 @@ def test_the_default_model_scores_alike(model_folder, tmp_path):
     inputs[2]["generation_kwargs"]["until"] = ["\n\n"]
     inputs = [inputs[0], inputs[2]]
     folder = str(model_folder)
-    one = evaluated(HFLM(folder, device="cpu", dtype="float32"), inputs)
+    one = evaluated(
+        HFLM(load_model(folder, model_folder, torch.float32), tokenizer=AutoTokenizer.from_pretrained(folder)), inputs
+    )
     plain, lookup = (evaluated(ours(folder, method=method), inputs) for method in ("plain", "lookup"))
     assert one["results"]["choose"]["acc,none"] == lookup["results"]["choose"]["acc,none"] > 0.5
     for a, b in zip(one["answers"]["choose"], lookup["answers"]["choose"], strict=True):

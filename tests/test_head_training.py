@@ -6,7 +6,7 @@ import torch
 from conftest import tiny_llama
 from saltus.networks.draft_models.circuits import token_losses
 from saltus.networks.draft_models.heads import HeadShape
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import WindowSettings

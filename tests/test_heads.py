@@ -29,7 +29,6 @@ from saltus.networks.loading.drafter_files import (
     METADATA_FILE,
     WEIGHTS_FILES,
     load_heads,
-    model_fingerprint,
     save_drafter,
 )
 from saltus.networks.loading.target_drafters import load_drafter_for_target
@@ -361,7 +360,7 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
     folder = tiny_folder()
     engine = saltus.load(str(folder), "plain")
     own = engine.network.model
-    save_drafter("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", model_fingerprint(own), {"steps": 0})
+    save_drafter("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", own, {"steps": 0})
     made = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "least": 0.0}}, adaptive=False)
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 20, "temperature": temperature}

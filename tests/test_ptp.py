@@ -25,8 +25,8 @@ from saltus.networks.loading.drafter_files import (
     WEIGHTS_FILES,
     find_shipped,
     load_drafter,
-    model_fingerprint,
 )
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network

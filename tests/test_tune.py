@@ -11,7 +11,7 @@ import saltus
 from saltus.engine import tuned_settings
 from saltus.engine.tuned_settings import TunedSettings, machine_name
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, SpeedupSurface, affordable_draft_tokens
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from test_cli import complaint, lines, saltus_
 
 CPU = torch.device("cpu")

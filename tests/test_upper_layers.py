@@ -9,7 +9,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
 from saltus.networks.draft_models.upper_layers import last_layers
-from saltus.networks.loading.drafter_files import load_heads, model_fingerprint, save_drafter
+from saltus.networks.loading.drafter_files import load_heads, save_drafter
 from saltus.networks.models.causal import CausalNetwork
 from saltus.training.data.seeded_generator import seeded_generator
 from test_head_training import states, target, task  # noqa: F401
@@ -86,7 +86,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
     folder = tiny_folder(num_hidden_layers=LAYERS)
     own = saltus.load(str(folder), "plain", device="cpu").network
     model = made_for(own, 2, learned=0.02)
-    save_drafter("heads", model, tmp_path, "tiny", model_fingerprint(own.model), {})
+    save_drafter("heads", model, tmp_path, "tiny", own.model, {})
     back = load_heads(tmp_path, own.model, "tiny")
     assert back.shape == model.shape
     assert back.upper is not None

@@ -184,7 +184,7 @@ def _search_settings(
 
 def _save_profile(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
     from saltus.engine.tuned_settings import TunedSettings, machine_name
-    from saltus.networks.loading.drafter_files import model_fingerprint
+    from saltus.networks.loading.model_identity import model_fingerprint
 
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
     chosen = result["chosen"].items()

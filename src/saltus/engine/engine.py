@@ -31,7 +31,7 @@ from saltus.engine.results import (
 )
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import DEFAULT_MODEL
 from saltus.networks.protocols import TargetNetwork

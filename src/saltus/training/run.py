@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.networks.loading.checkpoints import require_same_vocabulary
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -122,9 +120,7 @@ def instrumented(network: Any, wrap: WrapFunction) -> Iterator[None]:
 def _patch_native_decoder(decoder: Any, wrap: WrapFunction) -> Iterator[AbstractContextManager[None]]:
     for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS), ("norm", NORMS)):
         yield temporarily_replaced(decoder, name, _wrap_kernel(wrap, part, getattr(decoder, name)))
-    yield temporarily_replaced(
-        native_decoder, "F", SimpleNamespace(**{**vars(F), "embedding": wrap(EMBEDDING, F.embedding)})
-    )
+    yield temporarily_replaced(native_decoder, "select_rows", wrap(EMBEDDING, native_decoder.select_rows))
     yield temporarily_replaced(native_decoder, "linear", wrap(UNEMBEDDING, native_decoder.linear))
     yield temporarily_replaced(decoder.base.rotary_emb, "forward", wrap(NORMS, decoder.base.rotary_emb.forward))
 

@@ -24,15 +24,16 @@ from saltus.networks.loading.metadata import (
     read_metadata,
     write_metadata,
 )
+from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
 
 WEIGHTS_FILE, EMBEDDING_FILE = "adapter_model.safetensors", "auxiliary.safetensors"
 RETRY_HINT = "copy it again, or train it again"
 
 
 def save_adapter(
-    adapter: Adapter, folder: Path, target_fingerprint: str, target_name: str, training: Mapping[str, Any] | None = None
+    adapter: Adapter, folder: Path, target: Any, target_name: str, training: Mapping[str, Any] | None = None
 ) -> None:
-    """Write an adapter for the model of this fingerprint and name; an existing folder is replaced as a whole.
+    """Write an adapter for this model (a Hugging Face model) of this name; an existing folder is replaced as a whole.
 
     `training` records how it was trained. The layout is PEFT's, which reads the low-rank parts, but has no gate: it
     would add them to every row.
@@ -41,15 +42,13 @@ def save_adapter(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as room:
         new = Path(room, "new")
         new.mkdir()
-        _write(adapter, new, target_fingerprint, target_name, training or {})
+        _write(adapter, new, target, target_name, training or {})
         if folder.exists():
             os.rename(folder, Path(room, "old"))
         os.rename(new, folder)
 
 
-def _write(
-    adapter: Adapter, folder: Path, target_fingerprint: str, target_name: str, training: Mapping[str, Any]
-) -> None:
+def _write(adapter: Adapter, folder: Path, target: Any, target_name: str, training: Mapping[str, Any]) -> None:
     settings = adapter.settings
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": target_name, "r": settings.rank,
@@ -61,12 +60,14 @@ def _write(
     embedding = {key: value.detach().cpu().contiguous() for key, value in adapter.auxiliary.state_dict().items()}
     save_file(embedding, folder / EMBEDDING_FILE, {"format": "pt"})
     files = {file: sha256_of_file(folder / file) for file in (ADAPTER_CONFIG_FILE, WEIGHTS_FILE, EMBEDDING_FILE)}
-    metadata = DrafterMetadata("adapter", target_name, target_fingerprint, asdict(settings), training, files)
+    metadata = DrafterMetadata(
+        "adapter", target_name, model_fingerprint(target), embedding_signs(target), asdict(settings), training, files
+    )
     write_metadata(folder, metadata)
 
 
-def load_adapter(folder: Path, model: Any, target_fingerprint: str, target_name: str) -> Adapter:
-    """The adapter of a folder for this model, whose fingerprint and name are given; ready to be attached.
+def load_adapter(folder: Path, model: Any, target_name: str) -> Adapter:
+    """The adapter of a folder for this model (a Hugging Face model) of this name, ready to be attached.
 
     Errors: ValueError for a folder without one, for one that was cut short or changed, and for another target.
     """
@@ -74,7 +75,7 @@ def load_adapter(folder: Path, model: Any, target_fingerprint: str, target_name:
     known = {each.name for each in fields(GatedLoraSettings)}
     if unknown := sorted(set(metadata.settings) - known):
         raise ValueError(f"{folder} has a setting {unknown[0]!r} that this version does not know; update Saltus")
-    check_target(metadata, folder, target_fingerprint, target_name)
+    check_target(metadata, folder, model, target_name)
     for file, digest in metadata.files.items():
         if not (folder / file).is_file():
             raise ValueError(f"{folder} lacks {file}; {RETRY_HINT}")

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.loading.adapter_files import load_adapter
-from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.gguf_weights import load_gguf_model
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
@@ -85,7 +84,7 @@ def load_checkpoint(
     if adapter is not None:
         if not isinstance(network, CausalNetwork) or not network.accepts_drafters:
             raise ValueError(f"{base} fills holes anywhere, but adapters are for causal models; load it without")
-        network.attach_adapter(load_adapter(adapter, model, model_fingerprint(model), base))
+        network.attach_adapter(load_adapter(adapter, model, base))
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
 

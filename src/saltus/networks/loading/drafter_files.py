@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -21,10 +19,13 @@ from saltus.networks.loading.metadata import (
     TRAIN_COMMANDS,
     DrafterMetadata,
     Kind,
+    TargetMatch,
     check_target,
+    match_target,
     read_metadata,
     write_metadata,
 )
+from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
 from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
@@ -32,23 +33,15 @@ SHIPPED_FOLDERS = {"drafter": SHIPPED / "drafters", "heads": SHIPPED / "heads"}
 TARGET_TENSORS = ("llama.lm_head.weight", "llama.model.embed_tokens.weight")  # from the target, or never used
 
 
-def model_fingerprint(model: Any) -> str:
-    """The identity of a model in any dtype: a hash of its shapes and of the signs of a sample of its embeddings."""
-    weight = model.get_input_embeddings().weight
-    signs = np.packbits((weight[:: max(len(weight) // 64, 1)].detach() > 0).cpu().numpy())
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    return blake2b(signs.tobytes() + repr(shapes).encode(), digest_size=16).hexdigest()
-
-
 def save_drafter(
     kind: Kind,
     model: DraftModel | HeadModel,
     folder: Path,
     target_name: str,
-    target_fingerprint: str,
+    target: Any,
     model_card: Mapping[str, Any],
 ) -> None:
-    """Save the weights as bfloat16, and the metadata. The target's own embeddings are not saved."""
+    """Save the weights as bfloat16, and the metadata; the embeddings of `target`, a Transformers model, are not."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
         name: tensor.detach().to(torch.bfloat16).contiguous()
@@ -56,7 +49,8 @@ def save_drafter(
         if name not in TARGET_TENSORS
     }
     save_file(kept | {"tokens": model.tokens.to(torch.int32)}, folder / WEIGHTS_FILES[kind])
-    metadata = DrafterMetadata(kind, target_name, target_fingerprint, asdict(model.shape), model_card)
+    identity = model_fingerprint(target), embedding_signs(target)
+    metadata = DrafterMetadata(kind, target_name, *identity, asdict(model.shape), model_card)
     write_metadata(folder, metadata)
 
 
@@ -80,11 +74,9 @@ def load_heads(folder: Path, target: Any, target_name: str) -> HeadModel:
 
 def find_shipped(kind: str, target: Any) -> Path | None:
     """The folder of the drafter or heads that come with this package for a target, None if there are none."""
-    fingerprint = model_fingerprint(target)
-    for file in sorted(SHIPPED_FOLDERS[kind].glob(f"*/{METADATA_FILE}")):
-        if read_metadata(file.parent).target_fingerprint == fingerprint:
-            return file.parent
-    return None
+    found = [(read_metadata(file.parent), file.parent) for file in SHIPPED_FOLDERS[kind].glob(f"*/{METADATA_FILE}")]
+    ranked = sorted((match_target(metadata, target), folder) for metadata, folder in found)
+    return ranked[0][1] if ranked and ranked[0][0] != TargetMatch.OTHER else None
 
 
 def _read_files(kind: Kind, folder: Path, target: Any, target_name: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
@@ -96,7 +88,7 @@ def _read_files(kind: Kind, folder: Path, target: Any, target_name: str) -> tupl
         raise ValueError(f"{folder} holds no {kind} ({WEIGHTS_FILES[kind]} is missing); train with {command}") from None
     except SafetensorError as error:
         raise ValueError(f"{folder} is damaged ({error}); fetch or train the {kind} again") from None
-    check_target(metadata, folder, model_fingerprint(target), target_name)
+    check_target(metadata, folder, target, target_name)
     return metadata.settings, weights
 
 

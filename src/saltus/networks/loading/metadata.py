@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
+
+from saltus.networks.loading.model_identity import embedding_signs, is_similar, model_fingerprint
+
+log = logging.getLogger("saltus")
 
 METADATA_FILE = "saltus.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"  # PEFT's, beside the metadata of an adapter
@@ -28,6 +34,7 @@ class DrafterMetadata:
     kind: Kind
     target_name: str
     target_fingerprint: str | None  # None for a whole model, which needs no target
+    target_signs: str | None = None  # `embedding_signs` of the target; None in older files
     settings: Mapping[str, Any] = field(default_factory=dict)  # of DrafterShape, HeadShape or GatedLoraSettings
     training: Mapping[str, Any] = field(default_factory=dict)  # how it was trained
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file of an adapter, by name
@@ -65,15 +72,18 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
 def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
     """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong seal."""
     if (kind := data.get("kind")) in ("drafter", "heads"):
-        return DrafterMetadata(kind, data["target"], data["fingerprint"], data["shape"], data.get("card", {}))
+        signs = data.get("signs")
+        return DrafterMetadata(kind, data["target"], data["fingerprint"], signs, data["shape"], data.get("card", {}))
     if "trained_from" in data:
-        return DrafterMetadata("model", data["trained_from"], None, {}, data["training"])
+        return DrafterMetadata("model", data["trained_from"], None, None, {}, data["training"])
     if "settings" not in data:
         return None
     if data.pop("seal") != _digest(data):
         raise KeyError("seal")
     files = data["files"]
-    return DrafterMetadata("adapter", data["target_name"], data["target"], data["settings"], data["training"], files)
+    return DrafterMetadata(
+        "adapter", data["target_name"], data["target"], data.get("signs"), data["settings"], data["training"], files
+    )
 
 
 def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:
@@ -81,27 +91,52 @@ def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:
     m, training = metadata, dict(metadata.training)
     if m.kind == "adapter":
         data = {
-            "target": m.target_fingerprint, "target_name": m.target_name, "settings": dict(m.settings),
-            "training": training, "files": dict(m.files),
+            "target": m.target_fingerprint, "signs": m.target_signs, "target_name": m.target_name,
+            "settings": dict(m.settings), "training": training, "files": dict(m.files),
         }  # fmt: skip
         data["seal"] = _digest(data)
     elif m.kind == "model":
         data = {"trained_from": m.target_name, "training": training}
     else:
         data = {
-            "kind": m.kind, "target": m.target_name, "fingerprint": m.target_fingerprint, "shape": dict(m.settings),
-            "card": training,
+            "kind": m.kind, "target": m.target_name, "fingerprint": m.target_fingerprint, "signs": m.target_signs,
+            "shape": dict(m.settings), "card": training,
         }  # fmt: skip
     (folder / METADATA_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def check_target(metadata: DrafterMetadata, folder: Path, fingerprint: str, name: str) -> None:
-    """Raise ValueError unless a folder was trained for the target of this fingerprint and name."""
-    if metadata.target_fingerprint != fingerprint:
+class TargetMatch(IntEnum):
+    """How near a model is to the target that something was trained for."""
+
+    SAME = 0
+    SIMILAR = 1  # the same in another precision, or fine-tuned
+    OTHER = 2
+
+
+def match_target(metadata: DrafterMetadata, model: Any) -> TargetMatch:
+    """Compare a model with the target of the metadata."""
+    if metadata.target_fingerprint == model_fingerprint(model):
+        return TargetMatch.SAME
+    signs = metadata.target_signs
+    return TargetMatch.SIMILAR if signs and is_similar(signs, embedding_signs(model)) else TargetMatch.OTHER
+
+
+def check_target(metadata: DrafterMetadata, folder: Path, model: Any, name: str) -> None:
+    """Raise ValueError unless a folder was trained for this model; log if it was for another precision of it.
+
+    Drafts are verified, so those for a similar model cannot change a text.
+    """
+    match = match_target(metadata, model)
+    if match == TargetMatch.OTHER:
         raise ValueError(
             f"{folder} was trained for {metadata.target_name} ({metadata.target_fingerprint}), not {name}"
-            f" ({fingerprint}); train it again with {TRAIN_COMMANDS[metadata.kind]}, or load that model"
+            f" ({model_fingerprint(model)}); train it again with {TRAIN_COMMANDS[metadata.kind]}, or load that model"
         )
+    if match == TargetMatch.SIMILAR:
+        log.warning(
+            "%s was trained for %s, and %s has similar weights, not the same: the text is exact, but perhaps fewer"
+            " drafts are accepted", folder.name, metadata.target_name, name,
+        )  # fmt: skip
 
 
 def find_metadata(folder: Path) -> DrafterMetadata | None:

@@ -11,7 +11,6 @@ from saltus.networks.loading.drafter_files import (
     find_shipped,
     load_drafter,
     load_heads,
-    model_fingerprint,
 )
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
 from saltus.networks.protocols import DrafterHost, TargetNetwork
@@ -53,7 +52,7 @@ def load_drafter_for_target(
                 f"{target_name} has the adapter of {target.adapter.folder}, and a model has room for one; load it"
                 f" once more for {place}"
             )
-        adapter = load_adapter(Path(place), target.model, model_fingerprint(target.model), target_name)
+        adapter = load_adapter(Path(place), target.model, target_name)
         adapter.folder = adapter_folder
         target.attach_adapter(adapter)
         return None

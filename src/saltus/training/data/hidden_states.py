@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.networks.loading.drafter_files import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import Sample, load_shards, write_shards
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, uniform_intervals

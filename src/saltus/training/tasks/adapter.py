@@ -14,7 +14,6 @@ from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.networks.loading.adapter_files import load_adapter, save_adapter
-from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens
@@ -29,7 +28,7 @@ def load_initial_adapter(
     folder: Path, model: Any, model_name: str, settings: GatedLoraSettings, ignore_window: bool = False
 ) -> Adapter:
     """A saved adapter of this model. Errors: ValueError if its settings are others."""
-    adapter = load_adapter(folder, model, model_fingerprint(model), model_name)
+    adapter = load_adapter(folder, model, model_name)
     found = replace(adapter.settings, window=settings.window) if ignore_window else adapter.settings
     if found != settings:
         raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
@@ -107,7 +106,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         training: dict[str, Any] = {**card, "form": self.distillation.form, "window": self.distillation.window}
         if self.teacher is not None:
             training["student_of"] = self.teacher_name
-        save_adapter(self.module, folder, model_fingerprint(self.model), self.name, training)
+        save_adapter(self.module, folder, self.model, self.name, training)
 
     def _pack(self, batch: Batch) -> tuple[PackedBatch, Int[Tensor, "batch windows window"]]:
         """The windows in one forward, and the index of each query's row, counted through the batch."""

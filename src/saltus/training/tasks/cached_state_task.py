@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from saltus.networks.loading.drafter_files import model_fingerprint, save_drafter
+from saltus.networks.loading.drafter_files import save_drafter
 from saltus.networks.loading.metadata import Kind
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.tasks.training_task import WindowTrainingTask
@@ -61,7 +62,7 @@ class CachedStateTask(WindowTrainingTask):
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.loading.drafter_files`."""
-        save_drafter(self.kind, self.module, folder, self.target_name, model_fingerprint(self.target), card)
+        save_drafter(self.kind, self.module, folder, self.target_name, self.target, card)
 
 
 def most_frequent_tokens(corpus: HiddenStateCorpus, count: int) -> Int[Tensor, "draft"]:

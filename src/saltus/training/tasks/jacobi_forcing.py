@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from saltus.core.noise import Noise
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.networks.loading.adapter_files import save_adapter
-from saltus.networks.loading.drafter_files import model_fingerprint
 from saltus.networks.loading.metadata import DrafterMetadata, write_metadata
 from saltus.networks.loading.target_drafters import JACOBI_FORM
 from saltus.training.data.block_packing import BlockNoise, PackedBlocks, pack_blocks
@@ -159,7 +158,7 @@ class JacobiTrainingTask(TrainingTask):
         block = self.training_trajectories[0].block_size
         if self.adapter is not None:
             training = {**card, "form": JACOBI_FORM, "window": block}
-            save_adapter(self.adapter, folder, model_fingerprint(self.model), self.name, training)
+            save_adapter(self.adapter, folder, self.model, self.name, training)
             return
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
