@@ -34,24 +34,24 @@ static inline float widen_half(uint16_t bits) {
 }
 static inline lanes all_lanes(float x) { return x - (lanes){}; }  // −0 stays −0
 
-// Two numbers in float16, each in all lanes.
-static inline void load_halves(const uint8_t *p, lanes *first, lanes *second) {
-  uint32_t bits;
+static inline float load_half(const uint8_t *p) {
+  uint16_t bits;
   memcpy(&bits, p, sizeof bits);
-#ifdef __AVX512F__
-  const __m512 both = _mm512_cvtph_ps(_mm256_set1_epi32(bits));
-  *first = (lanes)_mm512_moveldup_ps(both), *second = (lanes)_mm512_movehdup_ps(both);
-#elif defined __F16C__
-  const __m256 both = _mm256_cvtph_ps(_mm_set1_epi32(bits));
-  *first = (lanes)_mm256_moveldup_ps(both), *second = (lanes)_mm256_movehdup_ps(both);
-#else
-  *first = all_lanes(widen_half(bits)), *second = all_lanes(widen_half(bits >> 16));
-#endif
+  return widen_half(bits);
 }
-static inline lanes load_half(const uint8_t *p) {
-  lanes first, second;
-  load_halves(p, &first, &second);
-  return first;
+
+#define CHUNK 32  // blocks of 32 weights whose scales are widened together, before they are needed
+#define HALVES 4  // numbers in float16 that are widened of each block; of use are the first or the first two
+
+// The first numbers of up to CHUNK blocks of `size` bytes: a scale and, in some formats, a minimum.
+static inline void widen_scales(const uint8_t *block, int64_t size, int64_t count, float *halves) {
+  for (int64_t b = 0; b < count; b++, block += size, halves += HALVES) {
+#ifdef __F16C__
+    _mm_storeu_ps(halves, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)block)));
+#else
+    halves[0] = load_half(block), halves[1] = load_half(block + 2);
+#endif
+  }
 }
 
 #if defined __AVX2__ && LANES == 8
@@ -170,31 +170,27 @@ static inline void scales_and_minimums(const uint8_t *block, float *scales, floa
       low[1] & 0x3f3f3f3f, (low[2] >> 4 & 0x0f0f0f0f) | (low[1] >> 6 & 0x03030303) << 4,
   };
   const uint8_t *bytes = (const uint8_t *)packed;
-  lanes scale, minimum;
-  load_halves(block, &scale, &minimum);
-  for (int i = 0; i < 8; i++) scales[i] = scale[0] * bytes[i];
-  for (int i = 0; i < 8; i++) offsets[i] = -(minimum[0] * bytes[8 + i]);
+  const float scale = load_half(block), minimum = load_half(block + 2);
+  for (int i = 0; i < 8; i++) scales[i] = scale * bytes[i];
+  for (int i = 0; i < 8; i++) offsets[i] = -(minimum * bytes[8 + i]);
 }
 
-// Each function expands one block; the names are those of the formats in GGUF.
-static inline void expand_q4_0(const uint8_t *b, uint16_t *out) {
-  expand_nibbles(b + 2, load_half(b), -8, all_lanes(-0.0f), out);
+// Each function expands one block; the names are those of the formats in GGUF. `halves` are the block's first
+// numbers in float16.
+static inline void expand_q4_0(const uint8_t *b, const float *halves, uint16_t *out) {
+  expand_nibbles(b + 2, all_lanes(halves[0]), -8, all_lanes(-0.0f), out);
 }
-static inline void expand_q4_1(const uint8_t *b, uint16_t *out) {
-  lanes scale, offset;
-  load_halves(b, &scale, &offset);
-  expand_nibbles(b + 4, scale, 0, offset, out);
+static inline void expand_q4_1(const uint8_t *b, const float *halves, uint16_t *out) {
+  expand_nibbles(b + 4, all_lanes(halves[0]), 0, all_lanes(halves[1]), out);
 }
-static inline void expand_q5_0(const uint8_t *b, uint16_t *out) {
-  expand_32((nibbles(b + 6) | fifth_bits(b + 2)) - 16, load_half(b), all_lanes(-0.0f), out);
+static inline void expand_q5_0(const uint8_t *b, const float *halves, uint16_t *out) {
+  expand_32((nibbles(b + 6) | fifth_bits(b + 2)) - 16, all_lanes(halves[0]), all_lanes(-0.0f), out);
 }
-static inline void expand_q5_1(const uint8_t *b, uint16_t *out) {
-  lanes scale, offset;
-  load_halves(b, &scale, &offset);
-  expand_32(nibbles(b + 8) | fifth_bits(b + 4), scale, offset, out);
+static inline void expand_q5_1(const uint8_t *b, const float *halves, uint16_t *out) {
+  expand_32(nibbles(b + 8) | fifth_bits(b + 4), all_lanes(halves[0]), all_lanes(halves[1]), out);
 }
-static inline void expand_q8_0(const uint8_t *b, uint16_t *out) {
-  expand_32(load_32(b + 2), load_half(b), all_lanes(-0.0f), out);
+static inline void expand_q8_0(const uint8_t *b, const float *halves, uint16_t *out) {
+  expand_32(load_32(b + 2), all_lanes(halves[0]), all_lanes(-0.0f), out);
 }
 static inline void expand_q4_k(const uint8_t *b, uint16_t *out) {
   float scales[8], offsets[8];
@@ -221,36 +217,44 @@ static inline void expand_q5_k(const uint8_t *b, uint16_t *out) {
   }
 }
 static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
-  const lanes scale = load_half(b + 208);
+  const float scale = load_half(b + 208);
   for (int part = 0; part < 8; part++) {  // of 32 weights; 4 parts share 64 bytes of low bits and 32 of high ones
     const bytes32 low = load_32(b + part / 4 * 64 + part % 2 * 32), high = load_32(b + 128 + part / 4 * 32);
     const bytes32 q = (part % 4 / 2 ? low >> 4 : low & 15) | (high >> part % 4 * 2 & 3) << 4;
     bytes16 half[2];
     memcpy(half, &q, sizeof q);
     for (int i = 0; i < 2; i++) {
-      const lanes own = scale * (int8_t)b[192 + part * 2 + i];
+      const lanes own = all_lanes(scale * (int8_t)b[192 + part * 2 + i]);
       expand_16(half[i] - 32, own, all_lanes(-0.0f), out + part * 32 + i * 16);
     }
   }
 }
-// A row of `in` weights. What lies `ahead` bytes further is asked for meanwhile, some blocks at a time.
-#define ROW_OF(format, weights, size)                                                                           \
-  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {               \
-    const int64_t blocks = in / weights, some = 512 / size;                                                     \
-    for (int64_t first = 0; first < blocks; first += some) {                                                    \
-      const int64_t end = first + some < blocks ? first + some : blocks;                                        \
-      for (int64_t at = first * size; at < end * size; at += 64) __builtin_prefetch(row + ahead + at);          \
-      for (int64_t b = first; b < end; b++) expand_##format(row + b * size, out + b * weights);                 \
-    }                                                                                                           \
+// A row of `in` weights. What lies `ahead` bytes further is asked for meanwhile.
+#define ROW_OF_32(format, size)                                                                            \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {          \
+    for (; in > 0; in -= 32 * CHUNK, row += size * CHUNK, out += 32 * CHUNK) {                             \
+      const int64_t blocks = in < 32 * CHUNK ? in / 32 : CHUNK;                                            \
+      float halves[HALVES * CHUNK];                                                                        \
+      for (int64_t at = 0; at < blocks * size; at += 64) __builtin_prefetch(row + ahead + at);             \
+      widen_scales(row, size, blocks, halves);                                                             \
+      for (int64_t b = 0; b < blocks; b++) expand_##format(row + b * size, halves + HALVES * b, out + b * 32); \
+    }                                                                                                      \
   }
-ROW_OF(q4_0, 32, 18)
-ROW_OF(q4_1, 32, 20)
-ROW_OF(q5_0, 32, 22)
-ROW_OF(q5_1, 32, 24)
-ROW_OF(q8_0, 32, 34)
-ROW_OF(q4_k, 256, 144)
-ROW_OF(q5_k, 256, 176)
-ROW_OF(q6_k, 256, 210)
+#define ROW_OF_256(format, size)                                                                                 \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {                \
+    for (; in > 0; in -= 256, row += size, out += 256) {                                                         \
+      for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + ahead + at);                            \
+      expand_##format(row, out);                                                                                 \
+    }                                                                                                            \
+  }
+ROW_OF_32(q4_0, 18)
+ROW_OF_32(q4_1, 20)
+ROW_OF_32(q5_0, 22)
+ROW_OF_32(q5_1, 24)
+ROW_OF_32(q8_0, 34)
+ROW_OF_256(q4_k, 144)
+ROW_OF_256(q5_k, 176)
+ROW_OF_256(q6_k, 210)
 static void expand_row_f16(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
 #ifdef __FLT16_MAX__
