@@ -1,14 +1,18 @@
 """Peers write the same prompts with the same lengths, and their calls are counted where they can be."""
 
 import json
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import saltus
 from saltus.core.sampling import Sampling
-from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, transformers_peers
+from saltus.evaluation.benchmarks import llama_cpp_peer
+from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, peers_under_test, transformers_peers
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
@@ -58,6 +62,50 @@ def test_a_sampling_peer_is_told_temperature_and_seed(engine):
     first, again, other = (peer.generate(question(engine, sampling=distribution, seed=seed))[0] for seed in (0, 0, 1))
     assert first == again
     assert first != other
+
+
+class FakeLlama:
+    """The part of llama_cpp.Llama that the peer uses; it gives out tokens of its own."""
+
+    tokens: list[int] = []  # noqa: RUF012
+    told: list = []  # noqa: RUF012
+
+    def __init__(self, path: str, **settings):
+        self.told.append((path, settings))
+
+    def reset(self):
+        self.told.append("reset")
+
+    def set_seed(self, seed: int):
+        self.told.append(seed)
+
+    def generate(self, tokens, **sampling):
+        self.told.append((tokens, sampling))
+        yield from self.tokens
+
+
+def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"pip install \"saltus\[llama-cpp\]\"|is none; name one"):
+        peers_under_test(["llama-cpp"], engine, None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
+    with pytest.raises(ValueError, match="decodes GGUF files"):
+        peers_under_test(["llama-cpp"], engine, None)
+    (tmp_path / "gguf.json").write_text(json.dumps({"file": "/model.gguf", "tensors": {}}))
+    monkeypatch.setattr(llama_cpp_peer, "resolve", lambda name: tmp_path)
+    first, peer = peers_under_test(["transformers", "llama-cpp"], engine, None)
+    assert (first.name, peer.name, peer.kind) == ("transformers", "llama-cpp", "peer")
+    plain = engine.generate(TEXT, max_new_tokens=24)
+    FakeLlama.tokens = [*plain.tokens, 7, 7, 7]
+    inputs = question(engine, seed=5, sampling=Sampling(temperature=0.5, top_k=3))
+    written = peer.to_answer(inputs, peer.generate(inputs))
+    assert (written.tokens, "".join(written.pieces)) == (plain.tokens, plain.text)
+    assert written.finish_reason == plain.finish_reason
+    assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(plain.tokens)
+    assert written.calls[0].read == len(inputs.prompt_tokens)
+    (path, settings), reset, seed, (tokens, sampling) = FakeLlama.told
+    assert (path, settings["n_threads"], reset, seed) == ("/model.gguf", torch.get_num_threads(), "reset", 5)
+    assert tokens == list(inputs.prompt_tokens)
+    assert (sampling["temp"], sampling["top_k"], sampling["repeat_penalty"]) == (0.5, 3, 1.0)
 
 
 class Served(BaseHTTPRequestHandler):

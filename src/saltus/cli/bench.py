@@ -36,7 +36,7 @@ def run(
         typer.Option(
             "--peers",
             metavar="NAME,…",
-            help="transformers, transformers-lookup, transformers-assistant, or all.",
+            help="transformers, transformers-lookup, transformers-assistant, llama-cpp (of a GGUF file), or all.",
             rich_help_panel=COMPARED_PANEL,
         ),
     ] = None,
@@ -220,23 +220,25 @@ def _validate_settings(
 
 
 def _peers(peers: str | None, assistant: str | None) -> list[str]:
-    from saltus.evaluation.benchmarks.peers import TRANSFORMERS_PEERS
+    from saltus.evaluation.benchmarks.llama_cpp_peer import LLAMA_CPP, llama_cpp_is_installed
+    from saltus.evaluation.benchmarks.peers import PEERS
 
     if peers == "all":
-        return [name for name in TRANSFORMERS_PEERS if assistant or name != "transformers-assistant"]
+        lacking = {"transformers-assistant": not assistant, LLAMA_CPP: not llama_cpp_is_installed()}
+        return [name for name in PEERS if not lacking.get(name)]
     return [name.strip() for name in (peers or "").split(",") if name.strip()]
 
 
 def _systems_under_test(
     engine: Any, names: Sequence[str], peers: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
-    from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, transformers_peers
+    from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, peers_under_test
     from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
     servers = [OpenAIServerPeer(url, engine) for url in endpoints]
     return [
         *methods_under_test(engine, names),
-        *transformers_peers(_peers(peers, assistant), engine, assistant),
+        *peers_under_test(_peers(peers, assistant), engine, assistant),
         *servers,
     ]
 

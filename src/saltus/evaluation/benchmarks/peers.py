@@ -17,6 +17,7 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from saltus.engine.engine import Engine
+from saltus.evaluation.benchmarks.llama_cpp_peer import LLAMA_CPP, LlamaCppPeer
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
     MeasuredAnswer,
@@ -26,7 +27,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
 from saltus.networks.loading.checkpoints import load_model, silence_transformers
 from saltus.networks.loading.sources import resolve
 
-TRANSFORMERS_PEERS = ("transformers", "transformers-lookup", "transformers-assistant")
+PEERS = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
 
 
 class _TokenCounter(BaseStreamer):
@@ -110,9 +111,15 @@ def _subtract(widths: list[int], reads: list[int]) -> list[int]:
     return [width - read for width, read in zip(widths, reads, strict=True)]
 
 
+def peers_under_test(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer | LlamaCppPeer]:
+    """The peers of these names, in their order. Errors: ValueError for one that cannot be had."""
+    check_peers(names, assistant)
+    ours = iter(transformers_peers([name for name in names if name != LLAMA_CPP], engine, assistant))
+    return [LlamaCppPeer(engine) if name == LLAMA_CPP else next(ours) for name in names]
+
+
 def transformers_peers(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer]:
     """Transformers peers; they share one model, loaded on first use from the engine's folder in its dtype."""
-    check_peers(names, assistant)
     ours = engine.network.model
 
     @lru_cache
@@ -133,10 +140,8 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
 def check_peers(names: list[str], assistant: str | None) -> None:
     """Raise ValueError for an unknown peer, or one without its assistant."""
     for name in names:
-        if name not in TRANSFORMERS_PEERS:
-            raise ValueError(
-                f"unknown peer {name!r}; there are {', '.join(TRANSFORMERS_PEERS)}, and servers by --endpoint"
-            )
+        if name not in PEERS:
+            raise ValueError(f"unknown peer {name!r}; there are {', '.join(PEERS)}, and servers by --endpoint")
     if "transformers-assistant" in names and not assistant:
         raise ValueError("peer transformers-assistant needs a small model of the same vocabulary: --assistant MODEL")
 

@@ -1,0 +1,89 @@
+"""llama.cpp as a peer, through llama-cpp-python: it decodes the same GGUF file with the same number of threads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from saltus.engine.engine import Engine
+from saltus.evaluation.benchmarks.systems_under_test import (
+    BenchmarkRequest,
+    MeasuredAnswer,
+    TimedCall,
+    split_text_by_call,
+)
+from saltus.networks.loading.gguf_files import read_gguf_index
+from saltus.networks.loading.model_folders import INDEX_FILE
+from saltus.networks.loading.sources import resolve
+
+LLAMA_CPP = "llama-cpp"
+MAX_CONTEXT = 8192  # tokens; llama.cpp reserves memory for all of them
+
+
+def llama_cpp_is_installed() -> bool:
+    """True if llama-cpp-python can be imported."""
+    return "llama_cpp" in sys.modules or find_spec("llama_cpp") is not None
+
+
+@dataclass
+class LlamaCppPeer:
+    """`llama_cpp.Llama`, token by token. Errors: ValueError if it is not installed, or the model is no GGUF file."""
+
+    engine: Engine
+    name: str = LLAMA_CPP
+    kind: str = "peer"
+    llama: Any = field(init=False, default=None)  # loaded on first use
+
+    def __post_init__(self) -> None:
+        if not llama_cpp_is_installed():
+            raise ValueError('peer llama-cpp needs llama-cpp-python: pip install "saltus[llama-cpp]"')
+        folder = resolve(self.engine.target.name)
+        if not (folder / INDEX_FILE).is_file():
+            raise ValueError(f"peer llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
+        self.file = read_gguf_index(folder)[0]
+
+    def _load(self) -> Any:
+        if self.llama is None:
+            from llama_cpp import Llama  # pyright: ignore[reportMissingImports]
+
+            threads, known = torch.get_num_threads(), self.engine.target.context_length
+            context = min(known or MAX_CONTEXT, MAX_CONTEXT)
+            self.llama = Llama(
+                str(self.file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=0, verbose=False
+            )
+        return self.llama
+
+    def generate(self, request: BenchmarkRequest) -> Any:
+        llama, sampling = self._load(), request.sampling
+        llama.reset()  # every system reads its prompts itself
+        llama.set_seed(request.seed)
+        clock, tokens = [time.perf_counter()], []
+        made = llama.generate(
+            list(request.prompt_tokens), temp=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            min_p=0.0, typical_p=1.0, repeat_penalty=1.0,
+        )  # fmt: skip
+        for token in made:
+            clock.append(time.perf_counter())
+            tokens.append(token)
+            ended = token in self.engine.target.end_tokens and not request.ignore_eos
+            if ended or len(tokens) == request.max_new_tokens or self._stopped(tokens, request.stop):
+                break
+        return tokens, clock
+
+    def _stopped(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
+        return bool(stop) and any(one in self.engine.tokenizer.decode(tokens) for one in stop)
+
+    def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
+        tokens, clock = output
+        seconds = [end - begin for begin, end in pairwise(clock)]
+        reads = [len(request.prompt_tokens), *[1] * (len(tokens) - 1)]
+        calls = [TimedCall(1, 0, each, read) for each, read in zip(seconds, reads, strict=False)]
+        stopped = len(tokens) < request.max_new_tokens or tokens[-1] in self.engine.target.end_tokens
+        pieces = split_text_by_call(self.engine.tokenizer, tokens, [1] * len(tokens))
+        return MeasuredAnswer(tokens, pieces, "stop" if stopped else "length", calls, seconds[0] if seconds else 0.0)
