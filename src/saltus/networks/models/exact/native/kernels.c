@@ -57,10 +57,10 @@ typedef struct {
 } Norm;
 
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
-// of attention.inc: to `out` [ROWS, vdim] add the values [have, vdim] by their scores [ROWS, width].
+// of attention_lanes.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
 static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
-                                                int64_t width, float *out) {
-  for (int r = 0; r < ROWS; r++)
+                                                int64_t width, int64_t rows, float *out) {
+  for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < have; j++)
       for (int64_t d = 0; d < vdim && scores[r * width + j] != 0; d += LANES)
         store_f32(out + r * vdim + d,
@@ -78,6 +78,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define X float
 #define STEP LANES
 #include "row_ops.inc"
+#include "attention_tile.inc"
+#include "attention_lanes.inc"
 #include "attention.inc"
 #include "dot_products.inc"
 #include "linear_tile.inc"
@@ -89,6 +91,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define T _Float16
 #define OF(name) name##_f16
 #include "row_ops.inc"
+#include "attention_tile.inc"
+#include "attention_lanes.inc"
 #include "attention.inc"
 #include "dot_products.inc"
 #include "linear_tile.inc"
@@ -102,8 +106,9 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define T uint16_t
 #define OF(name) name##_bf16
 #include "row_ops.inc"
-#include "attention.inc"
+#include "attention_tile.inc"
 #ifdef __AVX512BF16__
+#include "attention_avx512_bf16.inc"
 #undef X
 #undef STEP
 #undef GROUP
@@ -112,9 +117,11 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define GROUP 1
 #include "linear_tile_avx512_bf16.inc"
 #else
+#include "attention_lanes.inc"
 #undef STEP
 #define STEP (2 * LANES)
 #include "dot_products_bf16_pairs.inc"
 #include "linear_tile.inc"
 #endif
+#include "attention.inc"
 #include "linear.inc"
