@@ -1,7 +1,10 @@
 """GGUF files as models: every architecture and format gives the logits of Transformers on the dequantised weights."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import unicodedata
 from pathlib import Path
 
@@ -18,12 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaTokenizer
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.engine import calibration
 from saltus.networks.loading import gguf_files, packing, sources
-from saltus.networks.loading.checkpoints import load_checkpoint, load_model
+from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_tokenizers import make_tokenizer
+from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.sources import resolve
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight
+from saltus.networks.models.packed_decoder import PackedDecoder
 
 OTHERS = {"Q4_K", "Q5_K", "Q6_K"}  # which gguf reads and does not write
 SIZES = {
@@ -311,3 +317,70 @@ def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path, monk
     assert not torch.equal(packed(text).logits, model(text).logits)
     with pytest.raises(ValueError, match="for bfloat16 on the CPU"):
         load_model("tiny", folder, torch.float32, weights="q8_0")
+
+
+# Without Transformers' model classes
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_packed_decoder_computes_what_the_model_of_transformers_does(architecture, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny(architecture), file, MIXED)
+    own = load_checkpoint(str(file), "cpu").network
+    theirs = make_network(load_model("tiny", resolve(str(file))), "tiny")
+    assert isinstance(own.model, PackedDecoder)
+    assert type(theirs.model).__module__.startswith("transformers.")
+    assert own.native_decoder is not None
+    assert theirs.native_decoder is not None
+    assert model_fingerprint(own.model) == model_fingerprint(theirs.model)
+    text = [int(token) for token in np.random.default_rng(0).integers(2, 300, 40)]
+    inputs = ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))
+    logits = [network.forward([inputs], [network.new_kv_cache()])[0].logits for network in (own, theirs)]
+    assert torch.equal(*logits)
+
+
+def test_the_model_of_transformers_can_be_had_and_shares_the_weights(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama, tied"), file, [Q.Q8_0])
+    engine = saltus.load(str(file), "plain")
+    model = engine.model
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert engine.model is model
+    assert model.lm_head.weight is engine.network.model.lm_head.weight
+    prompt = torch.tensor([engine.encode("one two", raw=True)])
+    theirs = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert theirs == list(engine.generate("one two", raw=True, max_new_tokens=12).tokens)[: len(theirs)]
+
+
+def test_decoding_a_gguf_file_imports_no_model_class_of_transformers(tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write(tiny("llama, tied"), file, [Q.Q8_0])
+    program = f"""
+import sys, saltus
+saltus.load({str(file)!r}, "lookup").generate("one two one", raw=True, max_new_tokens=4)
+slow = ("transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor", "sympy", "scipy")
+print([name for name in slow if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_call_costs_are_kept_for_large_models_of_the_same_shapes(tmp_path, monkeypatch):
+    file, times = tmp_path / "tiny.gguf", []
+    write(tiny("llama"), file, [Q.Q8_0])
+    network = load_checkpoint(str(file), "cpu").network
+    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(calibration, "measure_call_seconds", lambda network: times.append(1) or {1: 0.5, 2: 0.75})
+    for _ in range(2):
+        assert calibration.call_seconds(network) == {1: 0.5, 2: 0.75}
+    assert len(times) == 2, "a small model is measured each time"
+    monkeypatch.setattr(calibration, "MIN_CACHED_BYTES", 1)
+    for _ in range(3):
+        assert calibration.call_seconds(network) == {1: 0.5, 2: 0.75}
+    assert len(times) == 3
+    [kept] = (tmp_path / "cache" / "call_costs").iterdir()
+    kept.write_text("damaged")
+    assert calibration.call_seconds(network) == {1: 0.5, 2: 0.75}
+    os.utime(kept, (0, 0))
+    assert calibration.call_seconds(network) == {1: 0.5, 2: 0.75}
+    assert len(times) == 5

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import torch
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
+from saltus.engine.tuned_settings import machine_name
+from saltus.networks.cache_folder import cache_folder
+from saltus.networks.models.exact import native
+from saltus.networks.models.exact.packed_weight import describe_weights
 
 CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
+MIN_CACHED_BYTES = 50_000_000  # of weights; the calls of smaller models are timed in no time
+MAX_AGE = 7 * 24 * 3600.0  # seconds that times are kept
+
+
+def call_seconds(network: Any) -> dict[int, float]:
+    """`measure_call_seconds`, kept in the cache for models of the same shapes and formats on this machine."""
+    file = _cache_file(network)
+    if file is None:
+        return measure_call_seconds(network)
+    try:
+        if time.time() - file.stat().st_mtime < MAX_AGE:
+            return {int(rows): float(seconds) for rows, seconds in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError):  # none yet, or a damaged one
+        pass
+    measured = measure_call_seconds(network)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f".{file.name}.{os.getpid()}")
+        draft.write_text(json.dumps(measured))
+        draft.replace(file)
+    except OSError:  # a full or read-only disk: it is measured again
+        pass
+    return measured
+
+
+def _cache_file(network: Any) -> Path | None:
+    """Where the times of such a network are kept; None if they are not."""
+    kernels = native.load_kernels()
+    if kernels is None or getattr(network, "native_decoder", None) is None:
+        return None
+    model = network.model
+    if sum(weight.nbytes for weight in model.parameters()) < MIN_CACHED_BYTES:
+        return None
+    shapes = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    key = shapes, describe_weights(model), machine_name(network.device), torch.get_num_threads(), kernels._name
+    return cache_folder() / "call_costs" / f"{blake2b(repr(key).encode(), digest_size=12).hexdigest()}.json"
 
 
 def measure_call_seconds(network: Network) -> dict[int, float]:

@@ -19,7 +19,7 @@ from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
-from saltus.engine.calibration import CALIBRATION_ROWS, measure_call_seconds
+from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.request import Request
 from saltus.engine.tuned_settings import TunedSettings
@@ -72,7 +72,7 @@ class DecodingSetup:
         if self.rule != "match" or not self.adaptive:
             return Controller(self.budget, adaptive=False)
         if not self.call_cost.seconds:
-            self.call_cost.seconds.update(measure_call_seconds(self.networks[TARGET]))
+            self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
         if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
             costs = (
                 self.call_cost

@@ -34,6 +34,7 @@ from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, req
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import DEFAULT_MODEL
+from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
 
 DEFAULT_BUDGET = 16  # draft tokens of a call
@@ -68,7 +69,7 @@ class Engine:
     @property
     def model(self) -> Any:
         """The Hugging Face model (PreTrainedModel). It still works as one: `engine.model.generate(...)`."""
-        return self.target.network.model
+        return transformers_model(self.target.network.model)
 
     @property
     def network(self) -> TargetNetwork:

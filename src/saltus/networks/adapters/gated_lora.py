@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from saltus.core.noise import Noise
 from saltus.networks.adapters.uniform_embedding import KINDS, UniformEmbedding
@@ -152,7 +151,7 @@ def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[in
     """
     unembedding, found = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
-        if module is unembedding or ".experts." in path or not isinstance(module, nn.Linear | Conv1D):
+        if module is unembedding or ".experts." in path or not _is_linear(module):
             continue
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
         found[path] = (int(inputs), int(outputs))
@@ -204,6 +203,11 @@ class gated_adapter:
         flat = out.reshape(-1, out.shape[-1])
         changed = change(flat[self.gate.rows]).to(out.dtype)
         return flat.index_copy(0, self.gate.rows, changed).view(out.shape)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """True for a linear layer, also for GPT-2's, whose class is slow to import."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _token_embeddings(model: Any, tokens: slice) -> Tensor:

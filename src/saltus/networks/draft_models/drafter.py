@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
@@ -54,6 +53,8 @@ class DraftModel(nn.Module):
         self, shape: DrafterShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor
     ) -> None:
         super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import
+
         self.shape = shape
         config = LlamaConfig(
             hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,

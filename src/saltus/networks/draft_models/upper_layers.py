@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from saltus.networks.adapters.gated_lora import GatedLoraSettings, LoraLayer, linear_layers
 from saltus.networks.models.native_decoder import SUPPORTED_DECODERS
+from saltus.networks.models.packed_decoder import transformers_model
 
 
 class UpperLayers(nn.Module):
@@ -49,6 +50,7 @@ class UpperLayers(nn.Module):
 
 def last_layers(target: Any, layers: int) -> Any:
     """A model of the target's last layers, which shares its weights. Errors: ValueError where it cannot be made."""
+    target = transformers_model(target)
     if type(target).__name__ not in SUPPORTED_DECODERS:
         raise ValueError(
             f"heads adapt the layers of {', '.join(sorted(SUPPORTED_DECODERS))} alone, not of {type(target).__name__};"

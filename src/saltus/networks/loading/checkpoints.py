@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
@@ -25,6 +23,7 @@ from saltus.networks.loading.sources import resolve
 from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
+from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.networks.protocols import TargetNetwork
 
@@ -70,9 +69,9 @@ def load_checkpoint(
     base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
     with silence_transformers():
-        model = load_model(name_or_path, folder, kind, device, weights)
+        model = load_model(name_or_path, folder, kind, device, weights, own_classes=exact)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = _load_tokenizer(folder)
         except Exception as error:
             raise ValueError(
                 f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
@@ -88,8 +87,15 @@ def load_checkpoint(
     return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
 
 
-def load_model(name: str, folder: Path, dtype: Any = "auto", device: str = "cpu", weights: str = "file") -> Any:
-    """The model of a folder that `resolve` found, as Transformers' class.
+def load_model(
+    name: str,
+    folder: Path,
+    dtype: Any = "auto",
+    device: str = "cpu",
+    weights: str = "file",
+    own_classes: bool = False,
+) -> Any:
+    """The model of a folder that `resolve` found, of Transformers' class; with `own_classes` perhaps a PackedDecoder.
 
     Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
     """
@@ -101,9 +107,11 @@ def load_model(name: str, folder: Path, dtype: Any = "auto", device: str = "cpu"
         if weights in PACKINGS:
             raise ValueError(f"{name} is a GGUF file, packed as it is; weights can be file or bf16")
         kind = torch.bfloat16 if dtype == "auto" else dtype
-        return load_gguf_model(folder, kind, packed=weights == "file" and device == "cpu").to(device)
+        return load_gguf_model(folder, kind, weights == "file" and device == "cpu", own_classes).to(device)
     if weights in PACKINGS:
         dtype = torch.bfloat16
+    from transformers import AutoModelForCausalLM  # seconds to import
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -130,6 +138,8 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
 
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
     """
+    if isinstance(model, PackedDecoder):
+        return CausalNetwork(model)
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, not exact)
     if model.config.model_type == "xlnet":
@@ -158,6 +168,16 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
                 else:
                     return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if (folder / INDEX_FILE).is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def fills_holes(model: Any) -> bool:
@@ -212,6 +232,8 @@ def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
 @contextmanager
 def silence_transformers() -> Iterator[None]:
     """Disable Transformers' progress bars and warnings while open."""
+    from transformers.utils import logging
+
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

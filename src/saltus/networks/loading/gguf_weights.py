@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +11,59 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_files import ROPE_FACTORS, GgufTensor, read_gguf_index
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, expand_blocks
+from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
 
 
-def load_gguf_model(folder: Path, dtype: torch.dtype = torch.bfloat16, packed: bool = True) -> Any:
+def load_gguf_model(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, packed: bool = True, own_classes: bool = False
+) -> Any:
     """The model of a folder that `write_gguf_folder` made, on the CPU.
 
     With `packed`, matrices stay in the file's blocks, mapped into memory, if there are compiled kernels to read them
-    and `dtype` is bfloat16; else they are expanded to bfloat16 numbers, in `dtype`. Errors: SourceError if the file is
-    missing, or weights in it.
+    and `dtype` is bfloat16; else they are expanded to bfloat16 numbers, in `dtype`. With `own_classes` a packed model
+    is a PackedDecoder, if that supports it, else a model of Transformers. Errors: SourceError if the file is missing,
+    or weights in it.
     """
     file, tensors = read_gguf_index(folder)
     try:
         content = np.memmap(file, mode="c")  # private: nothing is ever written to the file
     except OSError as error:
         raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
     factors = tensors.pop(ROPE_FACTORS, None)
+    config = DecoderConfig(**json.loads((folder / "config.json").read_text()))
+    if packed and own_classes and config.rope_parameters["rope_type"] in ROPE_TYPES:
+        model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
+    else:
+        model = _transformers_model(folder, dtype)
     _check_complete(model, tensors, file, len(content))
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")
-        parameter = Parameter(_weight(content, tensor, dtype, packed), requires_grad=False)
+        weight = _weight(content, tensor, dtype, packed)
+        parameter = weight if isinstance(weight, PackedWeight) else Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(path), attribute, parameter)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    rotary = type(model.model.rotary_emb)(config=config)  # its frequencies are computed, and were not on "meta"
     if factors is not None:
-        rotary.inv_freq /= torch.from_numpy(_bytes(content, factors).view(np.float32).copy())
-    model.model.rotary_emb = rotary
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.model.rotary_emb.inv_freq /= torch.from_numpy(_bytes(content, factors).view(np.float32).copy())
     return model.eval()
+
+
+def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of Transformers, with weights on "meta"."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its frequencies are computed, not loaded
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def _check_complete(model: Any, tensors: dict[str, GgufTensor], file: Path, size: int) -> None:

@@ -22,6 +22,7 @@ from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.fixed_shapes import BASE_ROWS_PER_CALL, FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.tree_mask import ancestor_mask
 
 log = logging.getLogger("saltus")
@@ -66,14 +67,15 @@ class CausalNetwork:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
-        attention.install_attention(self.model)
+        if not isinstance(self.model, PackedDecoder):
+            attention.install_attention(self.model)
+            if not self.free_shapes:  # experts as linear layers: grouped products round by their shapes
+                self.model.set_experts_implementation("eager")
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
         fixed = fixed and not self.free_shapes
         if fixed and (why := why_not_fixed_shapes(self.model)):
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
             self.free_shapes, fixed = True, False
-        if not self.free_shapes:  # experts as linear layers: grouped products round by their shapes
-            self.model.set_experts_implementation("eager")
         self.model.eval()
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
         if fixed:

@@ -14,6 +14,7 @@ from saltus.networks.models.exact import native
 from saltus.networks.models.exact.attention import AttentionCall
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows
+from saltus.networks.models.packed_decoder import PackedDecoder
 
 LAYER_PRODUCTS = (  # the linear layers of each matrix product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -27,18 +28,21 @@ SUPPORTED_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 def supports_native_decoder(model: Any) -> bool:
     """True for an unmodified decoder of a supported type, on a machine with compiled kernels."""
     return (
-        type(model).__name__ in SUPPORTED_DECODERS
-        and all(_is_unmodified(module) for module in model.modules())
+        (isinstance(model, PackedDecoder) or _is_unmodified_decoder(model))
         and model.config.hidden_act == "silu"
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
     )
 
 
-def _is_unmodified(module: Any) -> bool:
-    """True without hooks, replaced layers or own `forward`, which NativeDecoder would skip."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
+def _is_unmodified_decoder(model: Any) -> bool:
+    """True for a decoder without hooks, replaced layers or own `forward`, which NativeDecoder would skip."""
+
+    def is_unmodified(module: Any) -> bool:
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
+
+    return type(model).__name__ in SUPPORTED_DECODERS and all(map(is_unmodified, model.modules()))
 
 
 class NativeDecoder:

@@ -16,14 +16,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import native
@@ -117,6 +115,7 @@ _former_implementations: dict[int, str] = {}  # by id of a config, which cannot 
 
 def install_attention(model: torch.nn.Module) -> None:
     """Let a Transformers model attend by this file within `attention_context`, and as before outside of it."""
+    _register()
     for module in model.modules():
         config = getattr(module, "config", None)
         former = getattr(config, "_attn_implementation", None)
@@ -127,7 +126,18 @@ def install_attention(model: torch.nn.Module) -> None:
     model.set_attn_implementation(ATTENTION_NAME)  # pyright: ignore[reportCallIssue]
 
 
+@lru_cache
+def _register() -> None:
+    """Make the functions of this file known to Transformers, whose model classes take seconds to import."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+
+
 def _former_attention(module: torch.nn.Module):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     name = _former_implementations.get(id(module.config), "sdpa")
     if name == "eager":
         return getattr(sys.modules[type(module).__module__], "eager_attention_forward", ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -226,6 +236,8 @@ class SlidingWindow:
 def attention_mask(*args, config=None, local_size=None, **kwargs):
     """The mask function that Transformers calls for each kind of layer; tree masks are in the AttentionCall."""
     if _current_call() is None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
         former = ALL_MASK_ATTENTION_FUNCTIONS[_former_implementations.get(id(config), "sdpa")]
         size = {} if local_size is None else {"local_size": local_size}
         return former(*args, config=config, **size, **kwargs)
@@ -236,7 +248,3 @@ def attention_mask(*args, config=None, local_size=None, **kwargs):
             f"its attention looks back by chunks of {local_size} tokens, which Saltus does not support yet"
         )
     return SlidingWindow(local_size)
-
-
-AttentionInterface.register(ATTENTION_NAME, attend)
-AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

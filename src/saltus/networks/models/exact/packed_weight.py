@@ -39,6 +39,7 @@ class PackedWeight(Tensor):
         shape = (blocks.shape[0], blocks.shape[1] // size * weights)
         packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=blocks.device)  # pyright: ignore[reportAttributeAccessIssue]
         packed.blocks, packed.format = blocks, format
+        packed._is_param = True  # as torch.nn.Parameter would set; that would import torch.distributed for a subclass
         return packed
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]

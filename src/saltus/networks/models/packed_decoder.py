@@ -1,0 +1,134 @@
+"""Hold the weights of a Llama-type decoder by their names in Transformers, without importing its model classes.
+
+They take seconds to import, and `NativeDecoder` needs only the weights and a few settings. `transformers_model` makes
+the Hugging Face model of the same weights when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
+
+
+class DecoderConfig(SimpleNamespace):
+    """The fields of a config.json as attributes."""
+
+    def get_text_config(self) -> DecoderConfig:
+        return self
+
+
+class _Linear(nn.Linear):
+    """A linear layer whose weights are not drawn at first, which would import half of torch on "meta"."""
+
+    def reset_parameters(self) -> None: ...
+
+
+class RMSNorm(nn.Module):
+    """The weight of a norm (Zhang & Sennrich 2019); kernels compute it."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.empty(size), requires_grad=False), epsilon
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of rotary position embeddings (Su et al. 2021), computed as Transformers does."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        rope = config.rope_parameters
+        self.rope_type = rope["rope_type"]
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+        self.inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
+        if self.rope_type == "linear":
+            self.inv_freq /= rope["factor"]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, positions, head_dim] each, in the dtype of x."""
+        angles = position_ids[..., None].float() * self.inv_freq
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _attention(config: DecoderConfig) -> nn.Module:
+    part: Any = nn.Module()
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden, biased = config.hidden_size, config.attention_bias
+    part.head_dim, part.scaling = config.head_dim, config.head_dim**-0.5
+    part.q_proj, part.k_proj = _Linear(hidden, queries, bias=biased), _Linear(hidden, keys, bias=biased)
+    part.v_proj, part.o_proj = _Linear(hidden, keys, bias=biased), _Linear(queries, hidden, bias=False)
+    if config.model_type == "qwen3":
+        part.q_norm, part.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+    return part
+
+
+def _layer(config: DecoderConfig) -> nn.Module:
+    layer: Any = nn.Module()
+    layer.self_attn, mlp = _attention(config), nn.Module()
+    hidden, wide = config.hidden_size, config.intermediate_size
+    mlp.gate_proj, mlp.up_proj = _Linear(hidden, wide, bias=False), _Linear(hidden, wide, bias=False)
+    mlp.down_proj = _Linear(wide, hidden, bias=False)
+    layer.mlp = mlp
+    layer.input_layernorm, layer.post_attention_layernorm = (RMSNorm(hidden, config.rms_norm_eps) for _ in range(2))
+    return layer
+
+
+class PackedDecoder(nn.Module):
+    """The modules of a LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, on "meta" at first.
+
+    `make_transformers_model` builds the Hugging Face model, without weights.
+    """
+
+    def __init__(self, config: DecoderConfig, make_transformers_model: Callable[[], Any]) -> None:
+        super().__init__()
+        self.config, self._make, self._transformers_model = config, make_transformers_model, []
+        self.generation_config = SimpleNamespace(eos_token_id=config.eos_token_id)
+        with torch.device("meta"):
+            decoder: Any = nn.Module()
+            table = torch.empty(config.vocab_size, config.hidden_size)  # given, since it would be drawn
+            decoder.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
+            decoder.layers = nn.ModuleList([_layer(config) for _ in range(config.num_hidden_layers)])
+            decoder.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.model: Any = decoder
+            self.lm_head = _Linear(config.hidden_size, config.vocab_size, bias=False)
+        decoder.rotary_emb = RotaryEmbedding(config)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = decoder.embed_tokens.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def transformers_model(self) -> Any:
+        """The Hugging Face model; it shares these weights."""
+        if not self._transformers_model:
+            made = self._make()
+            for name, weight in self.named_parameters():
+                path, _, attribute = name.rpartition(".")
+                setattr(made.get_submodule(path), attribute, weight)
+            if self.config.tie_word_embeddings:
+                made.lm_head.weight = made.model.embed_tokens.weight
+            made.model.rotary_emb.inv_freq.copy_(self.model.rotary_emb.inv_freq)
+            self._transformers_model.append(made.eval())
+        return self._transformers_model[0]
+
+
+def transformers_model(model: Any) -> Any:
+    """The Hugging Face model of a network's model."""
+    return model.transformers_model() if isinstance(model, PackedDecoder) else model
