@@ -2,9 +2,9 @@
 
     python benchmarks/exactness.py --prompts spec_bench.jsonl --every 12 --drafter path/to/a/smaller/model
 
-Plain decoding answers each prompt alone, with expanded weights if those of the file are packed; every method answers all
-prompts as a batch with a fixed budget of nodes, so that trees are large and calls are shared. Exits with 1 if any text
-differs.
+Plain decoding answers each prompt alone, with expanded weights if those of the file are packed; every method answers
+all prompts as a batch with a fixed budget of nodes, so that trees are large and calls are shared. Exits with 1 if any
+text differs.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -281,6 +283,57 @@ def test_what_another_tool_downloaded_serves_where_the_hub_is_silent(hub, ask, t
     assert ask("o/m", 1)[0] == found
     (Path(found) / "tokenizer.json").unlink()
     assert "does not answer" in ask("o/m", 1)[0]
+
+
+# GGUF files
+
+
+@pytest.fixture
+def gguf_file(tmp_path) -> Path:
+    """The smallest that there is: a tokenizer of three tokens, one matrix."""
+    file = tmp_path / "tiny-Q8_0.gguf"
+    out = gguf.GGUFWriter(file, "llama")
+    for name, value in {"context_length": 8, "embedding_length": 32, "block_count": 0, "feed_forward_length": 32,
+                        "head_count": 1, "layer_norm_rms_eps": 1e-6}.items():  # fmt: skip
+        getattr(out, f"add_{name}")(value)
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("default")
+    out.add_token_list(["a", "b", "ab"])
+    out.add_token_merges(["a b"])
+    out.add_tensor("token_embd.weight", np.ones((3, 32), np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return file
+
+
+def test_a_gguf_file_of_a_hub_is_downloaded_once_and_indexed(hub, ask, gguf_file):
+    hub.files[gguf_file.name] = gguf_file.read_bytes()
+    found, stages = ask(f"o/m:{gguf_file.name}", hub.server.server_port)
+    assert {file.name for file in Path(found).iterdir()} >= {"config.json", "tokenizer.json", "gguf.json"}
+    weights = Path(json.loads((Path(found) / "gguf.json").read_text())["file"])
+    assert weights.read_bytes() == hub.files[gguf_file.name]
+    assert ["downloading o/m", len(hub.files[gguf_file.name]), len(hub.files[gguf_file.name])] in stages
+    hub.asked.clear()
+    assert ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0] == found
+    assert ask(f"o/m:{gguf_file.name}", 1)[0] == found, "where the hub is silent"
+    assert hub.asked == []
+
+
+def test_a_gguf_file_that_a_hub_lacks_is_one_line_with_those_it_has(hub, ask, gguf_file):
+    hub.files |= {"b.gguf": b"", "a.gguf": b""}
+    said, _ = ask("o/m:c.gguf", hub.server.server_port)
+    assert said == "ValueError: o/m has no file c.gguf; its GGUF files are a.gguf, b.gguf"
+    assert "does not answer" in ask("o/m:c.gguf", 1)[0]
+
+
+def test_a_gguf_file_that_changed_is_indexed_anew(gguf_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path / "cache"))
+    first = resolve(str(gguf_file))
+    assert resolve(str(gguf_file)) == first
+    os.utime(gguf_file, (0, 0))
+    assert resolve(str(gguf_file)) != first
 
 
 # Progress
