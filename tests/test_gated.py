@@ -23,7 +23,7 @@ from saltus.networks.adapters.gated_lora import (
     new_adapter,
 )
 from saltus.networks.loading.adapter_files import load_adapter, save_adapter
-from saltus.networks.loading.checkpoints import load_checkpoint
+from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
 from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
@@ -407,7 +407,7 @@ def test_peft_reads_the_low_rank_parts(tmp_path):
 @pytest.mark.model
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_default_model_keeps_its_bits_beside_queries(model_folder, dtype):
-    network = load_checkpoint(str(model_folder), device="cpu", dtype=dtype).network
+    network = make_network(load_model("the default model", model_folder, getattr(torch, dtype)), "the default model")
     inputs = with_queries(text(60) + 500, *TREE, GROUPS)
     before = network.forward([bare(inputs)], [network.new_kv_cache()])[0].logits
     adapter = new_adapter(network.model, GatedLoraSettings(rank=16))
