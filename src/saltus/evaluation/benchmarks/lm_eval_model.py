@@ -39,9 +39,10 @@ def model_class() -> type[Any]:
 class SaltusLMBase:
     """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
-    `pretrained` (or `model`) is a name, a folder or an Engine. `method`, `dtype`, `rule`, `budget` and `options` are
-    those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a task samples, each request
-    has a seed of its own, derived from `seed`, its prompt and the number of its repetition. Errors: ValueError.
+    `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`, `rule`,
+    `budget` and `options` are those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a
+    task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its repetition.
+    Errors: ValueError.
     """
 
     cache_hook: Any
@@ -53,6 +54,7 @@ class SaltusLMBase:
         model: Any = None,
         method: str = "lookup",
         dtype: str = "auto",
+        weights: str = "file",
         device: str | None = None,
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
@@ -77,7 +79,8 @@ class SaltusLMBase:
         chosen = _method_options(options, fields)
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
-        settings = {"dtype": dtype, "rule": rule, "budget": budget, "options": chosen, "device": device or "auto"}
+        settings = {"dtype": dtype, "weights": weights, "rule": rule, "budget": budget, "options": chosen}
+        settings["device"] = device or "auto"
         named = {} if source is None else {"model": str(source)}
         self.engine = (
             source if isinstance(source, Engine) else load(method=method, **named, **settings, tuned_settings=False)
