@@ -191,6 +191,19 @@ def test_a_model_with_rope_factors_divides_its_frequencies(tmp_path):
     assert torch.allclose(ours.model.rotary_emb.inv_freq * torch.from_numpy(factors), model.model.rotary_emb.inv_freq)
 
 
+def test_the_token_that_ends_a_turn_ends_a_text_too(tmp_path, monkeypatch):
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_end_of_turn(self, *arguments):
+        self.add_eot_token_id(7)
+        real(self, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_end_of_turn)
+    write(tiny("llama"), tmp_path / "tiny.gguf", [Q.Q8_0])
+    assert load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu").end_tokens == {1, 7}
+    assert load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu", weights="bf16").end_tokens == {1, 7}
+
+
 # Files that cannot be served
 
 

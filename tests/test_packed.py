@@ -59,7 +59,7 @@ def test_without_kernels_the_numbers_are_the_same(format, monkeypatch):
 @pytest.mark.parametrize("outputs", [64, 43])
 def test_products_are_those_of_the_expanded_weights(format, outputs):
     weight = PackedWeight(random_blocks(format, outputs, 768), format)
-    plain, bias = weight.expand(), torch.randn(outputs).bfloat16()
+    plain, bias = weight.dequantize(), torch.randn(outputs).bfloat16()
     for rows in (1, 2, 3, 5, 6, 7, 8, 13, 16, 33, 64):
         x = torch.randn(rows, 768).bfloat16()
         together = linear(x, [weight, plain, weight], [None, bias, bias])
@@ -70,7 +70,7 @@ def test_products_are_those_of_the_expanded_weights(format, outputs):
 @needs_kernels
 def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
     weight = PackedWeight(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1)
-    parameter, plain = Parameter(weight, requires_grad=False), weight.expand()
+    parameter, plain = Parameter(weight, requires_grad=False), weight.dequantize()
     assert (parameter.shape, parameter.dtype, parameter.ndim, len(parameter)) == ((40, 64), torch.bfloat16, 2, 40)
     assert parameter.nbytes == 40 * 2 * 20, "two blocks of 20 bytes a row"
     tokens = torch.tensor([[3, 39], [0, 3]])
@@ -89,7 +89,7 @@ def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
 def test_gradients_pass_through_a_packed_weight():
     weight = PackedWeight(random_blocks(Q.Q8_0, 40, 64), Q.Q8_0)
     found = []
-    for one in (weight, weight.expand()):
+    for one in (weight, weight.dequantize()):
         x = torch.linspace(-1, 1, 128).view(2, 64).bfloat16().requires_grad_()
         F.linear(x, Parameter(one, requires_grad=False)).sum().backward()
         found.append(x.grad)

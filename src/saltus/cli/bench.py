@@ -246,10 +246,12 @@ def _systems_under_test(
 def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that identify a run: records of other runs cannot be mixed with it."""
     from saltus.evaluation.benchmarks.suites import tasks_fingerprint
+    from saltus.networks.models.exact.packed_weight import describe_weights
 
     return {
         "model": engine.target.name,
         "dtype": str(engine.network.model.dtype).removeprefix("torch."),
+        "weights": describe_weights(engine.network.model),
         "device": str(engine.network.model.device),
         "suite": suite,
         "tasks": tasks_fingerprint(list(run.tasks)),

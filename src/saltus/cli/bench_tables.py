@@ -18,7 +18,9 @@ def print_tables(results: Mapping[str, Any]) -> None:
     """Print both tables and all problems."""
     console = terminal(soft_wrap=False)
     model, suite = results["model"], results["suite"]
-    console.print(Text(f"{model['name']} ({model['dtype']}) on {suite['name']}: {_tasks(suite)}", "bold"))
+    console.print(
+        Text(f"{model['name']} ({model.get('weights', model['dtype'])}) on {suite['name']}: {_tasks(suite)}", "bold")
+    )
     console.print(_systems_table(results["methods"], console.width >= 100))
     if len(next(iter(results["methods"].values()))["by_category"]) > 1:
         console.print(Text("\nspeed-up by category", "bold"))

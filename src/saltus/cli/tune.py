@@ -85,15 +85,9 @@ def tune(
     validate_settings("jacobi", (), temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model,
-        "jacobi",
-        {"jacobi": options},
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        budget=MAX_DEPTH,
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, budget=MAX_DEPTH,
         tuned_settings=False,
-    )
+    )  # fmt: skip
     if options and engine.network.max_draft_tokens is not None:
         raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
     inputs = _select_prompts(prompts, texts)
@@ -104,7 +98,7 @@ def tune(
     if save and result["complete"]:
         from saltus.cli.answers import print_note
 
-        print_note(f"saved: {_save_profile(result, engine, model, options)}")
+        print_note(f"saved: {_save_tuned_settings(result, engine, model, options)}")
     if json:
         from saltus.cli.report import print_json
 
@@ -182,7 +176,7 @@ def _search_settings(
     }
 
 
-def _save_profile(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
+def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
     from saltus.engine.tuned_settings import TunedSettings, machine_name
     from saltus.networks.loading.model_identity import model_fingerprint
 

@@ -22,7 +22,8 @@ def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
     model, suite, settings = results["model"], results["suite"], results["settings"]
     way = f"T = {settings['temperature']}, seed {settings['seed']}" if settings["temperature"] else "greedy"
     turns = f" ({suite['turns']} turns)" if suite["turns"] != suite["tasks"] else ""
-    yield f"{model['name']} in {model['dtype']} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
+    weights = model.get("weights", model["dtype"])
+    yield f"{model['name']} in {weights} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
     yield f"{settings['max_new_tokens']} new tokens, prefill included. In brackets: 95 % intervals."
     yield ""
 

@@ -59,7 +59,7 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
         reader = GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except Exception as error:
-        raise SourceError(f"{file} is not a whole GGUF file ({error}); fetch it again") from error
+        raise SourceError(f"{file} is not a whole GGUF file; fetch it again") from error
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise SourceError(
@@ -107,7 +107,7 @@ def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str
         "attention_bias": biased,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _end_tokens(metadata),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
@@ -125,6 +125,13 @@ def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str
         "vocab_size": token_count,
         **({"sliding_window": window} if architecture == MISTRAL else {}),
     }
+
+
+def _end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
+    """The tokens that end a text, and a turn of a conversation if the file names another one for that."""
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = list(dict.fromkeys(token for token in named if token is not None))
+    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _rope(of: Any) -> dict[str, Any]:

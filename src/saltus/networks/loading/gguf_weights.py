@@ -1,4 +1,4 @@
-"""Load the model of a GGUF file as Transformers' class, with weights that stay as the file has them."""
+"""Load the model of a GGUF file, with weights that stay as the file has them."""
 
 from __future__ import annotations
 

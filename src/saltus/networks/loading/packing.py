@@ -43,7 +43,7 @@ def pack_model(model: Any, packing: str, folder: Path) -> None:
     for name, layer in layers.items():
         packed = PackedWeight(blocks[name], format)
         # without compiled kernels the numbers are the same, expanded
-        values = packed if native.load_kernels() is not None else packed.expand()
+        values = packed if native.load_kernels() is not None else packed.dequantize()
         layer.weight = nn.Parameter(values, requires_grad=False)
     model.tie_weights()
 

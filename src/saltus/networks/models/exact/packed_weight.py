@@ -50,7 +50,7 @@ class PackedWeight(Tensor):
         """The size of the blocks, not of the matrix that they stand for."""
         return self.blocks.nbytes
 
-    def expand(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dequantize(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The matrix in bfloat16, or some of its rows: [*rows.shape, in]."""
         return expand_blocks(self.blocks, self.format, rows)
 
@@ -80,10 +80,10 @@ class PackedWeight(Tensor):
             blocks = packed.blocks.clone() if func is ATEN.clone.default else packed.blocks
             return PackedWeight(blocks, packed.format)
         if func is ATEN.embedding.default:
-            return args[0].expand(args[1])
+            return args[0].dequantize(args[1])
         if func is ATEN.index.Tensor and _selects_rows(args[1]):
-            return args[0].expand(args[1][0])
-        expanded = tree_map_only(PackedWeight, PackedWeight.expand, (tuple(args), kwargs or {}))
+            return args[0].dequantize(args[1][0])
+        expanded = tree_map_only(PackedWeight, PackedWeight.dequantize, (tuple(args), kwargs or {}))
         return func(*expanded[0], **expanded[1])
 
 
@@ -115,7 +115,7 @@ def expand_blocks(blocks: Tensor, format: GGMLQuantizationType, rows: Tensor | N
 
 def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
     """Rows of a matrix [out, in]: [*rows.shape, in]."""
-    return weight.expand(rows) if isinstance(weight, PackedWeight) else F.embedding(rows, weight)
+    return weight.dequantize(rows) if isinstance(weight, PackedWeight) else F.embedding(rows, weight)
 
 
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
