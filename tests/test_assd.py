@@ -18,8 +18,8 @@ from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
-from saltus.drafting.pairwise_correction import PairwiseCorrection
 from saltus.drafting.ptp_queries import with_query_chains
+from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.methods import make_methods
 from saltus.methods.assd import SelfDrafter, _HoleLogits
 from saltus.networks.models.any_subset import AnySubsetNetwork
@@ -399,7 +399,9 @@ class ChainToy(HoleToy):
         said = np.zeros(2, dtype=np.float32)
         for table, token in ((self.links.left, tokens[hole - 1]), (self.links.second_left, tokens[hole - 2])):
             said += 0 if token == HOLE else table[token]
-        return torch.from_numpy(self.links.right @ (said * self.links.weights(self.state(hole)[None].numpy())[0, :-1]))
+        return torch.from_numpy(
+            self.links.right @ (said * self.links.position_inputs(self.state(hole)[None].numpy())[0, :-1])
+        )
 
 
 @pytest.mark.parametrize("rule", [match, reject])
@@ -416,7 +418,7 @@ def test_links_add_what_a_law_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
     links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
     drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    weights, logits = links.weights(np.ones((1, 3), dtype=np.float32))[0], torch.arange(8.0)
+    weights, logits = links.position_inputs(np.ones((1, 3), dtype=np.float32))[0], torch.arange(8.0)
     for index, knew, new, wanted in (
         (1, 1, [6], None),  # the token to its left is known
         (1, 0, [6], (6, None)),  # what stands before that is given
@@ -425,12 +427,12 @@ def test_links_add_what_a_law_did_not_know():
         (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
     ):
         found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), order, index, new[-2:])
-        expected = logits.numpy() if wanted is None else links(logits.numpy(), weights, *wanted)
+        expected = logits.numpy() if wanted is None else corrected_logits(links, logits.numpy(), weights, *wanted)
         np.testing.assert_array_equal(found.numpy(), expected)
     row = np.arange(5)
     for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
         found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), row, 3, [6, 7])
-        np.testing.assert_array_equal(found.numpy(), links(logits.numpy(), weights, *wanted))
+        np.testing.assert_array_equal(found.numpy(), corrected_logits(links, logits.numpy(), weights, *wanted))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -438,7 +440,7 @@ def test_links_that_say_nothing_finite_leave_the_law():
     links = random_links(8, hidden=3)
     links.left[6] = np.inf
     drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    said = _HoleLogits(torch.arange(8.0), 0, links.weights(np.ones((1, 3), dtype=np.float32))[0])
+    said = _HoleLogits(torch.arange(8.0), 0, links.position_inputs(np.ones((1, 3), dtype=np.float32))[0])
     assert drafter._corrected_logits(said, np.arange(5), 1, [6]) is said.logits
 
 

@@ -15,7 +15,7 @@ from saltus.cli.app import app
 from saltus.cli.infill import infill
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
-from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, tokenize_template
 from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
@@ -388,9 +388,9 @@ def test_links_learn_what_stands_behind_what(tmp_path):
     links = course.module.correction()
     logits, states = (torch.from_numpy(dice.normal(size=(3, size))).float() for size in (300, 32))
     rows = course.module(logits, states, torch.tensor([11, 12, 13]), torch.tensor([10, -1, 12]))
-    weights = links.weights(states.numpy())
+    weights = links.position_inputs(states.numpy())
     for number, (left, two) in enumerate(((11, 10), (12, None), (13, 12))):
-        row = links(logits[number].numpy(), weights[number], left, two)
+        row = corrected_logits(links, logits[number].numpy(), weights[number], left, two)
         np.testing.assert_allclose(row, rows[number].detach().numpy(), rtol=1e-4, atol=1e-5)
 
     save_pairwise_correction(links, tmp_path)

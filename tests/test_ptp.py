@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
+from saltus.drafting.draft_tree import PositionPredictions, likely_paths
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
-from saltus.methods.ptp import Ptp, top_k_branches
+from saltus.methods.ptp import Ptp, drafter_predictions
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
 from saltus.networks.loading.drafter_files import (
@@ -79,15 +81,43 @@ def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
     assert len(made.steps) > 10  # a perfect drafter that read them would need 6
 
 
-def test_second_opinions_hang_beside_the_chain_and_go_on_as_it_does():
+def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = top_k_branches(logits, 2, SOURCE)
-    assert [list(branch.tokens) for branch in found] == [[0, 1, 0], [1, 1, 0], [0, 2, 0]]
+    found = likely_paths(PositionPredictions(logits.numpy()), [], 2, SOURCE)
+    paths = {tuple(branch.tokens): branch.acceptance_probabilities for branch in found}
+    assert set(paths) == {(0, 1, 0), (1, 1, 0), (0, 2, 0), (1, 2, 0)}
     assert all(branch.source == SOURCE for branch in found)
     probabilities = logits.softmax(-1)
-    assert np.allclose(
-        found[2].acceptance_probabilities, [probabilities[0, 0], probabilities[1, 2], probabilities[2, 0]]
-    )
+    assert np.allclose(paths[0, 2, 0], [probabilities[0, 0], probabilities[1, 2], probabilities[2, 0]])
+
+
+def test_broken_predictions_draft_nothing():
+    logits = np.array([[3.0, 2.0], [np.nan, 1.0]], dtype=np.float32)
+    assert [list(one.tokens) for one in likely_paths(PositionPredictions(logits), [4, 5], 2, SOURCE)] == [[0], [1]]
+
+
+def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens():
+    """As one forward of the trained module gives them for every path, whole vocabulary and all."""
+    target = CausalNetwork(tiny_llama())
+    network, text = drafter(target, correction=6, window=3), np.arange(5, 25)
+    for layer in network.model.correction.children():
+        torch.nn.init.normal_(layer.weight, std=0.3)
+    network = DraftNetwork(network.model, target)
+    outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
+    predictions = drafter_predictions(outputs)
+    branches = likely_paths(predictions, text[-2:].tolist(), 3, SOURCE)
+    assert len(branches) > 3
+    for branch in branches:
+        path = [*text[-2:].tolist(), *branch.tokens]
+        for depth, stated in enumerate(branch.acceptance_probabilities):
+            hidden = outputs.hidden_states[1 + depth]
+            before = torch.tensor(path[depth + 1]), torch.tensor(path[depth])
+            with torch.inference_mode():
+                row = network.model.llama.lm_head(network.model.corrected(hidden, *before))
+            expected = row.softmax(-1)[branch.tokens[depth] - 5]
+            assert stated == pytest.approx(float(expected), rel=1e-4)
+    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), 3, SOURCE)
+    assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
 
 
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"choices": 0}])

@@ -30,8 +30,8 @@ from saltus.core.sampling import (
     token_distribution,
 )
 from saltus.core.tree import Branch
-from saltus.drafting.pairwise_correction import PairwiseCorrection
 from saltus.drafting.ptp_queries import position_uniforms, two_call_drafter, with_query_chains
+from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 
 SOURCE = "assd"
 PAUSE_CALLS = 32  # calls without drafts, where they did not pay
@@ -141,7 +141,9 @@ class SelfDrafter:
         ):
             return predicted.logits
         before = new[-2] if unknown > 1 and order[index - 2] == order[index] - 2 else None
-        row = self.pairwise_correction(float_row(predicted.logits), predicted.weights, new[-1], before)
+        row = corrected_logits(
+            self.pairwise_correction, float_row(predicted.logits), predicted.weights, new[-1], before
+        )
         return torch.from_numpy(row) if math.isfinite(row.max()) else predicted.logits  # ignore a broken correction
 
     def _store_logits(self, last: Step) -> None:
@@ -153,7 +155,9 @@ class SelfDrafter:
             weights: Sequence[np.ndarray | None] = [None] * len(queries)
             if self.pairwise_correction is not None and outputs.hidden_states is not None:
                 weights = list(
-                    self.pairwise_correction.weights(float_row(outputs.hidden_states[[query + 1 for query in queries]]))
+                    self.pairwise_correction.position_inputs(
+                        float_row(outputs.hidden_states[[query + 1 for query in queries]])
+                    )
                 )
             for hole, query, own in zip(canvas.open_positions[: len(queries)].tolist(), queries, weights, strict=True):
                 self.hole_logits[hole] = _HoleLogits(outputs.logits[query + 1], canvas.num_decided, own)

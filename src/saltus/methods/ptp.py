@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import ForwardInputs
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import Sampling, float_row
+from saltus.drafting.draft_tree import PositionPredictions, likely_paths
 from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
@@ -22,7 +24,7 @@ from saltus.drafting.ptp_queries import (
     two_call_drafter,
     with_query_chains,
 )
-from saltus.drafting.top_k_branches import top_k_branches
+from saltus.drafting.token_correction import NonlinearCorrection
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,21 @@ class Ptp:
             uniforms = position_uniforms(noise, sampling, canvas.open_positions[:length], stream)
             inputs = ForwardInputs(canvas, network_name="ptp", hidden_states=hidden_states)
             outputs = yield with_query_chains(inputs, [(-1, uniforms)], sampling.temperature)
-            return top_k_branches(outputs.logits[1:], self.choices, SOURCE, outputs.token_ids)
+            text = canvas.decided_prefix[-2:].tolist()
+            return likely_paths(drafter_predictions(outputs), text, self.choices, SOURCE)
 
         return draft
+
+
+def drafter_predictions(outputs: ForwardOutputs) -> PositionPredictions:
+    """What a drafter's queries predict."""
+    correction, ids = outputs.drafter_data, outputs.token_ids
+    inputs: Sequence[np.ndarray] | np.ndarray = ()
+    if correction is not None:
+        assert isinstance(correction, NonlinearCorrection) and outputs.hidden_states is not None
+        inputs = correction.position_inputs(float_row(outputs.hidden_states[1:]))
+    logits = float_row(outputs.logits[1:])
+    return PositionPredictions(logits, None if ids is None else ids.cpu().numpy(), correction, inputs)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ class DrafterSettings:
     vocabulary: int = 8192  # the most frequent tokens, which are drafted
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
     told: bool = True  # conditioned on the temperature
-    informed: bool = True  # conditioned on uniforms; False is independent prediction
+    informed: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
+    correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
 
     def __post_init__(self) -> None:
         for name in ("layers", "intermediate", "window", "vocabulary"):
@@ -48,7 +49,7 @@ class DrafterSettings:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return DrafterShape(
             config.hidden_size, self.intermediate, self.taps, self.layers, heads, kv_heads,
-            self.window, self.embedding, self.told, self.informed,
+            self.window, self.embedding, self.told, self.informed, correction=self.correction,
         )  # fmt: skip
 
 

@@ -76,10 +76,10 @@ class ContextLayers:
         past_length: int,
         num_outputs: int,
         output_logits: bool = True,
-    ) -> Float[Tensor, "outputs _"]:
-        """Run rows after the `past_length` rows in the cache; the logits of the last `num_outputs`, or their states.
+    ) -> tuple[Float[Tensor, "outputs vocab"], Float[Tensor, "outputs hidden"]]:
+        """Run rows after the `past_length` rows in the cache; logits and last hidden states of the last `num_outputs`.
 
-        Rows before these may run in several calls.
+        Rows before these may run in several calls. Without `output_logits` the logits are empty.
         """
         while len(inputs) > MAX_ROWS_PER_CALL:
             count = min(MAX_ROWS_PER_CALL, len(inputs) - num_outputs)
@@ -89,19 +89,15 @@ class ContextLayers:
 
     def _forward(
         self, inputs: Tensor, kv_cache: ContextKVCache, past_length: int, num_outputs: int, output_logits: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         positions = np.arange(past_length, past_length + len(inputs))
         rows = SequenceRows(kv_cache.kv_cache, past_length, positions, np.tri(len(inputs), dtype=np.uint8))
         call = AttentionCall([rows], self.model.config.num_hidden_layers)
         if self.native_decoder is not None:
             keep = torch.arange(len(inputs) - num_outputs, len(inputs), device=self.device)
-            logits, states = self.native_decoder(
-                inputs, torch.from_numpy(positions), call, keep, output_logits=output_logits
-            )
-            return logits if output_logits else states
+            return self.native_decoder(inputs, torch.from_numpy(positions), call, keep, output_logits=output_logits)
         places = torch.from_numpy(positions[None]).to(self.device)
         with attention.attention_context(call), BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            arguments = {"inputs_embeds": inputs[None], "position_ids": places, "use_cache": False}
-            if output_logits:
-                return self.model(**arguments, logits_to_keep=num_outputs).logits[0]
-            return self.model.model(**arguments).last_hidden_state[0, -num_outputs:]
+            states = self.model.model(inputs_embeds=inputs[None], position_ids=places, use_cache=False)
+            states = states.last_hidden_state[0, -num_outputs:]
+            return self.model.lm_head(states) if output_logits else states.new_empty(0), states

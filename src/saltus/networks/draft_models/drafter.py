@@ -14,13 +14,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
@@ -42,6 +45,7 @@ class DrafterShape:
     told: bool = True  # the temperature is embedded
     informed: bool = True  # False: queries have no uniforms, so predictions are independent
     rope_theta: float = 10000.0
+    correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
 
 
 class DraftModel(nn.Module):
@@ -68,6 +72,7 @@ class DraftModel(nn.Module):
         self.fuse = nn.Linear((len(shape.taps) + 2) * shape.hidden, shape.hidden, bias=False)
         self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.told)
         self.query = nn.Parameter(torch.randn(shape.window, shape.hidden) * 0.02)
+        self.correction = TokenCorrectionModel(shape.hidden, shape.correction) if shape.correction else None
         self.register_buffer("tokens", tokens, persistent=False)
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of this module
 
@@ -75,7 +80,7 @@ class DraftModel(nn.Module):
     def matrices(self) -> list[Tensor]:
         """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
         layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
-        return [self.fuse.weight, *layers]
+        return [self.fuse.weight, *layers, *(self.correction.parameters() if self.correction else ())]
 
     def context_inputs(
         self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
@@ -91,6 +96,22 @@ class DraftModel(nn.Module):
         states = hidden_states.to(dtype).unflatten(-1, (-1, self.shape.hidden))
         embedded = nn.functional.embedding(tokens, self.embeddings[0]).to(dtype)[..., None, :]
         return rms_normalized(torch.cat([states, embedded], -2)).flatten(-2)
+
+    def corrected(
+        self,
+        hidden_states: Float[Tensor, "*queries hidden"],
+        left: Int[Tensor, "*query_inputs"],
+        second_left: Int[Tensor, "*query_inputs"],
+    ) -> Float[Tensor, "*queries hidden"]:
+        """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
+        if self.correction is None:
+            return hidden_states
+        known = ((tokens >= 0)[..., None] for tokens in (left, second_left))
+        embedded = (
+            rms_normalized(nn.functional.embedding(tokens.clamp_min(0), self.embeddings[0]).to(hidden_states.dtype))
+            for tokens in (left, second_left)
+        )
+        return self.correction(hidden_states, *(one * here for one, here in zip(embedded, known, strict=True)))
 
     def query_inputs(
         self,
@@ -128,6 +149,18 @@ class DraftNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.context_layers = ContextLayers(self.model.llama)
+        self.correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
+
+    def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
+        weights = [module.left, module.second_left, module.state, module.output]
+        left, second_left, state, output = (layer.weight.detach().cpu().float().numpy() for layer in weights)
+        unembedding = self.model.llama.lm_head.weight.detach().cpu().float().numpy()
+
+        def embed(token: int) -> np.ndarray:
+            one = nn.functional.embedding(torch.tensor([token], device=self.device), self.model.embeddings[0])
+            return rms_normalized(one.float())[0].cpu().numpy()
+
+        return NonlinearCorrection(left, second_left, state, unembedding @ output, embed)
 
     def new_kv_cache(self) -> ContextKVCache:
         return ContextKVCache()
@@ -156,7 +189,9 @@ class DraftNetwork:
         context = linear(features, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(features)
         query = torch.full_like(u, inputs.temperature), torch.arange(len(u), device=self.device)
         rows = torch.cat([context, self.model.query_inputs(context[-1:].expand(len(u), -1), u, *query)])
-        logits = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
+        logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
         seconds = time.perf_counter() - started
-        return ForwardOutputs(logits, None, seconds, end - past, end - past + len(u), self.model.tokens)
+        return ForwardOutputs(
+            logits, states, seconds, end - past, end - past + len(u), self.model.tokens, self.correction
+        )

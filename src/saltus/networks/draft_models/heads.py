@@ -328,7 +328,7 @@ class HeadNetwork:
         inputs = select_hidden_states(
             hidden_states[past - begin :], self.target.hidden_state_layers, self.model.shape.taps
         )
-        state = self.context_layers(inputs, cache, past - cache.first_position, 1, output_logits=False)[-1]
+        state = self.context_layers(inputs, cache, past - cache.first_position, 1, output_logits=False)[1][-1]
         cache.tokens = decided[cache.first_position :].copy()
         return state
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.token_correction import PairwiseCorrection
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork, _Chunk

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.token_correction import PairwiseCorrection
 from saltus.networks.models.any_subset import required_distributions
 
 QUERIES_PER_PASS = 16  # holes queried in one pass over the text

@@ -58,6 +58,7 @@ class Batch:
     tokens: Int[Tensor, "batch slots"]
     window_starts: Int[Tensor, "batch windows"]  # number of context tokens before each window
     targets: Int[Tensor, "batch windows window"]
+    target_rows: Int[Tensor, "batch windows window"]  # the targets' rows in the corpus
     uniforms: Float[Tensor, "batch windows window"]  # they pick the targets; NaN at temperature 0
     temperatures: Float[Tensor, "batch windows"]  # 0 is greedy
     loss_mask: Bool[Tensor, "batch windows window"]  # False after a text's end, or after an invalid u
@@ -161,6 +162,7 @@ class WindowDataset:
             tokens=self.corpus.tokens[rows],
             window_starts=window_starts,
             targets=self.corpus.tokens[target_rows],
+            target_rows=target_rows,
             uniforms=torch.where(greedy[..., None], torch.nan, uniforms),
             temperatures=torch.where(greedy, 0.0, temperatures),
             loss_mask=valid_prefix(inside & (valid | greedy[..., None])),

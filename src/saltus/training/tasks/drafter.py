@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -20,6 +21,9 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
 from saltus.training.data.window_packing import pack_windows
 from saltus.training.tasks.cached_state_task import CachedStateTask
+
+UNKNOWN_TOKENS = 0.25  # fraction of windows in which queries do not know the window's tokens, as before drafting
+CONTEXT_POSITIONS = 0.25  # fraction of context positions that have a loss
 
 
 def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: int = 0) -> DraftModel:
@@ -38,7 +42,7 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
             if name.startswith("map.0."):  # the first of two layers, the second of which is zero
                 weight.copy_(torch.from_numpy(seeded_generator(seed, name).normal(0.0, 0.2, tuple(weight.shape))))
         for name, weight in model.named_parameters():
-            if weight.dim() == 2 and weight.requires_grad and not name.startswith("auxiliary."):
+            if weight.dim() == 2 and weight.requires_grad and not name.startswith(("auxiliary.", "correction.output")):
                 inner = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = 0.02 / math.sqrt(2 * shape.layers) if inner else 0.02
                 weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
@@ -86,26 +90,62 @@ class DrafterTrainingTask(CachedStateTask):
         return new_drafter(self.shape, draft_tokens, self.target, self.window_settings.seed)
 
     def initialize_from(self, folder: Path) -> None:
-        """Start with a saved drafter and its vocabulary. Errors: ValueError if its shape is another."""
-        drafter = load_drafter(folder, self.target, self.target_name)
-        if drafter.shape != self.shape:
+        """Start with a saved drafter and its vocabulary; a longer window and a correction may be new.
+
+        Errors: ValueError if its shape differs otherwise.
+        """
+        drafter, shape = load_drafter(folder, self.target, self.target_name), self.shape
+        old = drafter.shape
+        kept = replace(shape, window=old.window, correction=old.correction, informed=old.informed)
+        if kept != old or shape.window < old.window or old.correction not in (0, shape.correction):
             raise ValueError(f"the drafter in {folder} has another shape than the recipe; take the one it was made by")
-        self._set_module(drafter.float())
+        module, weights = self._new_module(drafter.tokens), drafter.float().state_dict()
+        weights["query"] = torch.cat([drafter.query, drafter.query[-1:].expand(shape.window - old.window, -1)])
+        module.load_state_dict(module.state_dict() | weights)
+        self._set_module(module)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
-        """Cross-entropy of the tokens that the uniforms pick (PTP, Eq. 10), later queries of a window discounted.
+        """The cross-entropy of each query, later queries of a window discounted.
 
-        Plus, weighted by the recipe's `laws`, the cross-entropy between the target's own next-token distribution and
-        the module's at every context position.
+        The target of a query with a uniform, or of a greedy one, is the token (PTP, Eq. 10); of others it is the
+        target's own distribution there. Plus, weighted by the recipe's `laws`, the cross-entropy between the target's
+        next-token distribution and the module's at context positions.
         """
-        batch = self.window_dataset.training_batch(step)
+        batch, generator = self.window_dataset.training_batch(step), seeded_generator(self.seed, "unknown", step)
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]
         weights = self.window_settings.discount**depths
         context, queries = forward_windows(self.module, self.corpus, batch)
-        losses = F.cross_entropy(self._logits(queries[counted]), tokens[counted], reduction="none")
-        distribution_loss = self._distribution_loss(batch, context)
+        unknown = torch.from_numpy(generator.random(tokens.shape[:2]) < UNKNOWN_TOKENS)
+        logits = self._logits(self._corrected(batch, queries, unknown)[counted])
+        losses = F.cross_entropy(logits, tokens[counted], reduction="none")
+        if not self.shape.informed:
+            sampled = (batch.temperatures > 0)[..., None].to(counted.device).expand(counted.shape)[counted]
+            distributions = self._target_distributions(batch.target_rows[counted.cpu()][sampled.cpu()] - 1)
+            losses[sampled] = F.cross_entropy(logits[sampled], distributions, reduction="none")
+        distribution_loss = self._distribution_loss(batch, context, generator)
         return (losses * weights).sum() / weights.sum() + self.window_settings.laws * distribution_loss
+
+    @property
+    def seed(self) -> int:
+        return self.window_settings.seed
+
+    def _corrected(
+        self,
+        batch: Batch,
+        queries: Float[Tensor, "batch windows window hidden"],
+        unknown: Bool[Tensor, "batch windows"] | None = None,
+    ) -> Float[Tensor, "batch windows window hidden"]:
+        """The queries' states, given the two tokens before each; of `unknown` windows those before the window only."""
+        if self.module.correction is None:
+            return queries
+        starts, rows = batch.window_starts, torch.arange(len(batch.tokens))[:, None]
+        before = [torch.where(starts >= n, batch.tokens[rows, (starts - n).clamp_min(0)], -1) for n in (2, 1)]
+        tokens = torch.cat([torch.stack(before, -1), batch.targets], -1)
+        if unknown is not None:
+            tokens[..., 2:] = torch.where(unknown[..., None], -1, tokens[..., 2:])
+        window, tokens = queries.shape[-2], tokens.to(queries.device)
+        return self.module.corrected(queries, tokens[..., 1 : window + 1], tokens[..., :window])
 
     def _draft_targets(
         self, batch: Batch
@@ -119,20 +159,24 @@ class DrafterTrainingTask(CachedStateTask):
         head = self.module.llama.lm_head
         return head(hidden_states.to(head.weight.dtype)).float()
 
-    def _distribution_loss(
-        self, batch: Batch, context_states: Float[Tensor, "batch slots hidden"]
-    ) -> Float[Tensor, ""]:
-        """Over all context positions with a next token; distributions over the drafted tokens, at temperature 1."""
-        rows = batch.corpus_rows[:, : context_states.shape[1] + 1]
-        has_next = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
-        after = self.corpus.hidden_states[rows[:, :-1][has_next]][..., -self.shape.hidden :].to(context_states.device)
+    def _target_distributions(self, rows: Int[Tensor, "rows"]) -> Float[Tensor, "rows draft"]:
+        """The target's distributions over the drafted tokens after these tokens of the corpus, at temperature 1."""
+        states = self.corpus.hidden_states[rows][..., -self.shape.hidden :].to(self.module.tokens.device)
         with torch.no_grad():
-            distributions = self._logits(after).softmax(-1)
-        states = context_states[:, : has_next.shape[1]][has_next.to(context_states.device)]
-        return F.cross_entropy(self._logits(states), distributions)
+            return self._logits(states).softmax(-1)
+
+    def _distribution_loss(
+        self, batch: Batch, context_states: Float[Tensor, "batch slots hidden"], generator: np.random.Generator
+    ) -> Float[Tensor, ""]:
+        """Over context positions with a next token, a random quarter of them."""
+        rows = batch.corpus_rows[:, : context_states.shape[1] + 1]
+        chosen = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
+        chosen &= torch.from_numpy(generator.random(chosen.shape) < CONTEXT_POSITIONS)
+        states = context_states[:, : chosen.shape[1]][chosen.to(context_states.device)]
+        return F.cross_entropy(self._logits(states), self._target_distributions(rows[:, :-1][chosen]))
 
     def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)
-        queries = forward_windows(self.module, self.corpus, batch)[1]
+        queries = self._corrected(batch, forward_windows(self.module, self.corpus, batch)[1])
         drafts = self._logits(queries.flatten(0, -2)).argmax(-1).view(tokens.shape)
         return (counted & (drafts == tokens)).flatten(0, 1)

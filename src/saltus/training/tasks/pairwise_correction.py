@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from saltus.drafting.pairwise_correction import PairwiseCorrection
+from saltus.drafting.token_correction import PairwiseCorrection
 from saltus.networks.models.any_subset import LINK_TENSORS, save_pairwise_correction
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks.any_subset import AnySubsetTrainingTask, lattice_ranks

@@ -1,0 +1,110 @@
+"""Correct logits by the two tokens to the left of their position, which were not known when they were computed.
+
+A call that predicts several positions computes their logits independently. A correction restores most of what they
+lack. It is of low rank: it adds `right @ v` to the logits, where v depends on the position and the two tokens. So a few
+candidates are corrected without touching the rest of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
+
+
+@runtime_checkable
+class TokenCorrection(Protocol):
+    """Logits become `sharpness * logits + right @ vector`."""
+
+    @property
+    def right(self) -> Float[np.ndarray, "vocab rank"]: ...
+
+    def position_inputs(self, hidden_states: Float[np.ndarray, "positions hidden"]) -> np.ndarray:
+        """[positions, …]: what the correction needs of each position."""
+        ...
+
+    def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
+        """The sharpness and the vector [rank] of one position.
+
+        `second_left` is None where the logits already depend on that token.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PairwiseCorrection:
+    """Scores of pairs of tokens: the correction of any-subset models (ASSD).
+
+    The vector is w * (left[a] + second_left[z]), where a is the token to the left of the position and z the one before
+    it. The weights w and the sharpness belong to the position: 1 + its hidden state times `gate`. Drafts then form a
+    chain with pairwise potentials.
+    """
+
+    left: Float[np.ndarray, "vocab rank"]
+    second_left: Float[np.ndarray, "vocab rank"]
+    right: Float[np.ndarray, "vocab rank"]
+    gate: Float[np.ndarray, "hidden weights"]  # a weight for each component of the rank, and the sharpness
+
+    def position_inputs(
+        self, hidden_states: Float[np.ndarray, "positions hidden"]
+    ) -> Float[np.ndarray, "positions weights"]:
+        """The weights of each position; the last column is the sharpness."""
+        return 1 + hidden_states @ self.gate
+
+    def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
+        """The sharpness and the vector [rank] of one position."""
+        scores = self.left[left] if second_left is None else self.left[left] + self.second_left[second_left]
+        return float(position[-1]), scores * position[:-1]
+
+
+@dataclass(frozen=True, eq=False)
+class NonlinearCorrection:
+    """The correction of drafters, `TokenCorrectionModel`: SiLU(A·e(left) + B·e(second left) + G·h) − SiLU(G·h).
+
+    `right` is the unembedding of the drafted tokens times the model's output matrix.
+    """
+
+    left: Float[np.ndarray, "rank hidden"]  # A
+    second_left: Float[np.ndarray, "rank hidden"]  # B
+    state: Float[np.ndarray, "rank hidden"]  # G
+    right: Float[np.ndarray, "vocab rank"]
+    embed: Callable[[int], Float[np.ndarray, "hidden"]]  # e: of a token id of the target
+    token_vectors: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # A·e and B·e
+
+    def position_inputs(
+        self, hidden_states: Float[np.ndarray, "positions hidden"]
+    ) -> Float[np.ndarray, "positions rank"]:
+        """G·h of each position."""
+        return hidden_states @ self.state.T
+
+    def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
+        """The sharpness, which is 1, and the vector [rank] of one position."""
+        total = position + self._token(left)[0]
+        if second_left is not None:
+            total += self._token(second_left)[1]
+        return 1.0, _silu(total) - _silu(position)
+
+    def _token(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+        if token not in self.token_vectors:
+            embedded = self.embed(token)
+            self.token_vectors[token] = self.left @ embedded, self.second_left @ embedded
+        return self.token_vectors[token]
+
+
+def corrected_logits(
+    correction: TokenCorrection,
+    logits: Float[np.ndarray, "vocab"],
+    position: np.ndarray,
+    left: int,
+    second_left: int | None,
+) -> Float[np.ndarray, "vocab"]:
+    """All logits of one position after these two tokens."""
+    sharpness, vector = correction.vector(position, left, second_left)
+    return logits * sharpness + correction.right @ vector
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
