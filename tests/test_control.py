@@ -56,9 +56,22 @@ def test_costs_follow_the_calls_and_an_outlier_moves_them_little():
     for _ in range(100):
         costs.record(8, 1.5)
     assert costs.seconds_for(8) == pytest.approx(1.5, rel=0.01)
-    assert costs.seconds_for(1) == 1.0
     costs.record(8, 1000.0)
     assert costs.seconds_for(8) < 1.7
+
+
+def test_a_machine_under_load_slows_calls_of_all_sizes_and_their_ratio_is_learned_too():
+    costs = CallCost({1: 1.0, 8: 2.0})
+    for _ in range(200):
+        costs.record(1, 3.0)  # under load, and no other size is used
+    assert costs.seconds_for(8) > 3.0, "else drafts would seem cheap"
+    for _ in range(400):
+        costs.record(1, 1.0)
+    assert costs.seconds_for(8) == pytest.approx(2.0, rel=0.05), "else drafts would seem dear, and none would be tried"
+    for number in range(800):
+        costs.record((1, 8)[number % 2], (1.0, 4.0)[number % 2])
+    assert costs.seconds_for(1) == pytest.approx(1.0, rel=0.1)
+    assert costs.seconds_for(8) == pytest.approx(4.0, rel=0.1)
 
 
 # -------------------------------------------------------------------------------------------------------------- sizes

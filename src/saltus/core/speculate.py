@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -43,13 +44,14 @@ def speculate(
         # The distribution after the last accepted node decides one hole more than the tree is deep.
         room = min(len(canvas.open_positions) - 1, controller.budget)
         branches: list[Branch] = []
-        draft_seconds = 0.0
+        draft_seconds = waited = 0.0  # in calls of draft models; until their outputs came
+        started = time.perf_counter()
         should_draft = controller.should_draft()
         for drafter in drafters if room else ():
             drafts = drafter(canvas, last, room)
             if isinstance(drafts, Generator):
-                drafts, seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0)
-                draft_seconds += seconds
+                drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
+                draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
             branches += drafts
         offered = grow_tree(
             branches, controller.budget, room, controller.calibrated_probability, controller.calibrated_payoff
@@ -64,7 +66,9 @@ def speculate(
             inputs = drafter.add_draft_queries(
                 inputs, [controller.calibrated_probability(*one) for one in stated], controller
             )
+        other_seconds = time.perf_counter() - started - waited
         outputs = yield inputs
+        started = time.perf_counter()
         distributions = TargetDistributions(inputs, outputs, sampling, noise)
         tokens, node = rule(inputs, distributions)
         forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
@@ -73,7 +77,7 @@ def speculate(
         # Forced tokens that the end of the text cuts off do not count.
         forced = forced if end is None else max(forced - (len(tokens) - end), 0)
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, forced)
-        controller.record(offered, last, draft_seconds)
+        controller.record(offered, last, draft_seconds, other_seconds + time.perf_counter() - started)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:
@@ -82,14 +86,19 @@ def speculate(
 
 def _time_draft_calls(
     drafts: Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]],
-) -> Generator[ForwardInputs, ForwardOutputs, tuple[Any, float]]:
-    """Pass on the forward passes of a drafter and add up their seconds; its prefill is not counted."""
-    seconds = 0.0
+) -> Generator[ForwardInputs, ForwardOutputs, tuple[Any, float, float]]:
+    """Pass on the forward passes of a drafter.
+
+    Returns its branches, the seconds of its passes without its prefill, and the seconds until their outputs came.
+    """
+    seconds = waited = 0.0
     try:
         inputs = next(drafts)
         while True:
+            started = time.perf_counter()
             outputs = yield inputs
+            waited += time.perf_counter() - started
             seconds += outputs.seconds if outputs.context_tokens_read <= MAX_DRAFT_CONTEXT else 0.0
             inputs = drafts.send(outputs)
     except StopIteration as end:
-        return end.value, seconds
+        return end.value, seconds, waited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,28 +22,42 @@ from saltus.networks.models.exact.packed_weight import describe_weights
 
 CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
 MIN_CACHED_BYTES = 50_000_000  # of weights; the calls of smaller models are timed in no time
-MAX_AGE = 7 * 24 * 3600.0  # seconds that times are kept
+REPEATED_ROWS = (1, 2, 4, 8)  # row counts that are timed in every run
 
 
 def call_seconds(network: Any) -> dict[int, float]:
-    """`measure_call_seconds`, kept in the cache for models of the same shapes and formats on this machine."""
+    """`measure_call_seconds`, kept in the cache for models of the same shapes and formats on this machine.
+
+    Small calls are timed again in every run, and the least times are kept: other work on the machine may have disturbed
+    the first measurement, and it slows small calls more than large ones.
+    """
     file = _cache_file(network)
     if file is None:
         return measure_call_seconds(network)
-    try:
-        if time.time() - file.stat().st_mtime < MAX_AGE:
-            return {int(rows): float(seconds) for rows, seconds in json.loads(file.read_text()).items()}
-    except (OSError, ValueError, AttributeError):  # none yet, or a damaged one
-        pass
-    measured = measure_call_seconds(network)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.write_text(json.dumps(measured))
-        draft.replace(file)
-    except OSError:  # a full or read-only disk: it is measured again
-        pass
+    known = _read_cache(file)
+    if known:
+        measured = measure_call_seconds(network, REPEATED_ROWS, turns=1)
+        measured = {rows: min(seconds, measured.get(rows, seconds)) for rows, seconds in known.items()}
+    else:
+        measured = measure_call_seconds(network)
+    if measured != known:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft = file.with_name(f".{file.name}.{os.getpid()}")
+            draft.write_text(json.dumps(measured))
+            draft.replace(file)
+        except OSError:  # a full or read-only disk: it is measured again
+            pass
     return measured
+
+
+def _read_cache(file: Path) -> dict[int, float]:
+    """The times that were measured before; none if there are none, or if the file is damaged."""
+    try:
+        known = {int(rows): float(seconds) for rows, seconds in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return known if set(known) == set(CALIBRATION_ROWS) and min(known.values()) > 0 else {}
 
 
 def _cache_file(network: Any) -> Path | None:
@@ -59,8 +73,10 @@ def _cache_file(network: Any) -> Path | None:
     return cache_folder() / "call_costs" / f"{blake2b(repr(key).encode(), digest_size=12).hexdigest()}.json"
 
 
-def measure_call_seconds(network: Network) -> dict[int, float]:
-    """Seconds of a call by its number of rows, after a short text: the least of three, since noise only adds."""
+def measure_call_seconds(
+    network: Network, row_counts: Sequence[int] = CALIBRATION_ROWS, turns: int = 3
+) -> dict[int, float]:
+    """Seconds of a call by its number of rows, after a short text: the least of `turns`, since noise only adds."""
     kv_cache = network.new_kv_cache()
     vocab = network.forward([ForwardInputs(continuation([0], 1))], [kv_cache])[0].logits.shape[-1]
     canvas = continuation(np.arange(48) % vocab, 2)
@@ -70,6 +86,6 @@ def measure_call_seconds(network: Network) -> dict[int, float]:
         inputs = ForwardInputs(canvas, tuple(nodes.tolist()), (-1,) * len(nodes))
         return network.forward([inputs], [kv_cache])[0].seconds
 
-    seconds(max(CALIBRATION_ROWS))
-    turns = [[seconds(rows) for rows in CALIBRATION_ROWS] for _ in range(3)]
-    return dict(zip(CALIBRATION_ROWS, map(min, *turns), strict=True))
+    seconds(max(row_counts))
+    timed = [[seconds(rows) for rows in row_counts] for _ in range(turns)]
+    return dict(zip(row_counts, map(min, zip(*timed, strict=True)), strict=True))

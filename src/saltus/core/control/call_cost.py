@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CallCost:
-    """Seconds of a call by its number of rows: calibrated once, updated by calls, linear between known row counts."""
+    """Seconds of a call by its number of rows: calibrated once, updated by calls, linear between known row counts.
+
+    A call updates the nearest known row count, and all others by half as much: a machine under load slows calls of all
+    sizes, also those that are not used at present.
+    """
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
     update_rate: float = 0.1  # weight of the latest call
@@ -16,9 +20,10 @@ class CallCost:
     def record(self, rows: int, seconds: float) -> None:
         """Update by a call, since longer texts cost more and machines drift; an outlier counts as a factor of 2."""
         if self.seconds:
-            known = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
-            change = min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1
-            self.seconds[known] *= 1 + self.update_rate * change
+            nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
+            change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
+            for size in self.seconds:
+                self.seconds[size] *= 1 + (change if size == nearest else change / 2)
 
     def seconds_for(self, rows: int) -> float:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""

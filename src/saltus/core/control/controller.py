@@ -60,8 +60,11 @@ class Controller:
                 break
         return best
 
-    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0) -> None:
-        """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds."""
+    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
+        """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
+
+        `draft_seconds` were spent in calls of draft models, `other_seconds` outside of calls.
+        """
         if not self.adaptive:
             return
         decided, num_verified = step.tokens.tolist(), step.inputs.num_draft_tokens
@@ -83,7 +86,7 @@ class Controller:
             )
             self.acceptance.record_payoff(source, sum(node in depths for node in nodes), payoffs)
         if self.call_cost.seconds:
-            spent = draft_seconds + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
+            spent = draft_seconds + other_seconds + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
             drafted = draft_seconds or step.inputs.has_token_queries
             throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
             throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))
