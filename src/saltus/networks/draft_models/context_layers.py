@@ -17,6 +17,7 @@ from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.networks.models.packed_decoder import PackedDecoder
 
 MAX_ROWS_PER_CALL = 256  # of one pass
 
@@ -66,7 +67,8 @@ class ContextLayers:
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
-        attention.install_attention(model)
+        if not isinstance(model, PackedDecoder):
+            attention.install_attention(model)
         self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
 
     def __call__(

@@ -26,6 +26,7 @@ from saltus.networks.draft_models.context_layers import ContextKVCache, ContextL
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
+from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
@@ -49,25 +50,37 @@ class DrafterShape:
 
 
 class DraftModel(nn.Module):
-    """The layers and embeddings of a drafter. The target's embeddings are shared and not trained."""
+    """The layers and embeddings of a drafter. The target's embeddings are shared and not trained.
+
+    Without `trainable` the layers' weights are empty ("meta"), and only `DraftNetwork` can run them, by kernels:
+    Transformers' classes, which take seconds to import, are then not needed.
+    """
 
     tokens: Tensor  # [draft] ids of the target's vocabulary that are drafted
 
     def __init__(
-        self, shape: DrafterShape, tokens: Int[Tensor, "draft"], embeddings: Tensor, unembedding: Tensor
+        self,
+        shape: DrafterShape,
+        tokens: Int[Tensor, "draft"],
+        embeddings: Tensor,
+        unembedding: Tensor,
+        trainable: bool = True,
     ) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import
-
         self.shape = shape
-        config = LlamaConfig(
-            hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=1, rms_norm_eps=1e-5,
-            max_position_embeddings=1 << 20, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        )  # fmt: skip
-        self.llama = LlamaForCausalLM(config)
-        self.llama.lm_head = nn.Linear(shape.hidden, len(tokens), bias=False)
+        config = {
+            "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": 1,
+            "head_dim": shape.hidden // shape.heads, "rms_norm_eps": 1e-5, "max_position_embeddings": 1 << 20,
+            "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "attention_bias": False,
+            "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        }  # fmt: skip
+        self.llama: Any = (
+            _llama(config)
+            if trainable
+            else PackedDecoder(DecoderConfig(model_type="llama", **config), lambda: _llama(config))
+        )
+        self.llama.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
         self.llama.lm_head.weight = nn.Parameter(unembedding[tokens].clone(), requires_grad=False)
         self.fuse = nn.Linear((len(shape.taps) + 2) * shape.hidden, shape.hidden, bias=False)
         self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.told)
@@ -131,6 +144,12 @@ class DraftModel(nn.Module):
         """Last hidden states, for training; `lm_head` reads them."""
         mask = torch.zeros_like(attention_mask, dtype=inputs.dtype).masked_fill(~attention_mask, MASKED_SCORE)[:, None]
         return self.llama.model(inputs_embeds=inputs, position_ids=positions, attention_mask=mask).last_hidden_state
+
+
+def _llama(config: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import
+
+    return LlamaForCausalLM(LlamaConfig(**config))
 
 
 def rms_normalized(x: Tensor) -> Tensor:

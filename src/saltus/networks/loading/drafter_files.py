@@ -26,6 +26,7 @@ from saltus.networks.loading.metadata import (
     write_metadata,
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
+from saltus.networks.models.exact import native
 from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
@@ -54,11 +55,15 @@ def save_drafter(
     write_metadata(folder, metadata)
 
 
-def load_drafter(folder: Path, target: Any, target_name: str) -> DraftModel:
-    """A drafter for this target (a Hugging Face model), in its dtype. Errors: ValueError of one line."""
+def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DraftModel:
+    """A drafter for this target (a Hugging Face model), in its dtype. Errors: ValueError of one line.
+
+    `trainable` makes its layers modules of Transformers; they are so, too, where there are no compiled kernels.
+    """
     settings, weights = _read_files("drafter", folder, target, target_name)
     shape = DrafterShape(**{**settings, "taps": tuple(settings["taps"])})
-    model = DraftModel(shape, weights.pop("tokens").long(), *_embeddings(target))
+    trainable = trainable or native.kernel("linear", target.dtype, target.device) is None
+    model = DraftModel(shape, weights.pop("tokens").long(), *_embeddings(target), trainable)
     model = _with_weights("drafter", model, weights, folder, target)
     model.auxiliary.float()  # faster on processors without bfloat16, and small
     return model
@@ -100,5 +105,5 @@ def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Pat
     missing = set(model.state_dict()) - set(weights) - set(TARGET_TENSORS)
     if missing:
         raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(weights, strict=False, assign=True)
     return model.to(target.dtype).eval()

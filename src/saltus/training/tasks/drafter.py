@@ -94,7 +94,7 @@ class DrafterTrainingTask(CachedStateTask):
 
         Errors: ValueError if its shape differs otherwise.
         """
-        drafter, shape = load_drafter(folder, self.target, self.target_name), self.shape
+        drafter, shape = load_drafter(folder, self.target, self.target_name, trainable=True), self.shape
         old = drafter.shape
         kept = replace(shape, window=old.window, correction=old.correction, informed=old.informed)
         if kept != old or shape.window < old.window or old.correction not in (0, shape.correction):
