@@ -30,7 +30,7 @@ from saltus.cli.methods import describe_method
 from saltus.cli.options import DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
 from saltus.evaluation.benchmarks.comparison import first_difference
-from saltus.methods import available_methods
+from saltus.methods import AUTO, available_methods
 from saltus.networks.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -102,7 +102,7 @@ def test_the_short_names_are_those_that_can_be_pulled():
     said = saltus_("pull", "--help").stdout
     assert all(name in said for name in ALL_SHORT_NAMES)
     assert DEFAULT_MODEL == DEFAULT_MODEL
-    assert DEFAULT_METHOD in available_methods()
+    assert DEFAULT_METHOD == AUTO
 
 
 def test_methods_lists_every_option_with_its_default_and_comment():
@@ -455,7 +455,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--method", "lokup"], "did you mean lookup"),
         (["a", "--method", "lookup+"], "there are"),
         (["a", "--option", "lookup.longst=5"], "did you mean lookup.longest?"),
-        (["a", "--option", "jacobi.block=5"], "the method is lookup"),
+        (["a", "--option", "jacobi.block=5"], "the method is auto"),
         (["a", "--option", "lookup.longest=five"], "'five' is not a whole number"),
         (["a", "--option", "longest=5"], "write METHOD.FIELD=VALUE"),
         (["a", "--option", "lookup.longest=0"], "must be 1 or more"),

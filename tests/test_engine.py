@@ -47,6 +47,22 @@ def refused(cure: str):
     assert "\n" not in str(error.value)
 
 
+def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folder, tiny_drafter, monkeypatch):
+    folder = str(tiny_folder())
+    without = saltus.load(folder)
+    assert (without.method, set(without.decoder.setups)) == ("lookup", {"lookup"})
+    drafter = tiny_drafter()
+    assert saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"longest": 5}}).method == "ptp+lookup"
+    monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: drafter)
+    monkeypatch.setattr("saltus.networks.loading.target_drafters.find_shipped", lambda kind, target: drafter)
+    shipped = saltus.load(folder, "auto", adaptive=False)
+    assert shipped.method == "ptp+lookup"
+    plain = shipped.generate(PROMPT, method="plain", max_new_tokens=12)
+    assert shipped.generate(PROMPT, method="auto", max_new_tokens=12).tokens == plain.tokens
+    with refused("unknown method 'aut'; did you mean auto"):
+        saltus.load(folder, "aut")
+
+
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_the_text_of_plain_decoding(engine, method, settings):

@@ -25,7 +25,7 @@ def demo(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
-    method: o.Method = "lookup",
+    method: o.Method = o.DEFAULT_METHOD,
     max_new_tokens: o.MaxNewTokens = 128,
     temperature: Annotated[
         float | None,
@@ -65,7 +65,7 @@ def demo(
     }
     validate_settings(method, None, **sampling)
     engine = open_engine(model, method, None, dtype=dtype, device=device, weights=weights)
-    _run_demo(engine, question or QUESTION, model, method, {**sampling, "max_new_tokens": max_new_tokens}, colour)
+    _run_demo(engine, question or QUESTION, model, engine.method, {**sampling, "max_new_tokens": max_new_tokens}, colour)
 
 
 def _run_demo(

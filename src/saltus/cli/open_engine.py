@@ -91,7 +91,7 @@ def validate_settings(
 
 def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, dict[str, Any]]:
     """Fields by method from `method.field=value`, each value in the type of its field."""
-    from saltus.methods import available_methods, make_methods
+    from saltus.methods import available_methods, make_methods, method_names
 
     if assignments:
         make_methods(method)
@@ -101,7 +101,7 @@ def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, d
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
             raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.longest=5")
-        if name not in method.split("+"):
+        if name not in method_names(method):
             raise ValueError(f"--option {assignment}: the method is {method}, not {name}; name it with --method")
         hints = typing.get_type_hints(available_methods()[name])
         keys = [each.name for each in dataclasses.fields(available_methods()[name]) if each.init]

@@ -63,7 +63,10 @@ Weights = Annotated[
     ),
 ]
 
-_METHOD_HELP = "How to draft: lookup, jacobi+lookup, … ([i]saltus methods[/i] lists them)."
+_METHOD_HELP = (
+    "How to draft: auto (lookup, and the drafter that comes with Saltus for the model), lookup, jacobi+lookup, …"
+    " ([i]saltus methods[/i] lists them)."
+)
 Method = Annotated[str, _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
 DraftModel = Annotated[
     str | None,

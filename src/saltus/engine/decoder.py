@@ -19,6 +19,7 @@ from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
+from saltus.engine.auto_method import resolve_method
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.request import Request
@@ -131,6 +132,7 @@ class Decoder:
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
+        method = resolve_method(method, self.target, self.options)
         if method not in self.setups:
             options, budget = self.options, self.budget
             if self.tuned_settings is not None and "jacobi" in method.split("+"):

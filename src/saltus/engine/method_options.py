@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DEFAULT_METHOD = "lookup"
+DEFAULT_METHOD = "auto"  # `saltus.methods.AUTO`, which takes a second to import
+
 Options = Mapping[str, Mapping[str, Any]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -14,6 +14,9 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
+
+AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
+AUTO_METHODS = ("ptp", "lookup")  # what it may draft with, and so whose options may be given
 
 
 @runtime_checkable
@@ -56,16 +59,22 @@ def available_methods() -> dict[str, type[Any]]:
     return dict(sorted(found.items()))
 
 
+def method_names(spec: str) -> Sequence[str]:
+    """The names of the methods of a spec like `jacobi+lookup`; for `auto` of all that it may stand for."""
+    return AUTO_METHODS if spec == AUTO else spec.split("+")
+
+
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
-    """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
+    """The methods of a spec like `jacobi+lookup`; their drafts share one tree. For `auto` all that it may stand for.
 
     `options` gives fields by method: {"lookup": {"longest": 5}}.
     """
     made = []
-    for name in spec.split("+"):
+    for name in method_names(spec):
         if name not in available_methods():
-            near = difflib.get_close_matches(name, available_methods(), n=2, cutoff=0.4)
-            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(available_methods())}"
+            known = [AUTO, *available_methods()]
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise ValueError(f"unknown method {name!r}; {offer}")
         try:
             made.append(available_methods()[name](**(options or {}).get(name, {})))
