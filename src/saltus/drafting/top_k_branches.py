@@ -1,4 +1,4 @@
-"""Turn logits of several positions into branches: the most likely chain, and beside it other likely tokens."""
+"""Turn logits of several positions into branches: the chain of the best tokens, and beside it other good ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import numpy as np
 import torch
 
-from saltus.core.sampling import float_row
+from saltus.core.coupling import best_tokens
+from saltus.core.distributions import TargetDistributions
+from saltus.core.sampling import float_row, most_likely, probability
 from saltus.core.tree import Branch
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
@@ -41,6 +43,26 @@ def top_k_branches(
         tokens.append((likely if ids is None else ids[likely]).tolist())
     if not all(map(math.isfinite, (chance for row in probabilities for chance in row))):
         return []
+    return _branches(tokens, probabilities, source)
+
+
+def coupled_branches(distributions: TargetDistributions, choices: int, source: str) -> list[Branch]:
+    """The same for the tokens that the text's own Gumbel noise favours: the greatest log Q(t) + G(t) of each query.
+
+    `distributions` are those of a call with query nodes only.
+    """
+    tokens, probabilities = [], []
+    for query in range(len(distributions.outputs.logits) - 1):
+        if math.isnan(most_likely(distributions.outputs.logits[query + 1])[1]):
+            return []
+        found = best_tokens(distributions[query], distributions.noise, "text", distributions.position(query), choices)
+        tokens.append([token for token, _ in found])
+        probabilities.append([probability(token, distributions[query]) for token, _ in found])
+    return _branches(tokens, probabilities, source)
+
+
+def _branches(tokens: list[list[int]], probabilities: list[list[float]], source: str) -> list[Branch]:
+    """The chain of the first choices; and at each depth the other choices, after which the chain continues."""
     best, likely = [row[0] for row in tokens], [row[0] for row in probabilities]
     branches, reached = [Branch(best, likely, source)], 1.0
     for depth, (others, chances) in enumerate(zip(tokens, probabilities, strict=True)):

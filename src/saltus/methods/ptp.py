@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
+from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
-from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling
+from saltus.core.rules import Rule, match, reject
+from saltus.core.sampling import Coupling, Sampling
 from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
     SOURCE,
     position_uniforms,
+    query_uniforms,
     two_call_drafter,
+    usable_form,
     with_query_chains,
 )
-from saltus.drafting.top_k_branches import top_k_branches
+from saltus.drafting.top_k_branches import coupled_branches, top_k_branches
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Ptp:
     length: int = 8  # draft tokens, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each position, at most
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
+    trained_coupling: Coupling = field(default="probability", init=False)  # under others queries have no uniforms
 
     def __post_init__(self) -> None:
         for name in ("length", "choices"):
@@ -50,21 +54,30 @@ class Ptp:
 
     def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Ptp | AdapterPtp:
         """The method for the model in its folder: an adapter is decoded with the queries that it was trained for."""
+        coupling = training.get("coupling", "probability")
         if kind != "adapter":
-            return self
+            made = replace(self)
+            object.__setattr__(made, "trained_coupling", coupling)
+            return made
         form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
-        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training)
+        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
+        form = usable_form("one-hot", self.trained_coupling, sampling)
+
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
             stream = f"{SOURCE}/{canvas.num_decided}" if rule is reject else "text"
             uniforms = position_uniforms(noise, sampling, canvas.open_positions[:length], stream)
             inputs = ForwardInputs(canvas, network_name="ptp", hidden_states=hidden_states)
-            outputs = yield with_query_chains(inputs, [(-1, uniforms)], sampling.temperature)
+            inputs = with_query_chains(inputs, [(-1, query_uniforms(uniforms, form))], sampling.temperature)
+            outputs = yield inputs
+            if rule is match and not sampling.greedy and not sampling.has_uniforms:
+                distributions = TargetDistributions(inputs, outputs, sampling, noise)
+                return coupled_branches(distributions, self.choices, SOURCE)
             return top_k_branches(outputs.logits[1:], self.choices, SOURCE, outputs.token_ids)
 
         return draft
@@ -80,16 +93,18 @@ class AdapterPtp:
     form: Any  # a UniformConditioning: loading refuses adapters of other methods
     window: int  # queries of a chain in training
     is_student: bool
+    coupling: Coupling
 
     @property
     def draft_models(self) -> dict[str, str]:
         return {"ptp": self.model if self.is_student else f"adapter:{self.model}"}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        form = usable_form(self.form, self.coupling, sampling)
         if self.is_student:
             length = min(self.length, self.window)
-            return two_call_drafter(noise, sampling, rule, self.form, length, network_name="ptp")
+            return two_call_drafter(noise, sampling, rule, form, length, network_name="ptp")
         length = min(self.length, self.window - 1)  # the first query predicts the verifier's own token
         if self.two_calls or rule is reject:
-            return two_call_drafter(noise, sampling, rule, self.form, length)
-        return FusedPtpDrafter(noise, sampling, self.form, length)
+            return two_call_drafter(noise, sampling, rule, form, length)
+        return FusedPtpDrafter(noise, sampling, form, length)

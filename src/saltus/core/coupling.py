@@ -1,0 +1,125 @@
+"""Pick a token with the random numbers of its position: one function for every method, under each coupling.
+
+A coupling says what a position's random numbers mean. It is chosen once for a text (`Sampling.coupling`) and decides
+how often two similar distributions pick the same token: the draft model's and the target's, above all.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+
+import numpy as np
+
+from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
+from saltus.core.sampling import Distribution, pick
+
+SLACK = 1 - 2.0**-40  # of bounds, against rounding
+
+
+def pick_token(distribution: Distribution, noise: Noise, stream: str, position: int | np.integer) -> int:
+    """The token that the random numbers of `stream` at `position` pick from a distribution, by its coupling."""
+    if len(distribution.weights) == 1:
+        return 0 if distribution.tokens is None else int(distribution.tokens[0])
+    if distribution.coupling == "gumbel":
+        return best_tokens(distribution, noise, stream, position)[0][0]
+    return pick(noise.uniform(stream, position), distribution)
+
+
+def best_tokens(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int = 1
+) -> list[tuple[int, float]]:
+    """The `count` tokens with the greatest log w(t) + G(t), and these values; best first, of equals the lower id.
+
+    w are the weights and G Gumbel noise, so the first token is a sample. G is the same for every distribution: two at a
+    total variation distance D agree on the first token with probability (1 − D)/(1 + D) or more (Daliri et al. 2024).
+    Computed as w(t) / E(t) with exponentials E = exp(−G). Fewer tokens if fewer have weight.
+    """
+    tokens, weights = distribution.tokens, distribution.weights
+    numbers = noise.of_tokens(stream, position, len(weights) if tokens is None else int(tokens[-1]) + 1)
+    race = _Race(numbers, count)
+    if tokens is None:
+        maxima, least = _group_maxima(weights), numbers.tokens
+        bounds = weights.take(least, mode="clip") / numbers.bounds
+        bounds *= least < len(weights)
+        for token in {_most_likely(weights, maxima), *least[_greatest(bounds, count)].tolist()}:
+            if token < len(weights):
+                race.add(token, weights.item(token))
+        places = _above(weights, maxima, numbers.bounds * race.threshold)
+    else:
+        bounds = numbers.bounds[groups_of(tokens)]
+        for place in _greatest(weights / bounds, count).tolist():
+            race.add(int(tokens[place]), weights.item(place))
+        places = np.flatnonzero(weights > bounds * race.threshold)
+    race.run(places if tokens is None else tokens[places], weights[places])
+    return [(token, math.log(-value)) for value, token in race.found]
+
+
+def _greatest(values: np.ndarray, count: int) -> np.ndarray:
+    """The indices of the greatest values, in any order."""
+    if count == 1:
+        return values.argmax(keepdims=True)
+    return np.argpartition(values, -count)[-count:] if len(values) > count else np.arange(len(values))
+
+
+def _group_maxima(weights: np.ndarray) -> np.ndarray:
+    """The greatest weight of each group of tokens."""
+    found = []
+    for start in range(0, len(weights), GROUP_STRIDE * GROUP_SIZE):
+        chapter = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
+        whole = len(chapter) // GROUP_STRIDE * GROUP_STRIDE
+        greatest, rest = chapter[:whole].reshape(-1, GROUP_STRIDE), chapter[whole:]
+        greatest = greatest.max(0) if whole else np.zeros(len(rest))
+        np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
+        found.append(greatest)
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
+    """All tokens of some groups that are less than vocab."""
+    places = np.arange(0, min(vocab, GROUP_STRIDE * GROUP_SIZE), GROUP_STRIDE)
+    tokens = (first_tokens(groups)[:, None] + places).ravel()
+    return tokens if vocab % (GROUP_STRIDE * GROUP_SIZE) == 0 else tokens[tokens < vocab]
+
+
+def _most_likely(weights: np.ndarray, maxima: np.ndarray) -> int:
+    """A token of the greatest weight."""
+    tokens = _tokens_of_groups(maxima.argmax(keepdims=True), len(weights))
+    return tokens.item(int(weights[tokens].argmax()))
+
+
+def _above(weights: np.ndarray, maxima: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """The tokens whose weight exceeds the limit of their group."""
+    tokens = _tokens_of_groups(np.flatnonzero(maxima > limits), len(weights))
+    return tokens[weights[tokens] > limits[groups_of(tokens)]]
+
+
+class _Race:
+    """The best tokens so far."""
+
+    def __init__(self, numbers: TokenNoise, count: int) -> None:
+        self.numbers = numbers
+        self.count = count
+        self.found: list[tuple[float, int]] = []  # (−w/E, token), best first
+
+    @property
+    def threshold(self) -> float:
+        """What w/E of a token must exceed at least; 0 while there are fewer than `count` tokens."""
+        return -self.found[-1][0] * SLACK if len(self.found) == self.count else 0.0
+
+    def add(self, token: int, weight: float) -> None:
+        """Enter one token, if it belongs to the best."""
+        if weight:
+            entry = -weight / self.numbers.exponential(token), token
+            if entry not in self.found:
+                insort(self.found, entry)
+                del self.found[self.count :]
+
+    def run(self, tokens: np.ndarray, weights: np.ndarray) -> None:
+        """Enter tokens, those with the greatest bounds first, while they can belong to the best."""
+        if not len(tokens):
+            return
+        upper = weights / self.numbers.exponential_bounds(tokens)
+        while upper[best := int(upper.argmax())] > self.threshold:
+            self.add(tokens.item(best), weights.item(best))
+            upper[best] = 0
