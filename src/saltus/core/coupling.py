@@ -58,7 +58,7 @@ def best_tokens(
 def _greatest(values: np.ndarray, count: int) -> np.ndarray:
     """The indices of the greatest values, in any order."""
     if count == 1:
-        return values.argmax(keepdims=True)
+        return np.array([values.argmax()])
     return np.argpartition(values, -count)[-count:] if len(values) > count else np.arange(len(values))
 
 
@@ -84,7 +84,7 @@ def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
 
 def _most_likely(weights: np.ndarray, maxima: np.ndarray) -> int:
     """A token of the greatest weight."""
-    tokens = _tokens_of_groups(maxima.argmax(keepdims=True), len(weights))
+    tokens = _tokens_of_groups(np.array([maxima.argmax()]), len(weights))
     return tokens.item(int(weights[tokens].argmax()))
 
 

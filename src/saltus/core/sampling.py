@@ -23,6 +23,7 @@ TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 
 Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
 PTP's Eq. 2; or argmax log P(t) + G(t) with Gumbel noise G for each token."""
+DEFAULT_COUPLING: Coupling = "probability"
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
@@ -40,7 +41,7 @@ class Sampling:
     banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
     # (token, first, last): within the new tokens first…last, all tokens after this token repeat it (a hole's end)
     hole_end_tokens: tuple[tuple[int, int, int], ...] = ()
-    coupling: Coupling = "probability"
+    coupling: Coupling = DEFAULT_COUPLING
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
