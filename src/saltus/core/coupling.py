@@ -12,9 +12,11 @@ from bisect import insort
 import numpy as np
 
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
-from saltus.core.sampling import Distribution, pick
+from saltus.core.sampling import Distribution, pick, probability
 
 SLACK = 1 - 2.0**-40  # of bounds, against rounding
+ERROR_SCALE = 2.0  # of the Gumbel noise by which a draft model's log-probabilities differ from the target's
+CONSIDERED_RATIO = 0.02  # of the best value: below it a token hardly counts for the estimates
 
 
 def pick_token(distribution: Distribution, noise: Noise, stream: str, position: int | np.integer) -> int:
@@ -26,6 +28,25 @@ def pick_token(distribution: Distribution, noise: Noise, stream: str, position: 
     return pick(noise.uniform(stream, position), distribution)
 
 
+def draft_tokens(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int = 1
+) -> list[tuple[int, float]]:
+    """The tokens that a draft distribution suggests for a position, best first, with estimates of their acceptance.
+
+    By inverse CDF this is one token, picked as the target's will be, with its probability. With Gumbel noise the target
+    picks the best of its own values z = log P + G. Where its log P differs by some Gumbel noise of its own, of scale s,
+    token t is the best with probability exp(z(t)/s) / Σ exp(z/s), z being the draft's values. `ERROR_SCALE` is s: 2
+    fits the shipped drafter best.
+    """
+    if distribution.coupling != "gumbel" or len(distribution.weights) == 1:
+        token = pick_token(distribution, noise, stream, position)
+        return [(token, probability(token, distribution))]
+    race = _run_race(distribution, noise, stream, position, count, CONSIDERED_RATIO)
+    best = -race.found[0][0]
+    total = max(float(((race.upper / best) ** (1 / ERROR_SCALE)).sum()), 1.0)
+    return [(token, (-value / best) ** (1 / ERROR_SCALE) / total) for value, token in race.found]
+
+
 def best_tokens(
     distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int = 1
 ) -> list[tuple[int, float]]:
@@ -35,6 +56,14 @@ def best_tokens(
     total variation distance D agree on the first token with probability (1 − D)/(1 + D) or more (Daliri et al. 2024).
     Computed as w(t) / E(t) with exponentials E = exp(−G). Fewer tokens if fewer have weight.
     """
+    found = _run_race(distribution, noise, stream, position, count, 1.0).found
+    return [(token, math.log(-value)) for value, token in found]
+
+
+def _run_race(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int, considered: float
+) -> _Race:
+    """The race of all tokens that may have a value w/E of `considered` times the count-th best, or more."""
     tokens, weights = distribution.tokens, distribution.weights
     numbers = noise.of_tokens(stream, position, len(weights) if tokens is None else int(tokens[-1]) + 1)
     race = _Race(numbers, count)
@@ -45,14 +74,15 @@ def best_tokens(
         for token in {_most_likely(weights, maxima), *least[_greatest(bounds, count)].tolist()}:
             if token < len(weights):
                 race.add(token, weights.item(token))
-        places = _above(weights, maxima, numbers.bounds * race.threshold)
+        places = _above(weights, maxima, numbers.bounds * (considered * race.threshold))
+        race.run(places, weights[places])
     else:
         bounds = numbers.bounds[groups_of(tokens)]
         for place in _greatest(weights / bounds, count).tolist():
-            race.add(int(tokens[place]), weights.item(place))
-        places = np.flatnonzero(weights > bounds * race.threshold)
-    race.run(places if tokens is None else tokens[places], weights[places])
-    return [(token, math.log(-value)) for value, token in race.found]
+            race.add(tokens.item(place), weights.item(place))
+        places = np.flatnonzero(weights > bounds * (considered * race.threshold))
+        race.run(tokens[places], weights[places])
+    return race
 
 
 def _greatest(values: np.ndarray, count: int) -> np.ndarray:
@@ -101,6 +131,7 @@ class _Race:
         self.numbers = numbers
         self.count = count
         self.found: list[tuple[float, int]] = []  # (−w/E, token), best first
+        self.upper = np.empty(0)  # at least w/E, for each token that ran
 
     @property
     def threshold(self) -> float:
@@ -119,7 +150,8 @@ class _Race:
         """Enter tokens, those with the greatest bounds first, while they can belong to the best."""
         if not len(tokens):
             return
-        upper = weights / self.numbers.exponential_bounds(tokens)
+        self.upper = weights / self.numbers.exponential_bounds(tokens)
+        upper = self.upper.copy()
         while upper[best := int(upper.argmax())] > self.threshold:
             self.add(tokens.item(best), weights.item(best))
             upper[best] = 0

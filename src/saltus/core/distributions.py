@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
-from saltus.core.coupling import pick_token
+from saltus.core.coupling import draft_tokens, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
@@ -84,6 +84,12 @@ class TargetDistributions:
             else:
                 self._picks[node] = pick_token(self[node], self.noise, "text", self.position(node))
         return self._picks[node]
+
+    def draft(self, node: int) -> tuple[int, float]:
+        """The token of `pick`, with an estimate of the probability that it is the target's, too."""
+        if self.sampling.plain_argmax:
+            return self.pick(node), 1.0
+        return draft_tokens(self[node], self.noise, "text", self.position(node))[0]
 
 
 @dataclass(frozen=True)

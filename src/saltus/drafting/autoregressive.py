@@ -13,7 +13,7 @@ from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Distribution, Sampling, most_likely, probability
+from saltus.core.sampling import Distribution, Sampling, most_likely
 from saltus.core.tree import Branch
 
 
@@ -49,8 +49,7 @@ def draft_autoregressively(
             stated = distribution.peak  # must not depend on the token
             distributions.append(distribution)
         else:
-            token = answers.pick(-1)
-            stated = probability(token, answers[-1])
+            token, stated = answers.draft(-1)
         if sampling.greedy:
             stated = most_likely(outputs.logits[0])[1]
         if math.isnan(stated):

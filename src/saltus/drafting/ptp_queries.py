@@ -16,7 +16,7 @@ from saltus.core.forward import NO_TOKEN, TARGET, ForwardInputs, ForwardOutputs,
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Coupling, Distribution, Sampling, most_likely, probability, uniform_interval
+from saltus.core.sampling import Coupling, Distribution, Sampling, most_likely, uniform_interval
 from saltus.core.tree import Branch
 
 UniformConditioning = Literal["one-hot", "categorical", "independent"]
@@ -97,8 +97,7 @@ def drafts_of_chain(
         if math.isnan(stated):
             break
         if form != "one-hot":
-            token = distributions.pick(query)
-            stated = probability(token, distributions[query])
+            token, stated = distributions.draft(query)
         drafts.append((token, stated))
     return drafts
 

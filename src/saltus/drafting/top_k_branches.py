@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from saltus.core.coupling import best_tokens
+from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import TargetDistributions
-from saltus.core.sampling import float_row, most_likely, probability
+from saltus.core.sampling import float_row, most_likely
 from saltus.core.tree import Branch
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
@@ -55,9 +55,9 @@ def coupled_branches(distributions: TargetDistributions, choices: int, source: s
     for query in range(len(distributions.outputs.logits) - 1):
         if math.isnan(most_likely(distributions.outputs.logits[query + 1])[1]):
             return []
-        found = best_tokens(distributions[query], distributions.noise, "text", distributions.position(query), choices)
+        found = draft_tokens(distributions[query], distributions.noise, "text", distributions.position(query), choices)
         tokens.append([token for token, _ in found])
-        probabilities.append([probability(token, distributions[query]) for token, _ in found])
+        probabilities.append([chance for _, chance in found])
     return _branches(tokens, probabilities, source)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saltus.core.canvas import HOLE, Canvas
 from saltus.core.control.controller import Controller
-from saltus.core.coupling import pick_token
+from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
@@ -200,8 +200,7 @@ class _BranchBuilder:
             token = place if distribution.tokens is None else int(distribution.tokens[place])
             stated = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
         else:
-            token = pick_token(distribution, self.noise, "text", hole)
-            stated = probability(token, distribution)
+            token, stated = draft_tokens(distribution, self.noise, "text", hole)[0]
         self.tokens.append(token)
         self.distributions.append(distribution)
         self.acceptance_probabilities.append(stated)
