@@ -25,6 +25,7 @@ from saltus.drafting import ptp_queries
 from saltus.drafting.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
 from saltus.drafting.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
+from saltus.methods.ptp import AdapterPtp
 from saltus.networks.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 from test_gated import adapter_for
@@ -75,6 +76,28 @@ def learned(form: str, sampling: Sampling, adapted=perfect_adapter, **settings) 
     target = toy_network(**{"logit_scale": 1.5} | settings)
     target.adapter = adapted(target, sampling, form) if adapted is perfect_adapter else adapted(target)
     return target
+
+
+@every_form
+@pytest.mark.parametrize("two_calls", [False, True])
+@pytest.mark.parametrize("coupling", ["probability", "token-order", "gumbel"])
+def test_an_adapter_drafts_under_any_coupling_and_is_told_uniforms_under_its_own(form, two_calls, coupling):
+    sampling, told = Sampling(temperature=1.0, coupling=coupling), []
+    target = learned(form, sampling)
+    adapter = target.adapter
+    target.adapter = lambda before, uniforms: told.extend(uniforms) or adapter(before, uniforms)
+    method = AdapterPtp("", 5, two_calls, form, 6, False, "token-order")
+    steps: list = []
+    generator = speculate(
+        continuation(PROMPT, 24), Noise(0), sampling, [method.drafter(Noise(0), sampling, match)], steps.append
+    )
+    for _ in run_batch([SequenceState(generator)], {"target": target}):
+        pass
+    assert [int(token) for step in steps for token in step.tokens] == write(target, sampling=sampling)
+    informed = coupling == "token-order" and form != "independent"
+    assert told
+    assert informed == any(not math.isnan(u) for u in told)
+    assert len(steps) < (8 if informed and form == "one-hot" else 24)
 
 
 # Forward

@@ -27,8 +27,9 @@ from conftest import tiny_llama
 from saltus.cli.app import app
 from saltus.cli.coloured_text import CALL_COLOURS, VISIBLE_CONTROL_CHARACTERS, ColouredTextWriter
 from saltus.cli.methods import describe_method
-from saltus.cli.options import DEFAULT_METHOD
+from saltus.cli.options import DEFAULT_COUPLING, DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
+from saltus.core.sampling import Sampling
 from saltus.evaluation.benchmarks.comparison import first_difference
 from saltus.methods import AUTO, available_methods
 from saltus.networks.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
@@ -85,6 +86,30 @@ def test_help_needs_neither_torch_nor_transformers():
 
 def test_saltus_alone_shows_its_commands():
     assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "bench", "pull", "methods", "demo"))
+
+
+def test_the_default_coupling_of_the_options_is_that_of_the_library():
+    assert Sampling().coupling == DEFAULT_COUPLING
+
+
+@pytest.mark.parametrize("coupling", ["probability", "token-order", "gumbel"])
+def test_under_each_coupling_methods_write_the_same_text_and_couplings_different_ones(coupling, folder):
+    def answer(*arguments: object) -> list[int]:
+        given = "generate", PROMPT, "-m", folder, "-t", 1, "-n", 24, "--ignore-eos", "--json", *arguments
+        return json.loads(saltus_(*given).stdout)["tokens"]
+
+    own = answer("--coupling", coupling, "--method", "plain")
+    assert answer("--coupling", coupling, "--method", "jacobi+lookup") == own
+    assert answer("--coupling", "gumbel" if coupling == "probability" else "probability", "--method", "plain") != own
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_coupling_is_refused_before_loading(tmp_path):
+    file = lines(tmp_path / "prompts.jsonl", {"prompt": "a"})
+    for command in ("generate x", "bench", f"collect text -f {file} --out {tmp_path / 'out'}"):
+        assert "coupling is maximal, but must be one of probability, token-order, gumbel" in complaint(
+            *command.split(), "--coupling", "maximal"
+        )
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -139,14 +139,26 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
 @pytest.mark.slow
 def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, prompts_file, tmp_path):
     out = "--out", tmp_path / "teacher"
-    collect("-f", prompts_file, "-m", folder, *out)
-    assert "all there before" in collect("-f", prompts_file, "-m", folder, *out).stderr
+    collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability")
+    assert "all there before" in collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability").stderr
 
     def refused(*arguments: object) -> str:
-        return complaint("collect", "text", *out, *arguments)
+        given = arguments if "--coupling" in arguments else (*arguments, "--coupling", "probability")
+        return complaint("collect", "text", *out, *given)
 
     assert "begun with seed 0, not 1" in refused("-f", prompts_file, "-m", folder, "-n", 12, "--seed", 1)
     assert "max-new-tokens 12, not 13" in refused("-f", prompts_file, "-m", folder, "-n", 13)
+    assert "coupling probability, not token-order" in refused(
+        "-f", prompts_file, "-m", folder, "-n", 12, "--coupling", "token-order"
+    )
+    metadata = tmp_path / "teacher" / "collect.json"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "coupling": "gumbel"}))
+    assert "coupling gumbel, not probability" in refused(
+        "-f", prompts_file, "-m", folder, "-n", 12, "--coupling", "probability"
+    )
+    older = {name: value for name, value in json.loads(metadata.read_text()).items() if name != "coupling"}
+    metadata.write_text(json.dumps(older))  # a folder of an earlier version
+    collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability")
     assert "temperatures [0.0, 0.7], not [0.5]" in refused("-f", prompts_file, "-m", folder, "-n", 12, "-t", 0.5)
     assert "other prompts" in refused("-f", prompts_file, "-m", folder, "-n", 12, "--limit", 2)
     assert "another model" in refused("-f", prompts_file, "-m", tiny_folder(1), "-n", 12)

@@ -28,6 +28,10 @@ SAMPLINGS = {
     "sampled": Sampling(temperature=1.0),
     "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9),
     "min_p": Sampling(temperature=1.3, min_p=0.1),
+    "by probability": Sampling(temperature=1.0, coupling="probability"),
+    "by token id": Sampling(temperature=1.0, coupling="token-order"),
+    "with Gumbel noise": Sampling(temperature=1.0, coupling="gumbel"),
+    "with Gumbel noise, truncated": Sampling(0.8, top_k=4, repetition_penalty=1.2, banned=(3,), coupling="gumbel"),
     "greedy, penalised": Sampling(repetition_penalty=1.3),
     "penalised, banned and forced": Sampling(
         0.8, repetition_penalty=1.2, banned=(3,), forced_at_index=((0, 5), (4, 1), (5, 1))

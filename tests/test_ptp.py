@@ -17,7 +17,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
-from saltus.drafting.draft_tree import PositionPredictions, likely_paths
+from saltus.drafting.draft_tree import PositionPredictions, likeliest, likely_paths
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
 from saltus.methods.ptp import Ptp, drafter_predictions
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
@@ -83,7 +83,7 @@ def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
 
 def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = likely_paths(PositionPredictions(logits.numpy()), [], 2, SOURCE)
+    found = likely_paths(PositionPredictions(logits.numpy()), [], likeliest(2), SOURCE)
     paths = {tuple(branch.tokens): branch.acceptance_probabilities for branch in found}
     assert set(paths) == {(0, 1, 0), (1, 1, 0), (0, 2, 0), (1, 2, 0)}
     assert all(branch.source == SOURCE for branch in found)
@@ -93,7 +93,10 @@ def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_
 
 def test_broken_predictions_draft_nothing():
     logits = np.array([[3.0, 2.0], [np.nan, 1.0]], dtype=np.float32)
-    assert [list(one.tokens) for one in likely_paths(PositionPredictions(logits), [4, 5], 2, SOURCE)] == [[0], [1]]
+    assert [list(one.tokens) for one in likely_paths(PositionPredictions(logits), [4, 5], likeliest(2), SOURCE)] == [
+        [0],
+        [1],
+    ]
 
 
 def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens():
@@ -104,8 +107,8 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens():
         torch.nn.init.normal_(layer.weight, std=0.3)
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
-    predictions = drafter_predictions(outputs)
-    branches = likely_paths(predictions, text[-2:].tolist(), 3, SOURCE)
+    predictions = drafter_predictions(outputs, network.traits)
+    branches = likely_paths(predictions, text[-2:].tolist(), likeliest(3), SOURCE)
     assert len(branches) > 3
     for branch in branches:
         path = [*text[-2:].tolist(), *branch.tokens]
@@ -116,7 +119,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens():
                 row = network.model.llama.lm_head(network.model.corrected(hidden, *before))
             expected = row.softmax(-1)[branch.tokens[depth] - 5]
             assert stated == pytest.approx(float(expected), rel=1e-4)
-    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), 3, SOURCE)
+    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), likeliest(3), SOURCE)
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
 
 

@@ -156,14 +156,15 @@ def toy_drafter(
 def perfect_adapter(target: ToyNetwork, sampling: Sampling, form: UniformConditioning = "one-hot") -> ToyAdapter:
     """A perfect adapter: it computes the tokens before its own from the uniforms.
 
-    Given its own uniform, too (O-PTP), it is certain of its token; else its distribution is the target's (Theorem 2),
-    or, without uniforms, the marginal of `independent` prediction.
+    Given its own uniform, too (O-PTP), it is certain of its token; else its distribution is the target's (Theorem 2).
+    Without uniforms (`independent` prediction, or a coupling that has none) it is the marginal.
     """
 
     marginals: dict[tuple[tuple[int, int], int], Tensor] = {}
 
     def adapted(before: tuple[int, int], uniforms: Sequence[float]) -> Tensor:
-        if form == "independent":
+        uninformed = math.isnan(uniforms[-1]) and (form == "one-hot" or len(uniforms) > 1)
+        if form == "independent" or (uninformed and not sampling.greedy):
             key = before, len(uniforms)
             if key not in marginals:
                 marginals[key] = torch.from_numpy(_marginal(target, sampling, *key)).log()

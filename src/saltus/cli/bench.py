@@ -97,6 +97,7 @@ def run(
     temperature: o.Temperature = 0.0,
     top_p: o.TopP = 1.0,
     top_k: o.TopK = 0,
+    coupling: o.Coupling = o.DEFAULT_COUPLING,
     seed: o.Seed = 0,
     out: Annotated[
         Path | None,
@@ -144,8 +145,9 @@ def run(
     names = _method_names(methods)
     find_suite(suite)
     _validate_settings(
-        names, peers, assistant, option, rule, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+        names, peers, assistant, option, rule, temperature=temperature, top_p=top_p, top_k=top_k, coupling=coupling,
+        seed=seed,
+    )  # fmt: skip
     tasks = load_tasks(suite, limit)
     from saltus.cli.open_engine import open_engine
     from saltus.core.sampling import Sampling
@@ -158,7 +160,7 @@ def run(
         adaptive=not whole_trees, tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
     run = Benchmark(
         engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks)

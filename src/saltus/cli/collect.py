@@ -103,6 +103,7 @@ class CollectionOptions:
     device: o.Device = "auto"
     free_shapes: FreeShapes = False
     temperature: Temperatures = None
+    coupling: o.Coupling = o.DEFAULT_COUPLING
     seed: o.Seed = 0
     max_new_tokens: o.MaxNewTokens = 256
     batch_size: BatchSize = 16
@@ -201,6 +202,7 @@ def _collect_texts(
     }  # fmt: skip
     settings: dict[str, Any] = {
         "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
+        "coupling": given.coupling,
         "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))), **plan_settings,
     }  # fmt: skip
     from saltus.training.data.teacher_texts import CollectionPlan

@@ -65,7 +65,9 @@ def demo(
     }
     validate_settings(method, None, **sampling)
     engine = open_engine(model, method, None, dtype=dtype, device=device, weights=weights)
-    _run_demo(engine, question or QUESTION, model, engine.method, {**sampling, "max_new_tokens": max_new_tokens}, colour)
+    _run_demo(
+        engine, question or QUESTION, model, engine.method, {**sampling, "max_new_tokens": max_new_tokens}, colour
+    )
 
 
 def _run_demo(

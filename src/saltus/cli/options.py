@@ -128,6 +128,16 @@ RepetitionPenalty = Annotated[
         help="Above 1: earlier tokens become less likely.",
     ),
 ]
+Coupling = Annotated[
+    str,
+    _option(
+        SAMPLING_PANEL,
+        "--coupling",
+        metavar="NAME",
+        help="Which token a position's random numbers pick: gumbel; or by inverse CDF, probability, token-order.",
+    ),
+]
+DEFAULT_COUPLING = "probability"  # that of core.sampling, whose import takes seconds
 Seed = Annotated[
     int,
     _option(SAMPLING_PANEL, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method."),
@@ -215,6 +225,7 @@ class SamplingOptions:
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    coupling: Coupling = DEFAULT_COUPLING
     seed: Seed = 0
 
 

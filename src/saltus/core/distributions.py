@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
+from saltus.core.coupling import draft_tokens, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, pick, token_distribution
+from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
 
 
 @dataclass
@@ -51,7 +52,7 @@ class TargetDistributions:
         ids = self.outputs.token_ids.cpu().numpy()
         if self.sampling.token_independent:
             found = token_distribution(row, self.sampling)
-            return Distribution(ids if found.tokens is None else ids[found.tokens], found.weights)
+            return replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
         whole = np.full(1 + int(max(ids[-1], -1 if context is None else context.max())), -np.inf, np.float32)
         whole[ids] = float_row(row)
         return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
@@ -68,8 +69,12 @@ class TargetDistributions:
         """How many tokens lie between the decided ones and the position that this node's distribution is for."""
         return self.inputs.depths[node] + (not self.inputs.has_own_position(node)) if node >= 0 else 0
 
+    def position(self, node: int) -> int:
+        """The position that this node's distribution is for."""
+        return int(self.inputs.canvas.open_positions[self.depth(node)])
+
     def pick(self, node: int) -> int:
-        """The text's own token after `node`: Pick(u, P) with the uniform of that position (PTP, Eq. 2)."""
+        """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and node < self.inputs.num_draft_tokens:
                 found = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
@@ -77,9 +82,14 @@ class TargetDistributions:
                 tokens = found if ids is None else ids.cpu().numpy()[found]
                 self._picks |= dict(enumerate(tokens.tolist(), start=-1))
             else:
-                u = self.noise.uniform("text", self.inputs.canvas.open_positions[self.depth(node)])
-                self._picks[node] = pick(u, self[node])
+                self._picks[node] = pick_token(self[node], self.noise, "text", self.position(node))
         return self._picks[node]
+
+    def draft(self, node: int) -> tuple[int, float]:
+        """The token of `pick`, with an estimate of the probability that it is the target's, too."""
+        if self.sampling.plain_argmax:
+            return self.pick(node), 1.0
+        return draft_tokens(self[node], self.noise, "text", self.position(node))[0]
 
 
 @dataclass(frozen=True)

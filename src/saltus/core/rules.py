@@ -1,4 +1,4 @@
-"""Verify draft tokens: accept those that the text's own uniforms select, or use rejection sampling."""
+"""Verify draft tokens: accept those that the text's own random numbers pick, or use rejection sampling."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
-from saltus.core.sampling import one_hot, pick, probability, residual, sample
+from saltus.core.sampling import one_hot, probability, residual, sample
 
 Rule = Callable[[ForwardInputs, TargetDistributions], tuple[np.ndarray, int]]
 """Returns the decided tokens (int64, at least one, at most all open ones) and the last accepted node (−1: none)."""
 
 
 def match(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
-    """Walk the tree with the text's own uniforms: accept what Pick would have decided anyway (PTP, Alg. 1).
+    """Walk the tree with the text's own random numbers: accept what they would have picked anyway (PTP, Alg. 1).
 
-    Greedy decoding is the same rule, since Pick from a one-hot distribution is the argmax. Exact for any tree: the
+    Greedy decoding is the same rule, since the pick from a one-hot distribution is the argmax. Exact for any tree: the
     text is a function of the seed alone.
     """
     node, tokens = -1, []
@@ -52,9 +53,10 @@ def reject(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[n
                 break
             target = residual(target, draft)
         else:
-            u = distributions.noise.uniform("text", position)
-            # Without drafts the token is the one that `match` picks.
-            tokens.append(sample(u, target) if inputs.num_draft_tokens else pick(u, target))
+            if inputs.num_draft_tokens:
+                tokens.append(sample(distributions.noise.uniform("text", position), target))
+            else:  # the token that `match` picks
+                tokens.append(pick_token(target, distributions.noise, "text", position))
             break
         if distributions.ends_hole(tokens):
             break

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from torch import Tensor
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
 LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability
 TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 53 bits, and pick can be inverted
+Coupling = Literal["probability", "token-order", "gumbel"]
+"""Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
+PTP's Eq. 2; or argmax log P(t) + G(t) with Gumbel noise G for each token."""
+DEFAULT_COUPLING: Coupling = "probability"
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
@@ -36,6 +41,7 @@ class Sampling:
     banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
     # (token, first, last): within the new tokens first…last, all tokens after this token repeat it (a hole's end)
     hole_end_tokens: tuple[tuple[int, int, int], ...] = ()
+    coupling: Coupling = DEFAULT_COUPLING
 
     def __post_init__(self) -> None:
         def check(holds: bool, name: str, cure: str) -> None:
@@ -48,6 +54,7 @@ class Sampling:
         check(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; use 1 to switch it off")
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
+        check(self.coupling in get_args(Coupling), "coupling", f"must be one of {', '.join(get_args(Coupling))}")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
         for name in ("forced_at_index", "banned_at_index", "hole_end_tokens"):
             check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
@@ -55,6 +62,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def has_uniforms(self) -> bool:
+        """True if one uniform of a position picks its token, so that a draft model can be given it."""
+        return self.coupling != "gumbel"
 
     @property
     def plain_argmax(self) -> bool:
@@ -94,24 +106,28 @@ class Sampling:
 class Distribution:
     """The distribution of one token, as unnormalised weights in token order.
 
-    `tokens` are the ascending ids that the weights belong to, None for the whole vocabulary. Tokens are *picked* in
-    another order: the likely ones by falling weight, then the others by id. So a small uniform picks the likeliest
-    token, whatever its id, and two similar distributions nearly always pick the same token.
+    `tokens` are the ascending ids that the weights belong to, None for the whole vocabulary. Under the coupling
+    `probability` tokens are *picked* in another order: the likely ones by falling weight, then the others by id. So a
+    small uniform picks the likeliest token, whatever its id.
     """
 
     tokens: np.ndarray | None  # [n] int64
     weights: np.ndarray  # [n] float64, not negative; [vocabulary] if tokens is None
+    coupling: Coupling = "probability"  # what `pick_token` uses
 
     @cached_property
     def head(self) -> np.ndarray:
-        """Indices of the likely tokens, by falling weight; among equal weights the lower id first."""
+        """Indices of the likely tokens, by falling weight; among equal weights the lower id first. None by id alone."""
+        if self.coupling == "token-order":
+            return np.empty(0, dtype=np.int64)
         likely = np.flatnonzero(self.weights >= max(float(self.weights.max()) * LIKELY_THRESHOLD, 5e-324))
         return likely[np.argsort(-self.weights[likely], kind="stable")]
 
     @cached_property
     def head_sums(self) -> np.ndarray:
-        """Inclusive cumulative sums of the head, in float64."""
-        return np.cumsum(self.weights[self.head], dtype=np.float64)
+        """Inclusive cumulative sums of the head, in float64; [0] without a head."""
+        sums = np.cumsum(self.weights[self.head], dtype=np.float64)
+        return sums if len(sums) else np.zeros(1)
 
     @cached_property
     def rest(self) -> np.ndarray:
@@ -191,7 +207,7 @@ def token_distribution(
     weights = np.exp((scores - top).astype(np.float64))
     if tokens is not None and not weights.all():
         tokens, weights = tokens[weights > 0], weights[weights > 0]
-    return Distribution(tokens, weights)
+    return Distribution(tokens, weights, sampling.coupling)
 
 
 def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
@@ -224,10 +240,12 @@ def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
 
 
 def pick(u: float, distribution: Distribution) -> int:
-    """The first token whose cumulative probability exceeds u in [0, 1) (PTP, Eq. 2); never one of probability zero.
+    """The first token whose cumulative probability exceeds u in [0, 1); never one of probability zero.
 
-    Eq. 2 sums tokens by id; here they are summed in the order of `Distribution`.
+    In PTP's Eq. 2 the sum runs over the ids 1…j, as under the coupling `token-order`; under `probability` it runs in
+    the order of `Distribution`.
     """
+    assert distribution.coupling != "gumbel"
     if not 0 <= u < 1:
         raise ValueError(f"pick was given u = {u}, but a uniform lies in [0, 1)")
     x = u * distribution.total
@@ -260,6 +278,7 @@ def _search_sums(sums: np.ndarray, x: float) -> tuple[int, float]:
 
 def uniform_interval(token: int, distribution: Distribution) -> tuple[float, float]:
     """The inverse of `pick`: exactly the u in [low, high) pick the token (none if low = high)."""
+    assert distribution.coupling != "gumbel"
     place = token if distribution.tokens is None else int(np.searchsorted(distribution.tokens, token))
     if place >= len(distribution.weights):
         return 1.0, 1.0

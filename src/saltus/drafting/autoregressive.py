@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Distribution, Sampling, most_likely, pick, probability
+from saltus.core.sampling import Distribution, Sampling, most_likely
 from saltus.core.tree import Branch
 
 
@@ -27,12 +28,12 @@ def draft_autoregressively(
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
     """A branch of up to `length` tokens; it ends where the product of the drafts' probabilities is too small.
 
-    Under `match` drafts are picked with the text's own uniforms, so that they agree with the target's tokens wherever
-    the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden states
-    are an input of the first call only. A network that returns no logits ends the branch.
+    Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
+    wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
+    states are an input of the first call only. A network that returns no logits ends the branch.
     """
     canvas = inputs.canvas
-    stream = f"{source}/{canvas.num_decided}"  # new in each step: uniforms are never used twice
+    stream = f"{source}/{canvas.num_decided}"  # new in each step: random numbers are never used twice
     tokens: list[int] = []
     probabilities: list[float] = []
     distributions: list[Distribution] = []
@@ -44,12 +45,11 @@ def draft_autoregressively(
         answers = TargetDistributions(inputs, outputs, sampling, noise)
         if rule is reject:
             distribution = answers[-1]
-            token = pick(noise.uniform(stream, inputs.canvas.open_positions[0]), distribution)
+            token = pick_token(distribution, noise, stream, inputs.canvas.open_positions[0])
             stated = distribution.peak  # must not depend on the token
             distributions.append(distribution)
         else:
-            token = answers.pick(-1)
-            stated = probability(token, answers[-1])
+            token, stated = answers.draft(-1)
         if sampling.greedy:
             stated = most_likely(outputs.logits[0])[1]
         if math.isnan(stated):

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 
+from saltus.core.coupling import draft_tokens
+from saltus.core.noise import Noise
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.tree import Branch
 from saltus.drafting.token_correction import TokenCorrection
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
 MAX_NODES = 24  # nodes of the branches, at most
 MAX_GAP = 8.0  # a token whose logit is further below the largest one is not corrected
+
+
+@dataclass(frozen=True, eq=False)
+class DrafterTraits:
+    """What a drafter network says about its predictions."""
+
+    correction: TokenCorrection | None = None
+    informed: bool = True  # False: without uniforms its logits are those of distributions at temperature 1
 
 
 @dataclass(eq=False)
@@ -32,24 +44,20 @@ class PositionPredictions:
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
     _candidates: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, float]] = field(default_factory=dict, init=False)
 
-    def likely_tokens(self, position: int, path: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """The `count` likeliest tokens of a position after the tokens of `path`, with their probabilities.
+    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
 
         `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
         Empty for logits that are not finite.
         """
         ids, logits, right, rest = self._position_candidates(position)
-        if not len(ids):
-            return []
-        if self.correction is not None:
+        if self.correction is not None and len(ids) and path:
             second_left = path[-2] if len(path) > 1 else None
             sharpness, vector = self.correction.vector(self.position_inputs[position], path[-1], second_left)
             logits = logits * sharpness + right @ vector
-        found = largest(logits, count)
-        top = logits[found[0]]
-        weight = np.exp(logits - top).sum(dtype=np.float64) + rest * math.exp(-min(max(top, -80.0), 80.0))
-        chances = np.exp(logits[found] - top) / weight
-        return list(zip(ids[found].tolist(), chances.tolist(), strict=True)) if math.isfinite(weight) else []
+            if not np.isfinite(logits).all():
+                return ids[:0], logits[:0], 0.0
+        return ids, logits, rest
 
     def _position_candidates(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """Ids, logits and correction rows of the candidates, and the summed weight of all other tokens.
@@ -66,8 +74,42 @@ class PositionPredictions:
         return self._candidates[position]
 
 
-def likely_paths(predictions: PositionPredictions, text: Sequence[int], choices: int, source: str) -> list[Branch]:
-    """Branches of the likeliest paths, grown best first; `choices` tokens are offered after each node, at most.
+Chooser = Callable[[PositionPredictions, int, Sequence[int]], list[tuple[int, float]]]
+"""Tokens to offer at a position (0: the first one) after a path, with their acceptance probabilities, best first."""
+
+
+def likeliest(choices: int, temperature: float = 1.0) -> Chooser:
+    """The `choices` likeliest tokens, with their probabilities at this temperature."""
+
+    def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        ids, logits, rest = predictions.candidates(position, path)
+        if not len(ids):
+            return []
+        found = largest(logits, choices)
+        top = logits[found[0]]
+        weights = np.exp((logits - top) / temperature)
+        total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
+        return list(zip(ids[found].tolist(), (weights[found] / total).tolist(), strict=True))
+
+    return choose
+
+
+def coupled(choices: int, sampling: Sampling, noise: Noise, positions: np.ndarray) -> Chooser:
+    """The `choices` tokens that the text's own random numbers favour at each of `positions`."""
+
+    def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        ids, logits, _ = predictions.candidates(position, path)
+        if not len(ids):
+            return []
+        found = token_distribution(torch.from_numpy(logits), sampling)
+        found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
+        return draft_tokens(found, noise, "text", positions[position], choices)
+
+    return choose
+
+
+def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
+    """Branches of the likeliest paths, grown best first.
 
     `text` holds the last two decided tokens, or fewer in a shorter text.
     """
@@ -82,7 +124,7 @@ def likely_paths(predictions: PositionPredictions, text: Sequence[int], choices:
             leaves.pop(path[:-1], None)
             leaves[path] = chances
         if len(path) < len(predictions.logits):
-            for token, chance in predictions.likely_tokens(len(path), root + path, choices):
+            for token, chance in choose(predictions, len(path), root + path):
                 if -reached * chance >= MIN_PATH_PROBABILITY:
                     heapq.heappush(queue, (reached * chance, (*path, token), (*chances, chance)))
     return [Branch(path, chances, source) for path, chances in leaves.items()]

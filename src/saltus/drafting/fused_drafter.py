@@ -53,9 +53,8 @@ class FusedPtpDrafter:
         tokens: list[int] = []
         probabilities: list[float] = []
         if last is not None:
-            chain = last.inputs.query_chain(last.last_node)[1:]
-            uniforms = position_uniforms(self.noise, self.sampling, canvas.open_positions[: len(chain)])
-            for token, chance in drafts_of_chain(last.distributions, chain, self.form, uniforms):
+            chain = last.inputs.query_chain(last.last_node)[1:][: len(canvas.open_positions)]
+            for token, chance in drafts_of_chain(last.distributions, chain, self.form):
                 tokens.append(token)
                 probabilities.append(chance)
         before, self.last_drafts = self.last_drafts, tokens

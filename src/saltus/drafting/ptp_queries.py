@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 
 from saltus.core.canvas import Canvas
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import NO_TOKEN, TARGET, ForwardInputs, ForwardOutputs, NodeKind
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Distribution, Sampling, most_likely, pick, probability, uniform_interval
+from saltus.core.sampling import Coupling, Distribution, Sampling, most_likely, uniform_interval
 from saltus.core.tree import Branch
 
 UniformConditioning = Literal["one-hot", "categorical", "independent"]
@@ -29,6 +30,12 @@ def query_uniforms(uniforms: Sequence[float], form: UniformConditioning) -> list
     if form == "one-hot":
         return list(uniforms)
     return [math.nan, *(uniforms[:-1] if form == "categorical" else [math.nan] * (len(uniforms) - 1))]
+
+
+def usable_form(form: UniformConditioning, trained_for: Coupling, sampling: Sampling) -> UniformConditioning:
+    """The form of queries: `independent` if the coupling has no uniforms, or is not that of the training."""
+    known = sampling.greedy or (sampling.has_uniforms and sampling.coupling == trained_for)
+    return form if known else "independent"
 
 
 def position_uniforms(noise: Noise, sampling: Sampling, positions: np.ndarray, stream: str = "text") -> list[float]:
@@ -78,20 +85,19 @@ def _with_queries(
 
 
 def drafts_of_chain(
-    distributions: TargetDistributions, chain: Sequence[int], form: UniformConditioning, uniforms: Sequence[float]
+    distributions: TargetDistributions, chain: Sequence[int], form: UniformConditioning
 ) -> list[tuple[int, float]]:
-    """The tokens that a chain of queries drafts, with their probabilities: argmax (Eq. 5), or Pick(u, Q) (Eq. 7).
+    """The tokens that a chain of queries drafts, with their probabilities: argmax (Eq. 5), or the pick from Q (Eq. 7).
 
     Ends before a query with NaN logits: a broken adapter drafts nothing and cannot break the text.
     """
     drafts = []
-    for query, u in zip(chain, uniforms, strict=False):
+    for query in chain:
         token, stated = most_likely(distributions.outputs.logits[query + 1])
         if math.isnan(stated):
             break
         if form != "one-hot":
-            token = pick(u, distributions[query])
-            stated = probability(token, distributions[query])
+            token, stated = distributions.draft(query)
         drafts.append((token, stated))
     return drafts
 
@@ -119,6 +125,8 @@ def two_call_drafter(
         )
     if drafts > 1 and rule is not reject:
         raise ValueError("ptp: several drafts need fresh uniforms; use rule='reject', or drafts=1")
+    if drafts > 1 and not sampling.has_uniforms:
+        raise ValueError(f"ptp: several drafts need uniforms, which {sampling.coupling} has not; use drafts=1")
 
     def offer(
         canvas: Canvas, last: Step | None, room: int
@@ -130,11 +138,10 @@ def two_call_drafter(
         inputs = with_query_chains(ForwardInputs(canvas, network_name=network_name), conditioning, sampling.temperature)
         distributions = TargetDistributions(inputs, (yield inputs), sampling, noise)
         branches = []
-        for number, uniforms in enumerate(groups):
+        for number, stream in enumerate(streams):
             chain = range(number * len(places), (number + 1) * len(places))
-            branches.append(
-                _branch(distributions, chain, uniforms, form, rule is reject, network_name == TARGET, source)
-            )
+            sampled_by = stream if rule is reject else None
+            branches.append(_branch(distributions, chain, form, sampled_by, network_name == TARGET, source))
         if drafts == 1:
             return branches
         return [branches[most_central([_branch_offsets(*one) for one in zip(groups, branches, strict=True)])]]
@@ -145,20 +152,26 @@ def two_call_drafter(
 def _branch(
     distributions: TargetDistributions,
     chain: Sequence[int],
-    uniforms: Sequence[float],
     form: UniformConditioning,
-    sampled: bool,
+    sampled_by: str | None,
     known: bool,
     source: str,
 ) -> Branch:
-    """The drafts of one chain after the decided tokens; with `known` the first token is the target's own pick."""
-    own = [distributions[query] for query in ([-1, *chain[1:]] if known else chain)] if sampled else None
-    if own is not None:
-        tokens = [pick(u, distribution) for u, distribution in zip(uniforms, own, strict=True)]
+    """The drafts of one chain after the decided tokens; with `known` the first token is the target's own pick.
+
+    With `sampled_by` the drafts are sampled with the random numbers of this stream.
+    """
+    if sampled_by is not None:
+        nodes = [-1, *chain[1:]] if known else list(chain)
+        own = [distributions[node] for node in nodes]
+        tokens = [
+            pick_token(distribution, distributions.noise, sampled_by, distributions.position(node))
+            for node, distribution in zip(nodes, own, strict=True)
+        ]
         probabilities = [distribution.peak for distribution in own]  # must not depend on the tokens
         return Branch(tokens, [1.0, *probabilities[1:]] if known else probabilities, source, own)
     tokens, probabilities = ([distributions.pick(-1)], [1.0]) if known else ([], [])
-    for token, chance in drafts_of_chain(distributions, chain[known:], form, uniforms[known:]):
+    for token, chance in drafts_of_chain(distributions, chain[known:], form):
         tokens.append(token)
         probabilities.append(chance)
     return Branch(tokens, probabilities, source)

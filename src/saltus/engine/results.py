@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar
 
+from saltus.core.sampling import Coupling
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
 
@@ -22,6 +23,7 @@ class SamplingSettings(TypedDict, total=False):
     top_p: float  # 1: off
     min_p: float  # 0: off
     repetition_penalty: float  # 1: off
+    coupling: Coupling  # "probability", "token-order" or "gumbel": which token a position's random numbers pick
     seed: int  # 0; without effect at temperature 0
     logprobs: bool  # False; True: log-probabilities of the tokens, by the softmax of the raw logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +28,7 @@ from saltus import methods
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.decoder import Decoder, check_rule
 from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
@@ -72,6 +72,7 @@ def custom_generate(
     method: str = "lookup",
     *,
     seed: int = 0,
+    coupling: Coupling = DEFAULT_COUPLING,
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
     budget: int = 16,
@@ -88,6 +89,7 @@ def custom_generate(
     """
     methods.make_methods(method, options)
     check_rule(rule)
+    Sampling(coupling=coupling)  # refuses an unknown one
     measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed
 
@@ -109,7 +111,7 @@ def custom_generate(
         prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(input_ids)]
         if not all(map(len, prompts)):
             raise ValueError("a row of input_ids has no tokens; give it one, such as the begin token")
-        sampling = _sampling(logits_processor or (), generation_config.do_sample)
+        sampling = replace(_sampling(logits_processor or (), generation_config.do_sample), coupling=coupling)
         returns = max(generation_config.num_return_sequences or 1, 1)
         texts = []
         for i, prompt in enumerate(prompts):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saltus.core.canvas import HOLE, Canvas
 from saltus.core.control.controller import Controller
+from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
@@ -24,13 +25,12 @@ from saltus.core.sampling import (
     Sampling,
     float_row,
     log_probability,
-    pick,
     probability,
     sample,
     token_distribution,
 )
 from saltus.core.tree import Branch
-from saltus.drafting.ptp_queries import position_uniforms, two_call_drafter, with_query_chains
+from saltus.drafting.ptp_queries import two_call_drafter, with_query_chains
 from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 
 SOURCE = "assd"
@@ -110,21 +110,15 @@ class SelfDrafter:
         if last is not None:
             self._store_logits(last)
         holes = canvas.open_positions[: min(self.length, room)]
-        sampled = self.rule is reject
-        found = _BranchBuilder(SOURCE, sampled)
-        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, sampled)
+        found = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
         context = canvas.tokens[canvas.known_positions] if self.sampling.repetition_penalty != 1 else None
         latest = canvas.tokens[canvas.order[max(canvas.num_decided - 2, 0) : canvas.num_decided]].tolist()
-        for index, hole, u in zip(
-            range(canvas.num_decided, canvas.num_decided + len(holes)), holes.tolist(), uniforms, strict=True
-        ):
+        for index, hole in enumerate(holes.tolist(), start=canvas.num_decided):
             if hole not in self.hole_logits:
                 break
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
             logits = self._corrected_logits(self.hole_logits[hole], canvas.order, index, [*latest, *found.tokens])
-            found.add(
-                token_distribution(logits, self.sampling, seen, index), u, logits if self.sampling.greedy else None
-            )
+            found.add(token_distribution(logits, self.sampling, seen, index), hole, logits)
             if self.sampling.num_forced_after(index, found.tokens[-1]):
                 break
         self.first_draft = found.tokens[0] if found.tokens else None
@@ -180,39 +174,43 @@ class SelfDrafter:
         return replace(inputs, output_hidden_states=self.pairwise_correction is not None or not self.hole_logits)
 
 
-def _uniforms(noise: Noise, sampling: Sampling, canvas: Canvas, holes: np.ndarray, sampled: bool) -> list[float]:
-    """The text's own uniforms, or, for sampled drafts, others that no other step uses."""
-    if not sampled:
-        return position_uniforms(noise, sampling, holes)
-    return noise.uniforms(SOURCE, canvas.num_decided * len(canvas.order) + np.arange(len(holes))).tolist()
+def _first_fresh(canvas: Canvas, rule: Rule) -> int | None:
+    """Under `reject`, where in the stream of the drafts this step's own uniforms begin, which no other step uses."""
+    return canvas.num_decided * len(canvas.order) if rule is reject else None
 
 
 @dataclass
 class _BranchBuilder:
-    """Builds a branch token by token."""
+    """Builds a branch token by token, with the text's own random numbers or, for the rule `reject`, with others."""
 
     source: str
-    sampled: bool  # with uniforms of its own, for the rule `reject`
+    noise: Noise
+    sampling: Sampling
+    first_fresh: int | None
     tokens: list[int] = field(default_factory=list)
     acceptance_probabilities: list[float] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
 
-    def add(self, distribution: Distribution, u: float, logits: Tensor | None = None) -> None:
+    def add(self, distribution: Distribution, hole: int, logits: Tensor | None = None) -> None:
         """Add a token of the distribution. For sampled drafts the stated probability must not depend on the token.
 
-        A greedy distribution is always certain: its probability comes from the `logits`.
+        A greedy distribution is always certain: its probability comes from the `logits`, where there are any.
         """
-        token = sample(u, distribution) if self.sampled else pick(u, distribution)
+        if self.first_fresh is not None:
+            token = sample(self.noise.uniform(SOURCE, self.first_fresh + len(self.tokens)), distribution)
+            stated = distribution.peak
+        elif self.sampling.greedy:
+            place = int(distribution.weights.argmax())
+            token = place if distribution.tokens is None else int(distribution.tokens[place])
+            stated = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
+        else:
+            token, stated = draft_tokens(distribution, self.noise, "text", hole)[0]
         self.tokens.append(token)
         self.distributions.append(distribution)
-        if self.sampled:
-            self.acceptance_probabilities.append(distribution.peak)
-        else:
-            found = probability(token, distribution) if logits is None else math.exp(log_probability(logits, token))
-            self.acceptance_probabilities.append(found)
+        self.acceptance_probabilities.append(stated)
 
     def branches(self) -> list[Branch]:
-        distributions = self.distributions if self.sampled else None
+        distributions = None if self.first_fresh is None else self.distributions
         return [Branch(self.tokens, self.acceptance_probabilities, self.source, distributions)] if self.tokens else []
 
 
@@ -231,15 +229,14 @@ class BigramDrafter:
         self._count(canvas, last)
         holes = canvas.open_positions[: min(self.length, room)]
         text = canvas.tokens.copy()
-        sampled = self.rule is reject
-        found = _BranchBuilder(f"{SOURCE}/bigram", sampled)
-        uniforms = _uniforms(self.noise, self.sampling, canvas, holes, sampled)
-        for hole, u in zip(holes.tolist(), uniforms, strict=True):
+        found = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
+        for hole in holes.tolist():
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
-            found.add(Distribution(ids, np.array([followers[token] for token in ids.tolist()], dtype=np.float64)), u)
+            counts = np.array([followers[token] for token in ids.tolist()], dtype=np.float64)
+            found.add(Distribution(ids, counts, self.sampling.coupling), hole)
             text[hole] = found.tokens[-1]
         return found.branches()
 

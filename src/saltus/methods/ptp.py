@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,19 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
-from saltus.core.rules import Rule, reject
-from saltus.core.sampling import Sampling, float_row
-from saltus.drafting.draft_tree import PositionPredictions, likely_paths
+from saltus.core.rules import Rule, match, reject
+from saltus.core.sampling import Coupling, Sampling, float_row
+from saltus.drafting.draft_tree import DrafterTraits, PositionPredictions, coupled, likeliest, likely_paths
 from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
     SOURCE,
     position_uniforms,
+    query_uniforms,
     two_call_drafter,
+    usable_form,
     with_query_chains,
 )
-from saltus.drafting.token_correction import NonlinearCorrection
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Ptp:
     length: int = 8  # draft tokens, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each position, at most
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
+    trained_coupling: Coupling = field(default="probability", init=False)  # under others queries have no uniforms
 
     def __post_init__(self) -> None:
         for name in ("length", "choices"):
@@ -52,33 +54,44 @@ class Ptp:
 
     def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Ptp | AdapterPtp:
         """The method for the model in its folder: an adapter is decoded with the queries that it was trained for."""
+        coupling = training.get("coupling", "probability")
         if kind != "adapter":
-            return self
+            made = replace(self)
+            object.__setattr__(made, "trained_coupling", coupling)
+            return made
         form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
-        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training)
+        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling)
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
+        form = usable_form("one-hot", self.trained_coupling, sampling)
+
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
             stream = f"{SOURCE}/{canvas.num_decided}" if rule is reject else "text"
             uniforms = position_uniforms(noise, sampling, canvas.open_positions[:length], stream)
             inputs = ForwardInputs(canvas, network_name="ptp", hidden_states=hidden_states)
-            outputs = yield with_query_chains(inputs, [(-1, uniforms)], sampling.temperature)
+            inputs = with_query_chains(inputs, [(-1, query_uniforms(uniforms, form))], sampling.temperature)
+            outputs = yield inputs
+            traits = outputs.drafter_data if isinstance(outputs.drafter_data, DrafterTraits) else DrafterTraits()
+            if rule is match and not sampling.greedy and not sampling.has_uniforms:
+                choose = coupled(self.choices, sampling, noise, canvas.open_positions)
+            else:
+                choose = likeliest(self.choices, 1.0 if traits.informed or sampling.greedy else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
-            return likely_paths(drafter_predictions(outputs), text, self.choices, SOURCE)
+            return likely_paths(drafter_predictions(outputs, traits), text, choose, SOURCE)
 
         return draft
 
 
-def drafter_predictions(outputs: ForwardOutputs) -> PositionPredictions:
+def drafter_predictions(outputs: ForwardOutputs, traits: DrafterTraits) -> PositionPredictions:
     """What a drafter's queries predict."""
-    correction, ids = outputs.drafter_data, outputs.token_ids
+    correction, ids = traits.correction, outputs.token_ids
     inputs: Sequence[np.ndarray] | np.ndarray = ()
     if correction is not None:
-        assert isinstance(correction, NonlinearCorrection) and outputs.hidden_states is not None
+        assert outputs.hidden_states is not None
         inputs = correction.position_inputs(float_row(outputs.hidden_states[1:]))
     logits = float_row(outputs.logits[1:])
     return PositionPredictions(logits, None if ids is None else ids.cpu().numpy(), correction, inputs)
@@ -94,16 +107,18 @@ class AdapterPtp:
     form: Any  # a UniformConditioning: loading refuses adapters of other methods
     window: int  # queries of a chain in training
     is_student: bool
+    coupling: Coupling
 
     @property
     def draft_models(self) -> dict[str, str]:
         return {"ptp": self.model if self.is_student else f"adapter:{self.model}"}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        form = usable_form(self.form, self.coupling, sampling)
         if self.is_student:
             length = min(self.length, self.window)
-            return two_call_drafter(noise, sampling, rule, self.form, length, network_name="ptp")
+            return two_call_drafter(noise, sampling, rule, form, length, network_name="ptp")
         length = min(self.length, self.window - 1)  # the first query predicts the verifier's own token
         if self.two_calls or rule is reject:
-            return two_call_drafter(noise, sampling, rule, self.form, length)
-        return FusedPtpDrafter(noise, sampling, self.form, length)
+            return two_call_drafter(noise, sampling, rule, form, length)
+        return FusedPtpDrafter(noise, sampling, form, length)

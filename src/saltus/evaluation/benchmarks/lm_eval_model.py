@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -41,8 +42,8 @@ class SaltusLMBase:
 
     `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`, `rule`,
     `budget` and `options` are those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a
-    task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its repetition.
-    Errors: ValueError.
+    task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its repetition,
+    and `coupling` says which token its random numbers pick. Errors: ValueError.
     """
 
     cache_hook: Any
@@ -59,6 +60,7 @@ class SaltusLMBase:
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
         seed: int = 0,
+        coupling: Any = None,
         rule: str = "match",
         budget: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -73,9 +75,11 @@ class SaltusLMBase:
     ) -> None:
         super().__init__()
         from saltus.core.noise import Noise
+        from saltus.core.sampling import DEFAULT_COUPLING, Sampling
         from saltus.engine.engine import Engine, load
 
         Noise(seed)  # refuses a negative seed
+        self.coupling = Sampling(coupling=coupling or DEFAULT_COUPLING).coupling
         chosen = _method_options(options, fields)
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
@@ -146,6 +150,7 @@ class SaltusLMBase:
             "saltus_method": self.engine.method,
             "saltus_rule": self.engine.decoder.rule,
             "saltus_seed": self.seed,
+            "saltus_coupling": self.coupling,
             "saltus_calls": self.num_target_calls,
             "saltus_tokens_per_call": self.num_generated_tokens / self.num_target_calls
             if self.num_target_calls
@@ -291,7 +296,7 @@ class SaltusLMBase:
         if "max_length" in wanted:
             length = max(int(wanted.pop("max_length")) - len(prompt), 0)
             length = min(length, self.max_length - len(prompt))
-        sampling = sampling_from_kwargs(wanted, self.engine.network.model)
+        sampling = replace(sampling_from_kwargs(wanted, self.engine.network.model), coupling=self.coupling)
         seed = blake2b(f"{self.seed}/{repetition}/{context}".encode(), digest_size=6).digest()
         ending = EndCondition(self.tokenizer, self.engine.target.end_tokens, tuple(stops))
         text = Request(prompt, length, int.from_bytes(seed, "little"), sampling, ending)

@@ -92,7 +92,7 @@ class MethodUnderTest:
         stream = self.engine.stream(
             request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
             max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=sampling.temperature,
-            top_k=sampling.top_k, top_p=sampling.top_p,
+            top_k=sampling.top_k, top_p=sampling.top_p, coupling=sampling.coupling,
         )  # fmt: skip
         pieces = [chunk.text for chunk in stream]
         return pieces, stream.generation, list(self.call_recorder.calls)

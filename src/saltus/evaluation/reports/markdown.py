@@ -20,7 +20,8 @@ def render_markdown(results: Mapping[str, Any]) -> str:
 
 def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
     model, suite, settings = results["model"], results["suite"], results["settings"]
-    way = f"T = {settings['temperature']}, seed {settings['seed']}" if settings["temperature"] else "greedy"
+    coupling = f", coupling {settings['coupling']}" if "coupling" in settings else ""  # of older runs: probability
+    way = f"T = {settings['temperature']}, seed {settings['seed']}{coupling}" if settings["temperature"] else "greedy"
     turns = f" ({suite['turns']} turns)" if suite["turns"] != suite["tasks"] else ""
     weights = model.get("weights", model["dtype"])
     yield f"{model['name']} in {weights} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"

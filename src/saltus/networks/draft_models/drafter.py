@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.drafting.draft_tree import DrafterTraits
 from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
@@ -168,7 +169,8 @@ class DraftNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.context_layers = ContextLayers(self.model.llama)
-        self.correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
+        correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
+        self.traits = DrafterTraits(correction, self.model.shape.informed)
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
         weights = [module.left, module.second_left, module.state, module.output]
@@ -211,6 +213,4 @@ class DraftNetwork:
         logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
         seconds = time.perf_counter() - started
-        return ForwardOutputs(
-            logits, states, seconds, end - past, end - past + len(u), self.model.tokens, self.correction
-        )
+        return ForwardOutputs(logits, states, seconds, end - past, end - past + len(u), self.model.tokens, self.traits)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.core.distributions import Step
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
 from saltus.networks.loading.model_identity import model_fingerprint
@@ -20,6 +20,7 @@ from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
 
 METADATA_FILE = "collect.json"
+OLD_COUPLING = "probability"  # of folders whose metadata names none
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class CollectionPlan:
     seed: int = 0
     texts_per_shard: int = 128
     block_size: int = 0
+    coupling: Coupling = DEFAULT_COUPLING
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
-            Sampling(temperature=temperature)
+            Sampling(temperature=temperature, coupling=self.coupling)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be 0 or more; take its absolute value")
 
@@ -78,6 +80,7 @@ class CollectionPlan:
             "temperatures": list(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
+            "coupling": self.coupling,
             "prompts": blake2b(inputs.encode(), digest_size=16).hexdigest(),
             "questions": len(self.prompts),
             "shard": self.texts_per_shard,
@@ -124,7 +127,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, engine: Engine) -> list[i
         write_atomically(
             folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
         )
-    found = read_metadata(folder)
+    found = {"coupling": OLD_COUPLING, **read_metadata(folder)}
     names = [name for name in {**metadata, **found} if name != "model"]
     differs = next((name for name in names if found.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):
@@ -177,7 +180,8 @@ def write_shard(
     for number, temperature in plan.texts_of_shard(shard_number):
         prompt = plan.prompts[number].prompt
         length = plan.max_new_tokens if context is None else min(plan.max_new_tokens, context - len(prompt))
-        sampling, seed = Sampling(temperature=temperature), text_seed(plan.seed, number)
+        sampling = Sampling(temperature=temperature, coupling=plan.coupling)
+        seed = text_seed(plan.seed, number)
         request_type = TrajectoryRequest if plan.block_size else Request
         requests.append(request_type(prompt, length, seed, sampling, engine.target.end_tokens.__contains__))
     ended, tokens = 0, 0

@@ -1,0 +1,157 @@
+"""Pick a token with the random numbers of its position: one function for every method, under each coupling.
+
+A coupling says what a position's random numbers mean. It is chosen once for a text (`Sampling.coupling`) and decides
+how often two similar distributions pick the same token: the draft model's and the target's, above all.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+
+import numpy as np
+
+from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
+from saltus.core.sampling import Distribution, pick, probability
+
+SLACK = 1 - 2.0**-40  # of bounds, against rounding
+ERROR_SCALE = 2.0  # of the Gumbel noise by which a draft model's log-probabilities differ from the target's
+CONSIDERED_RATIO = 0.02  # of the best value: below it a token hardly counts for the estimates
+
+
+def pick_token(distribution: Distribution, noise: Noise, stream: str, position: int | np.integer) -> int:
+    """The token that the random numbers of `stream` at `position` pick from a distribution, by its coupling."""
+    if len(distribution.weights) == 1:
+        return 0 if distribution.tokens is None else int(distribution.tokens[0])
+    if distribution.coupling == "gumbel":
+        return best_tokens(distribution, noise, stream, position)[0][0]
+    return pick(noise.uniform(stream, position), distribution)
+
+
+def draft_tokens(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int = 1
+) -> list[tuple[int, float]]:
+    """The tokens that a draft distribution suggests for a position, best first, with estimates of their acceptance.
+
+    By inverse CDF this is one token, picked as the target's will be, with its probability. With Gumbel noise the target
+    picks the best of its own values z = log P + G. Where its log P differs by some Gumbel noise of its own, of scale s,
+    token t is the best with probability exp(z(t)/s) / Σ exp(z/s), z being the draft's values. `ERROR_SCALE` is s: 2
+    fits the shipped drafter best.
+    """
+    if distribution.coupling != "gumbel" or len(distribution.weights) == 1:
+        token = pick_token(distribution, noise, stream, position)
+        return [(token, probability(token, distribution))]
+    race = _run_race(distribution, noise, stream, position, count, CONSIDERED_RATIO)
+    best = -race.found[0][0]
+    total = max(float(((race.upper / best) ** (1 / ERROR_SCALE)).sum()), 1.0)
+    return [(token, (-value / best) ** (1 / ERROR_SCALE) / total) for value, token in race.found]
+
+
+def best_tokens(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int = 1
+) -> list[tuple[int, float]]:
+    """The `count` tokens with the greatest log w(t) + G(t), and these values; best first, of equals the lower id.
+
+    w are the weights and G Gumbel noise, so the first token is a sample. G is the same for every distribution: two at a
+    total variation distance D agree on the first token with probability (1 − D)/(1 + D) or more (Daliri et al. 2024).
+    Computed as w(t) / E(t) with exponentials E = exp(−G). Fewer tokens if fewer have weight.
+    """
+    found = _run_race(distribution, noise, stream, position, count, 1.0).found
+    return [(token, math.log(-value)) for value, token in found]
+
+
+def _run_race(
+    distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int, considered: float
+) -> _Race:
+    """The race of all tokens that may have a value w/E of `considered` times the count-th best, or more."""
+    tokens, weights = distribution.tokens, distribution.weights
+    numbers = noise.of_tokens(stream, position, len(weights) if tokens is None else int(tokens[-1]) + 1)
+    race = _Race(numbers, count)
+    if tokens is None:
+        maxima, least = _group_maxima(weights), numbers.tokens
+        bounds = weights.take(least, mode="clip") / numbers.bounds
+        bounds *= least < len(weights)
+        for token in {_most_likely(weights, maxima), *least[_greatest(bounds, count)].tolist()}:
+            if token < len(weights):
+                race.add(token, weights.item(token))
+        places = _above(weights, maxima, numbers.bounds * (considered * race.threshold))
+        race.run(places, weights[places])
+    else:
+        bounds = numbers.bounds[groups_of(tokens)]
+        for place in _greatest(weights / bounds, count).tolist():
+            race.add(tokens.item(place), weights.item(place))
+        places = np.flatnonzero(weights > bounds * (considered * race.threshold))
+        race.run(tokens[places], weights[places])
+    return race
+
+
+def _greatest(values: np.ndarray, count: int) -> np.ndarray:
+    """The indices of the greatest values, in any order."""
+    if count == 1:
+        return np.array([values.argmax()])
+    return np.argpartition(values, -count)[-count:] if len(values) > count else np.arange(len(values))
+
+
+def _group_maxima(weights: np.ndarray) -> np.ndarray:
+    """The greatest weight of each group of tokens."""
+    found = []
+    for start in range(0, len(weights), GROUP_STRIDE * GROUP_SIZE):
+        chapter = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
+        whole = len(chapter) // GROUP_STRIDE * GROUP_STRIDE
+        greatest, rest = chapter[:whole].reshape(-1, GROUP_STRIDE), chapter[whole:]
+        greatest = greatest.max(0) if whole else np.zeros(len(rest))
+        np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
+        found.append(greatest)
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
+    """All tokens of some groups that are less than vocab."""
+    places = np.arange(0, min(vocab, GROUP_STRIDE * GROUP_SIZE), GROUP_STRIDE)
+    tokens = (first_tokens(groups)[:, None] + places).ravel()
+    return tokens if vocab % (GROUP_STRIDE * GROUP_SIZE) == 0 else tokens[tokens < vocab]
+
+
+def _most_likely(weights: np.ndarray, maxima: np.ndarray) -> int:
+    """A token of the greatest weight."""
+    tokens = _tokens_of_groups(np.array([maxima.argmax()]), len(weights))
+    return tokens.item(int(weights[tokens].argmax()))
+
+
+def _above(weights: np.ndarray, maxima: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """The tokens whose weight exceeds the limit of their group."""
+    tokens = _tokens_of_groups(np.flatnonzero(maxima > limits), len(weights))
+    return tokens[weights[tokens] > limits[groups_of(tokens)]]
+
+
+class _Race:
+    """The best tokens so far."""
+
+    def __init__(self, numbers: TokenNoise, count: int) -> None:
+        self.numbers = numbers
+        self.count = count
+        self.found: list[tuple[float, int]] = []  # (−w/E, token), best first
+        self.upper = np.empty(0)  # at least w/E, for each token that ran
+
+    @property
+    def threshold(self) -> float:
+        """What w/E of a token must exceed at least; 0 while there are fewer than `count` tokens."""
+        return -self.found[-1][0] * SLACK if len(self.found) == self.count else 0.0
+
+    def add(self, token: int, weight: float) -> None:
+        """Enter one token, if it belongs to the best."""
+        if weight:
+            entry = -weight / self.numbers.exponential(token), token
+            if entry not in self.found:
+                insort(self.found, entry)
+                del self.found[self.count :]
+
+    def run(self, tokens: np.ndarray, weights: np.ndarray) -> None:
+        """Enter tokens, those with the greatest bounds first, while they can belong to the best."""
+        if not len(tokens):
+            return
+        self.upper = weights / self.numbers.exponential_bounds(tokens)
+        upper = self.upper.copy()
+        while upper[best := int(upper.argmax())] > self.threshold:
+            self.add(tokens.item(best), weights.item(best))
+            upper[best] = 0
