@@ -95,7 +95,12 @@ def likeliest(choices: int, temperature: float = 1.0) -> Chooser:
 
 
 def coupled(choices: int, sampling: Sampling, noise: Noise, positions: np.ndarray) -> Chooser:
-    """The `choices` tokens that the text's own random numbers favour at each of `positions`."""
+    """The `choices` tokens that the text's own random numbers favour at each of `positions`.
+
+    Penalties and bans, which need the whole text, are left out.
+    """
+    truncation = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "coupling")}
+    sampling = Sampling(**truncation)
 
     def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, _ = predictions.candidates(position, path)
