@@ -73,16 +73,14 @@ def test_a_uniform_at_an_interval_s_end_picks_the_next_token():
     ]
 
 
-@pytest.mark.parametrize("order", ["pick", "token"])
+@pytest.mark.parametrize("order", ["probability", "token-order"])
 @pytest.mark.parametrize("b", [2.0, 1.0, 0.5, float("inf")])
 def test_a_placed_uniform_picks_its_token(b, order):
     rows = logits(300, 25)
     tokens = torch.from_numpy(seeded_generator(2, "tokens").integers(25, size=300))
-    uniforms, holds = sample_uniforms(
-        uniform_intervals(rows, tokens, token_order=order), seeded_generator(3, "place"), b
-    )
+    uniforms, holds = sample_uniforms(uniform_intervals(rows, tokens, coupling=order), seeded_generator(3, "place"), b)
     assert holds.float().mean() > 0.99
-    assert torch.equal(pick_tokens(uniforms, rows, token_order=order)[holds], tokens[holds])
+    assert torch.equal(pick_tokens(uniforms, rows, coupling=order)[holds], tokens[holds])
 
 
 def test_uniforms_placed_for_drawn_tokens_are_uniform():
