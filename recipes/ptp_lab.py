@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, GPT2Config, GPT2Model
 
+from saltus.core.sampling import Coupling
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.drafter import MASKED_SCORE
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import (
-    TokenOrder,
     UniformIntervals,
     pick_tokens,
     sample_uniforms,
@@ -91,7 +91,7 @@ class Student(nn.Module):
         return self._logits(self._hidden_states(packed, cache))
 
     def generate(
-        self, uniforms: Float[Tensor, "batch length"], token_order: TokenOrder = "pick"
+        self, uniforms: Float[Tensor, "batch length"], coupling: Coupling = "probability"
     ) -> tuple[Int[Tensor, "batch length"], Float[Tensor, "batch length vocab"]]:
         """Texts token by token, each token picked by its uniform, and the logits that they were picked from."""
         batch, length = uniforms.shape
@@ -101,7 +101,7 @@ class Student(nn.Module):
             for k in range(length):
                 outputs = self.body(input_ids=token, past_key_values=cache, use_cache=True)
                 logits.append(self._logits(outputs.last_hidden_state))
-                token = pick_tokens(uniforms[:, k : k + 1], logits[-1], token_order=token_order)
+                token = pick_tokens(uniforms[:, k : k + 1], logits[-1], coupling=coupling)
                 tokens.append(token)
         return torch.cat(tokens, 1), torch.cat(logits, 1)
 
@@ -224,12 +224,12 @@ def draft_window(
     context: Int[Tensor, "batch context"],
     uniforms: Float[Tensor, "batch window"],
     conditioning: UniformConditioning,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
 ) -> Int[Tensor, "batch window"]:
     """A student's draft after a context: the argmax (Eq. 5), or the tokens that the uniforms pick (Eq. 7)."""
     starts = torch.full((len(context), 1), context.shape[1], device=context.device)
     logits = network(pack_windows(context, starts, query_uniforms(uniforms[:, None], conditioning)))[:, 0]
-    return logits.argmax(-1) if conditioning == "one-hot" else pick_tokens(uniforms, logits, token_order=token_order)
+    return logits.argmax(-1) if conditioning == "one-hot" else pick_tokens(uniforms, logits, coupling=coupling)
 
 
 def num_correct(drafts: Int[Tensor, "batch window"], texts: Int[Tensor, "batch window"]) -> Int[Tensor, "batch"]:
@@ -246,7 +246,7 @@ def infer_uniforms(
     generator: np.random.Generator,
     *,
     beta: float = 1.0,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
     skipped: SkippedTokens | None = None,
 ) -> tuple[Float[Tensor, "batch windows window"], Bool[Tensor, "batch windows window"]]:
     """The uniforms under which the student itself writes the windows, and the valid tokens (Alg. 3, lines 4-7).
@@ -264,7 +264,7 @@ def infer_uniforms(
         if depth:  # a query is conditioned on the uniform of the token before its own
             packed.uniforms[:, start : start + windows] = uniforms[..., depth - 1]
         logits = student.forward_cached(row_slice(packed, start, start + windows), cache)
-        intervals = uniform_intervals(logits, tokens[..., depth], token_order=token_order)
+        intervals = uniform_intervals(logits, tokens[..., depth], coupling=coupling)
         uniforms[..., depth], valid[..., depth] = sample_uniforms(intervals, generator, beta)
         if skipped is not None:
             skipped.record(valid[..., depth], tokens[..., depth], intervals)
@@ -289,11 +289,11 @@ def inverse_loss(
     skipped: SkippedTokens,
     *,
     beta: float = 1.0,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
 ) -> Float[Tensor, ""]:
     """−log P(t_k | t_<i, u_i … u_{k−1}) over the windows, in nats a token (PTP, Eq. 13)."""
     uniforms, valid = infer_uniforms(
-        student, texts, window_starts, window, generator, beta=beta, token_order=token_order, skipped=skipped
+        student, texts, window_starts, window, generator, beta=beta, coupling=coupling, skipped=skipped
     )
     logits = student(pack_windows(texts, window_starts, query_uniforms(uniforms, "categorical")))
     return masked_mean(losses.cross_entropy(logits, gather_windows(texts, window_starts, window)), valid)
@@ -319,7 +319,7 @@ def self_speculative_decode(
     context: Int[Tensor, "1 context"],
     uniforms: Float[Tensor, "length"],
     window: int,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
 ) -> tuple[Int[Tensor, "length"], int]:
     """One text from a categorical student that verifies its own drafts, and the number of calls (PTP, Alg. 1).
 
@@ -329,9 +329,9 @@ def self_speculative_decode(
     end = before + len(uniforms)
     while text.shape[1] < end:
         here = uniforms[text.shape[1] - before :][:window]
-        drafted = draft_window(student, text, here[None], "categorical", token_order)
+        drafted = draft_window(student, text, here[None], "categorical", coupling)
         logits = verifier_logits(student, torch.cat([text, drafted[:, :-1]], 1), text.shape[1])
-        own = pick_tokens(here[None], logits, token_order=token_order)
+        own = pick_tokens(here[None], logits, coupling=coupling)
         agreed = int((own == drafted).to(torch.int64).cumprod(-1).sum())
         text = torch.cat([text, own[:, : agreed + 1]], 1)
         calls += 2

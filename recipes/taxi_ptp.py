@@ -72,7 +72,7 @@ def summary(counts: Tensor) -> dict[str, Any]:
 def methods(laboratory: Laboratory, runs: tuple[Run, ...], table: str) -> Iterator[Row]:
     """Train and measure each run; also the optimum of independent prediction, with the exact marginals."""
     texts, _, uniforms = laboratory.held_out(runs[0])
-    best = pick_tokens(uniforms, laboratory.marginals(runs[0]).expand(len(texts), -1, -1), token_order=runs[0].order)
+    best = pick_tokens(uniforms, laboratory.marginals(runs[0]).expand(len(texts), -1, -1), coupling=runs[0].order)
     shared = {name: asdict(runs[0])[name] for name in ("window", "seed", "order")}
     yield Row(table, {"form": "exact marginals"} | shared, summary(num_correct(best, texts).double()))
     for run in runs:
@@ -104,7 +104,7 @@ def several_drafts(laboratory: Laboratory, run: Run) -> Iterator[Row]:
     """
     student, _ = laboratory.trained(run)
     texts, distributions, _ = laboratory.held_out(run)
-    intervals = uniform_intervals(distributions, texts, token_order=run.order)
+    intervals = uniform_intervals(distributions, texts, coupling=run.order)
     for count in (*DRAFTS, math.inf):
         places = torch.full(texts.shape, 0.5, dtype=torch.float64)
         if count < math.inf:
@@ -177,8 +177,8 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16, help="N, the tokens of a call")
     parser.add_argument(
         "--order",
-        choices=("pick", "token"),
-        default="token",
+        choices=("probability", "token-order"),
+        default="token-order",
         help="of the tokens in Pick: that of Saltus, or token ids",
     )
     parser.add_argument(

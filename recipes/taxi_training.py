@@ -23,8 +23,9 @@ from ptp_lab import (
     sample_window_starts,
     verifier_logits,
 )
+from saltus.core.sampling import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.uniform_intervals import TokenOrder, uniform_intervals
+from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning, gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, print_progress, train
@@ -65,7 +66,7 @@ class Run:
     b: float = 1.0
     window: int = 16
     seed: int = 0
-    order: TokenOrder = "pick"
+    order: Coupling = "probability"
     grow: float = 0.0  # fraction of the steps in which windows grow to their length, from FIRST tokens
 
     @property
@@ -139,16 +140,16 @@ class Laboratory:
         training = self.fit(f"teacher-{seed}", teacher, loss, self.scale.teacher_steps)
         return teacher, training
 
-    def _pool(self, window: int, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor]:
+    def _pool(self, window: int, seed: int, order: Coupling) -> tuple[Tensor, Tensor]:
         """Texts of the teacher, and their logits."""
         return self._teacher_texts(seeded_generator(seed, "pool").random((self.scale.pool, window)), seed, order)
 
-    def _teacher_texts(self, uniforms: np.ndarray, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor]:
+    def _teacher_texts(self, uniforms: np.ndarray, seed: int, order: Coupling) -> tuple[Tensor, Tensor]:
         teacher = self.teacher(seed)[0]
         parts = [teacher.generate(part, order) for part in torch.from_numpy(uniforms).split(512)]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([distributions for _, distributions in parts])
 
-    def _test(self, window: int, seed: int, order: TokenOrder) -> tuple[Tensor, Tensor, Tensor]:
+    def _test(self, window: int, seed: int, order: Coupling) -> tuple[Tensor, Tensor, Tensor]:
         uniforms = seeded_generator(TEST_SEED + seed, "test").random((self.scale.test, window))
         return (*self._teacher_texts(uniforms, seed, order), torch.from_numpy(uniforms))
 
@@ -169,7 +170,7 @@ class Laboratory:
             texts, distributions = texts[:, : settings.window], distributions[:, : settings.window]
             starts = torch.ones(len(texts), 1, dtype=torch.int64)
             intervals, distributions = prepend_start_position(
-                uniform_intervals(distributions, texts, token_order=run.order), distributions
+                uniform_intervals(distributions, texts, coupling=run.order), distributions
             )
             return distillation_loss(
                 student,
@@ -214,7 +215,7 @@ class Laboratory:
             generator = seeded_generator(run.seed, "inverse", step)
             texts = student.prepend_start_token(self.random_chunks(generator, self.scale.chunk + run.window - 1))
             starts = sample_window_starts(len(texts), texts.shape[1], windows, run.window, generator)
-            return inverse_loss(student, texts, starts, run.window, generator, self.skipped, token_order=run.order)
+            return inverse_loss(student, texts, starts, run.window, generator, self.skipped, coupling=run.order)
 
         name = f"inverse-{run.window}-{student.auxiliary.kind}-{run.seed}-{run.order}"
         return student, self.fit(name, student, loss, self.scale.teacher_steps)
@@ -236,7 +237,7 @@ class Laboratory:
         count = self.scale.chunk // run.window
         starts = (1 + run.window * torch.arange(count)).expand(len(texts), -1)
         generator = seeded_generator(run.seed, "tiles")
-        uniforms, _ = infer_uniforms(student, texts, starts, run.window, generator, token_order=run.order)
+        uniforms, _ = infer_uniforms(student, texts, starts, run.window, generator, coupling=run.order)
         distributions = student(pack_windows(texts, starts, query_uniforms(uniforms, "categorical")))
         tiled = cross_entropy(distributions, gather_windows(texts, starts, run.window))
         return self._perplexities(own) | {"perplexity in windows": rounded(math.exp(tiled.mean()))}

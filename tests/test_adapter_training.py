@@ -12,6 +12,7 @@ import saltus
 from architectures import ARCHITECTURES, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import Sampling, pick, token_distribution
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
 from saltus.networks.loading.metadata import read_metadata
@@ -23,7 +24,7 @@ from saltus.training.data.packed_forward import packed_logits
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.uniform_intervals import uniform_intervals
-from saltus.training.data.window_dataset import WindowSettings
+from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
 from saltus.training.tasks.adapter import AdapterTrainingTask
@@ -367,3 +368,27 @@ def test_the_teachers_intervals_are_those_of_its_plain_forward(tmp_path):
         expected = uniform_intervals(logits[2:-1], torch.from_numpy(text(18)[3:]), temperature)
         torch.testing.assert_close(found[place, 3:, 0], expected.low, rtol=0, atol=1e-5)
         torch.testing.assert_close(found[place, 3:, 1], expected.high, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("coupling", ["probability", "token-order", "gumbel"])
+def test_uniforms_of_a_window_pick_its_tokens_under_the_corpus_s_coupling(coupling, tmp_path):
+    model = tiny("Llama")
+    for _ in collect_uniform_intervals(model, samples(), tmp_path, TEMPERATURES, 40, coupling):
+        pass
+    corpus = load_uniform_intervals(tmp_path)
+    assert corpus.coupling == coupling
+    batch = WindowDataset(corpus, replace(WINDOW_SETTINGS, greedy=0.0), WINDOW, True).training_batch(0)
+    assert batch.loss_mask[..., 0].all()
+    if coupling == "gumbel":
+        assert batch.uniforms.isnan().all()
+        return
+    checked = 0
+    for row, tokens in enumerate(batch.tokens):
+        logits = model(tokens[None]).logits[0]
+        for window, start in enumerate(batch.window_starts[row].tolist()):
+            sampling = Sampling(float(batch.temperatures[row, window]), coupling=coupling)
+            for k in torch.nonzero(batch.loss_mask[row, window])[:, 0].tolist():
+                law = token_distribution(logits[start + k - 1].detach(), sampling)
+                assert pick(float(batch.uniforms[row, window, k]), law) == int(batch.targets[row, window, k])
+                checked += 1
+    assert checked > 10

@@ -31,20 +31,21 @@ from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_pro
 from test_gated import adapter_for
 
 PROMPT = [1, 2, 3, 4, 1, 2]
+BY_UNIFORM = Sampling(temperature=1.0, coupling="probability")  # a coupling whose queries can be told uniforms
 SAMPLINGS = {
     "greedy": Sampling(),
-    "sampled": Sampling(temperature=1.0),
-    "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9),
+    "sampled": BY_UNIFORM,
+    "top_k and top_p": Sampling(temperature=0.7, top_k=5, top_p=0.9, coupling="token-order"),
     "greedy, penalised": Sampling(repetition_penalty=1.3),
     "penalised, banned and forced": Sampling(
-        0.8, repetition_penalty=1.2, banned=(3,), forced_at_index=((0, 5), (4, 1), (5, 1))
+        0.8, repetition_penalty=1.2, banned=(3,), forced_at_index=((0, 5), (4, 1), (5, 1)), coupling="probability"
     ),
 }
 FORMS = ["one-hot", "categorical", "independent"]
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 every_form = pytest.mark.parametrize("form", FORMS)
 one_and_two_calls = pytest.mark.parametrize("calls", [1, 2], ids=["one call", "two calls"])
-greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
+greedy_and_sampled = pytest.mark.parametrize("sampling", [Sampling(), BY_UNIFORM], ids=["greedy", "T=1"])
 
 
 def drafter(calls: int, noise: Noise, sampling: Sampling, **settings):
@@ -59,7 +60,7 @@ def seat(
     count: int, steps: list, sampling=None, seed=0, calls=0, controller=None, stop=None, prompt=PROMPT, **settings
 ) -> SequenceState:
     """A text about to be written; without calls, by plain decoding."""
-    noise, sampling = Noise(seed), sampling or Sampling(temperature=1.0)
+    noise, sampling = Noise(seed), sampling or BY_UNIFORM
     drafters = [drafter(calls, noise, sampling, **settings)] if calls else []
     canvas = continuation(prompt, count)
     return SequenceState(speculate(canvas, noise, sampling, drafters, steps.append, match, controller, stop))
@@ -159,7 +160,7 @@ def test_logits_of_queries_that_are_not_numbers_end_no_text(calls, form):
     target = toy_network()
     for broken in (float("nan"), float("inf"), float("-inf")):
         target.adapter = lambda before, uniforms, broken=broken: torch.full((6,), broken, dtype=torch.float64)
-        for sampling in (Sampling(), Sampling(temperature=1.0)):
+        for sampling in (Sampling(), BY_UNIFORM):
             for controller in (None, Controller()):
                 text = write(target, calls=calls, sampling=sampling, form=form, controller=controller)
                 assert text == write(toy_network(), sampling=sampling)
@@ -184,14 +185,14 @@ def test_a_random_student_cannot_change_the_text(calls, form, sampling):
 @every_form
 @one_and_two_calls
 def test_a_perfect_student_cannot_change_it_either(calls, form, sampling):
-    target = learned(form, Sampling(sampling.temperature, sampling.top_k, sampling.top_p))
+    target = learned(form, Sampling(sampling.temperature, sampling.top_k, sampling.top_p, coupling=sampling.coupling))
     plain = write(toy_network(logit_scale=1.5), sampling=sampling, count=17)
     assert write(target, calls=calls, sampling=sampling, form=form, count=17) == plain
 
 
 @one_and_two_calls
 def test_no_length_and_no_stop_is_overrun(calls):
-    target = learned("one-hot", Sampling(temperature=1.0))
+    target = learned("one-hot", BY_UNIFORM)
     whole = write(toy_network(logit_scale=1.5))
     for length in range(1, 13):
         assert write(target, length, calls=calls) == whole[:length]
@@ -205,7 +206,7 @@ def test_no_length_and_no_stop_is_overrun(calls):
 
 @one_and_two_calls
 def test_texts_of_a_batch_are_those_written_alone(calls):
-    sampling, target, steps = Sampling(temperature=1.0), learned("one-hot", Sampling(temperature=1.0)), [[], [], []]
+    sampling, target, steps = BY_UNIFORM, learned("one-hot", BY_UNIFORM), [[], [], []]
     sequences = [seat(9 + 5 * seed, steps[seed], sampling, seed, calls) for seed in range(3)]
     for _ in run_batch(sequences, {"target": target}):
         pass
@@ -217,7 +218,7 @@ def test_texts_of_a_batch_are_those_written_alone(calls):
 
 @one_and_two_calls
 def test_a_witness_believes_the_calls_and_no_query_vouches_for_a_token(calls):
-    witness = CallRecorder(learned("one-hot", Sampling(temperature=1.0)))
+    witness = CallRecorder(learned("one-hot", BY_UNIFORM))
     tokens = write(witness, calls=calls)
     assert verification_problems(witness.calls, PROMPT, tokens) == []
     assert sum(tokens_decided_by_call(witness.calls, PROMPT, tokens)) == 24
@@ -269,7 +270,7 @@ def test_a_perfect_student_writes_all_drafts_and_one_more_in_every_call(form, sa
 
 @one_and_two_calls
 def test_a_useless_student_costs_no_more_calls_than_tokens(calls):
-    target = learned("one-hot", Sampling(temperature=1.0), random_adapter)
+    target = learned("one-hot", BY_UNIFORM, random_adapter)
     write(target, 24, calls=calls)
     assert target.calls <= 24
 
@@ -280,7 +281,7 @@ def test_who_reads_the_uniforms_beats_who_does_not(calls):
     """The same laws to learn from: the marginals of independent prediction fall behind."""
     counts = {}
     for form in FORMS:
-        target = learned(form, Sampling(temperature=1.0))
+        target = learned(form, BY_UNIFORM)
         for seed in range(3):
             write(target, 30, calls=calls, seed=seed, form=form, length=6)
         counts[form] = target.calls
@@ -292,7 +293,7 @@ def test_who_reads_the_uniforms_beats_who_does_not(calls):
 def test_where_rows_are_dear_only_groups_that_pay_are_asked():
     inputs = {}
     for name, adapted in (("oracle", perfect_adapter), ("fool", random_adapter)):
-        target = learned("one-hot", Sampling(temperature=1.0), adapted)
+        target = learned("one-hot", BY_UNIFORM, adapted)
         controller = Controller(call_cost=CallCost({1: 1.0, 16: 3.0}))
         for seed in range(6):
             write(target, 60, calls=1, seed=seed, controller=controller)
@@ -306,11 +307,11 @@ def test_where_rows_are_dear_only_groups_that_pay_are_asked():
 
 @pytest.mark.slow
 def test_a_group_that_did_not_pay_is_tried_again():
-    target = learned("one-hot", Sampling(temperature=1.0), random_adapter)
+    target = learned("one-hot", BY_UNIFORM, random_adapter)
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 3.0}))
     write(target, 200, calls=1, controller=controller)
     before = target.num_queries
-    target.adapter = perfect_adapter(target, Sampling(temperature=1.0))
+    target.adapter = perfect_adapter(target, BY_UNIFORM)
     write(target, 400, calls=1, controller=controller)
     assert target.num_queries - before > 200
 
@@ -366,7 +367,7 @@ def test_a_path_ends_where_its_chances_say():
 @pytest.mark.slow
 def test_knowing_the_uniforms_before_is_knowing_the_tokens():
     """Theorem 2: P(t_k | t_<i, u_i…u_k−1) = P(t_k | t_<k). Over a grid of uniforms, and at the ends of intervals."""
-    sampling, target = Sampling(temperature=1.0), toy_network(vocab=4, logit_scale=1.5, seed=3)
+    sampling, target = BY_UNIFORM, toy_network(vocab=4, logit_scale=1.5, seed=3)
     student, grid = perfect_adapter(target, sampling, "categorical"), (np.arange(64) + 0.5) / 64
     first = token_distribution(target.logits[1, 2], sampling)
     edges = [edge for token in range(4) for edge in uniform_interval(token, first) if edge < 1]
@@ -388,7 +389,7 @@ def test_knowing_the_uniforms_before_is_knowing_the_tokens():
 
 def test_all_uniforms_make_the_text_a_function():
     """Theorem 1: an O-PTP oracle says at once what decoding one by one says."""
-    sampling, target = Sampling(temperature=1.0), toy_network(vocab=4, logit_scale=1.5, seed=3)
+    sampling, target = BY_UNIFORM, toy_network(vocab=4, logit_scale=1.5, seed=3)
     student = perfect_adapter(target, sampling)
     for seed in range(20):
         text = write(target, 6, sampling=sampling, seed=seed, prompt=[1, 2])
@@ -401,7 +402,7 @@ def test_all_uniforms_make_the_text_a_function():
 
 
 def test_offsets_are_uniform_whatever_the_token():
-    one = token_distribution(toy_network(vocab=4).logits[1, 2], Sampling(temperature=1.0))
+    one = token_distribution(toy_network(vocab=4).logits[1, 2], BY_UNIFORM)
     uniforms = Noise(0).uniforms("any", np.arange(4000))
     found: dict[int, list[float]] = {}
     for u in uniforms:
@@ -417,7 +418,7 @@ def test_the_most_central_draft_is_taken():
 
 def p_value(drafts: int, form: str, to: str = "target", texts: int = 1500) -> float:
     """Of the texts of three tokens that several drafts make under `reject`, against the law of the target."""
-    sampling, target = Sampling(temperature=1.0), toy_network(vocab=3, logit_scale=0.7, seed=5)
+    sampling, target = BY_UNIFORM, toy_network(vocab=3, logit_scale=0.7, seed=5)
     wrong = toy_network(vocab=3, logit_scale=0.7, seed=6)
     networks = {"target": target, "ptp": replace(toy_network(vocab=3, seed=7), name="ptp")}
     networks[to].adapter = perfect_adapter(wrong, sampling, form)

@@ -11,10 +11,11 @@ from saltus import testing
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Distribution, Sampling, one_hot, pick, probability, residual
+from saltus.core.sampling import Distribution, Sampling, one_hot, probability, residual
 from saltus.core.scheduler import run, run_batch
 from saltus.core.tree import Tree
 from saltus.methods import available_methods
@@ -352,7 +353,7 @@ def _wrong(
                 break
             target = (left or residual)(target, draft)
         else:
-            tokens.append(pick(distributions.noise.uniforms("text", [position])[0], target))
+            tokens.append(pick_token(target, distributions.noise, "text", position))
             break
     return np.array(tokens, dtype=np.int64), node
 

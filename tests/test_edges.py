@@ -43,7 +43,7 @@ def text_uniform_intervals(
 def test_intervals_of_whole_tensors_are_those_of_the_sampling_pipeline(temperature, sharp):
     rows = logits(40, 25, sharp=sharp)
     rows[:, 5] = rows[:, 7]  # ties go to the lower id
-    sampling = Sampling(temperature=temperature)
+    sampling = Sampling(temperature=temperature, coupling="probability")
     for token in range(25):
         found = uniform_intervals(rows, torch.full((40,), token), temperature)
         expected = [uniform_interval(token, token_distribution(row, sampling)) for row in rows]
@@ -54,9 +54,9 @@ def test_intervals_of_whole_tensors_are_those_of_the_sampling_pipeline(temperatu
 def test_picks_of_whole_tensors_are_those_of_the_sampling_pipeline():
     rows, uniforms = logits(500, 25), torch.from_numpy(seeded_generator(1, "u").random(500))
     uniforms[:2] = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
-    found = pick_tokens(uniforms, rows)
+    found = pick_tokens(uniforms, rows, coupling="probability")
     expected = [
-        pick(float(u), token_distribution(row, Sampling(temperature=1.0)))
+        pick(float(u), token_distribution(row, Sampling(temperature=1.0, coupling="probability")))
         for u, row in zip(uniforms, rows, strict=True)
     ]
     assert found.tolist() == expected
@@ -73,16 +73,14 @@ def test_a_uniform_at_an_interval_s_end_picks_the_next_token():
     ]
 
 
-@pytest.mark.parametrize("order", ["pick", "token"])
+@pytest.mark.parametrize("order", ["probability", "token-order"])
 @pytest.mark.parametrize("b", [2.0, 1.0, 0.5, float("inf")])
 def test_a_placed_uniform_picks_its_token(b, order):
     rows = logits(300, 25)
     tokens = torch.from_numpy(seeded_generator(2, "tokens").integers(25, size=300))
-    uniforms, holds = sample_uniforms(
-        uniform_intervals(rows, tokens, token_order=order), seeded_generator(3, "place"), b
-    )
+    uniforms, holds = sample_uniforms(uniform_intervals(rows, tokens, coupling=order), seeded_generator(3, "place"), b)
     assert holds.float().mean() > 0.99
-    assert torch.equal(pick_tokens(uniforms, rows, token_order=order)[holds], tokens[holds])
+    assert torch.equal(pick_tokens(uniforms, rows, coupling=order)[holds], tokens[holds])
 
 
 def test_uniforms_placed_for_drawn_tokens_are_uniform():
@@ -95,7 +93,7 @@ def test_uniforms_placed_for_drawn_tokens_are_uniform():
 
 def test_intervals_of_a_text_follow_every_sampling_setting():
     rows, tokens = logits(6, 30), torch.tensor([3, 9, 9, 1, 0, 4])
-    sampling = Sampling(temperature=0.8, top_k=12, top_p=0.9, repetition_penalty=1.3, forced_at_index=((12, 1),))
+    sampling = Sampling(0.8, 12, 0.9, repetition_penalty=1.3, forced_at_index=((12, 1),), coupling="probability")
     before = np.array([4, 4, 9])
     found = text_uniform_intervals(rows, tokens, sampling, before, first_index=9)
     text = np.concatenate([before, tokens.numpy()])

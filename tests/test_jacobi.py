@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling, pick, token_distribution
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
 from saltus.methods.jacobi import (
@@ -73,7 +74,7 @@ def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: S
         for i in range(len(chain) + 1):
             before = text + chain[:i]
             here = token_distribution(target.logits[before[-2], before[-1]], sampling)
-            answers.append(pick(float(noise.uniforms("text", len(before))), here))
+            answers.append(pick_token(here, noise, "text", len(before)))
         right = next((i for i in range(len(chain)) if chain[i] != answers[i]), len(chain))
         inputs.append(chain)
         text += answers[: right + 1]

@@ -34,7 +34,7 @@ from saltus.networks.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network
 
 PROMPT = [1, 2, 3, 4, 1, 2]
-SAMPLED = Sampling(temperature=1.0)
+SAMPLED = Sampling(temperature=1.0, coupling="probability")
 each_sampling = pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
 
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
+from saltus.core.coupling import pick_token
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Distribution, Sampling, pick, probabilities
+from saltus.core.sampling import Distribution, Sampling, probabilities
 from saltus.testing import recording_noise, toy_decoding, toy_network
 
 VOCAB = 4
@@ -169,7 +170,5 @@ def test_the_last_hole_is_decided_and_no_more():
             inputs, TargetDistributions(inputs, target.forward([inputs], [target.new_kv_cache()])[0], SAMPLED, Noise(0))
         )
         assert (len(tokens), node) == (1, -1)
-        assert tokens[0] == pick(
-            Noise(0).uniforms("text", [2])[0],
-            TargetDistributions(inputs, ForwardOutputs(target.logits[1, 2][None]), SAMPLED, Noise(0))[-1],
-        )
+        law = TargetDistributions(inputs, ForwardOutputs(target.logits[1, 2][None]), SAMPLED, Noise(0))[-1]
+        assert tokens[0] == pick_token(law, Noise(0), "text", 2)

@@ -151,7 +151,12 @@ def test_pick_refuses_what_is_no_uniform(u):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(1.0), Sampling(0.5, top_k=9), Sampling(1.3, top_p=0.8), Sampling(0.9, min_p=0.1, banned=(2, 3))],
+    [
+        Sampling(1.0, coupling="probability"),
+        Sampling(0.5, top_k=9, coupling="probability"),
+        Sampling(1.3, top_p=0.8, coupling="probability"),
+        Sampling(0.9, min_p=0.1, banned=(2, 3), coupling="probability"),
+    ],
     ids=["temperature", "top-k", "top-p", "min-p"],
 )
 def test_picks_of_uniforms_have_the_law(sampling):

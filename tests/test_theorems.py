@@ -11,7 +11,11 @@ from saltus.testing import text_probabilities, toy_network
 
 VOCAB, LENGTH, PROMPT = 4, 3, [2, 1]
 TARGET = toy_network(VOCAB, logit_scale=1.5)
-SAMPLING = [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=3), Sampling(temperature=1.3, top_p=0.8)]
+SAMPLING = [
+    Sampling(temperature=1.0, coupling="probability"),
+    Sampling(temperature=0.7, top_k=3, coupling="token-order"),
+    Sampling(temperature=1.3, top_p=0.8, coupling="probability"),
+]
 
 
 def following(text: list[int], sampling: Sampling) -> Distribution:
@@ -63,7 +67,7 @@ def test_theorem_2_the_law_given_earlier_uniforms_is_the_law_given_earlier_token
 @pytest.mark.slow
 def test_independent_prediction_writes_pairs_that_the_law_never_writes():
     """Theorem 2 fails without the uniforms: picks from marginals combine tokens that exclude each other."""
-    sampling, uniforms = Sampling(temperature=0.7, top_k=2), np.linspace(0.01, 0.99, 50)
+    sampling, uniforms = Sampling(temperature=0.7, top_k=2, coupling="probability"), np.linspace(0.01, 0.99, 50)
     pairs = text_probabilities(TARGET, PROMPT, 2, sampling).reshape(VOCAB, VOCAB)
     first, second = (Distribution(None, pairs.sum(axis)) for axis in (1, 0))
     mixed = [pairs[pick(u, first), pick(v, second)] for u in uniforms for v in uniforms]

@@ -1,6 +1,7 @@
 """`saltus train`: results of recipes draft for their model, and an interruption does not change the weights."""
 
 import json
+import math
 import re
 import signal
 import sys
@@ -15,7 +16,9 @@ from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
+from saltus.drafting import ptp_queries
 from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
+from saltus.networks.loading.metadata import read_metadata
 from saltus.training import recipe as recipes
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.objectives import OBJECTIVES
@@ -120,6 +123,45 @@ def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})
     given = {"max_new_tokens": 24, "temperature": 0.7}
     assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drafter", "adapter"])
+@pytest.mark.parametrize("coupling", ["token-order", "gumbel"])
+def test_training_for_a_coupling_is_recorded_and_its_uniforms_are_those_of_the_coupling(
+    kind, coupling, folder, teacher, tmp_path, monkeypatch
+):
+    file, given = tmp_path / "tiny.toml", ["--set", f"coupling={coupling}"]
+    file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
+    given += ["--set", "form=independent"] if kind == "adapter" and coupling == "gumbel" else []
+    out = tmp_path / "out"
+    saltus_(*training(file, folder, teacher, tmp_path / "work", "--out", out, *given))
+    assert read_metadata(out).training["coupling"] == coupling
+    told: list[bool] = []
+    chains = ptp_queries.with_query_chains
+
+    def listening(inputs, chains_, temperature):
+        told.extend(not math.isnan(u) for _, chain in chains_ for u in chain)
+        return chains(inputs, chains_, temperature)
+
+    for module in ("saltus.methods.ptp", "saltus.drafting.fused_drafter"):
+        monkeypatch.setattr(f"{module}.with_query_chains", listening)
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
+    for used in ("probability", "token-order", "gumbel"):
+        told.clear()
+        settings = {"max_new_tokens": 24, "temperature": 0.7, "coupling": used, "ignore_eos": True}
+        plain = engine.generate("the cat", method="plain", **settings)
+        assert engine.generate("the cat", **settings).tokens == plain.tokens
+        assert told
+        assert any(told) == (used == coupling == "token-order")
+    assert "another" in complaint(*training(file, folder, teacher, tmp_path / "work", "--out", out))
+
+
+def test_an_adapter_that_reads_uniforms_cannot_be_trained_for_a_coupling_without(folder, teacher, tmp_path):
+    file = tmp_path / "gated.toml"
+    file.write_text(ADAPTER, encoding="utf-8")
+    said = complaint(*training(file, folder, teacher, tmp_path / "work", "--set", "coupling=gumbel"))
+    assert "the coupling gumbel has no uniforms for the form one-hot; set form=independent" in said
 
 
 @pytest.mark.slow

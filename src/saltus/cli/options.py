@@ -137,7 +137,7 @@ Coupling = Annotated[
         help="Which token a position's random numbers pick: gumbel; or by inverse CDF, probability, token-order.",
     ),
 ]
-DEFAULT_COUPLING = "probability"  # that of core.sampling, whose import takes seconds
+DEFAULT_COUPLING = "gumbel"  # that of core.sampling, whose import takes seconds
 Seed = Annotated[
     int,
     _option(SAMPLING_PANEL, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method."),

@@ -23,7 +23,7 @@ TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 
 Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
 PTP's Eq. 2; or argmax log P(t) + G(t) with Gumbel noise G for each token."""
-DEFAULT_COUPLING: Coupling = "probability"
+DEFAULT_COUPLING: Coupling = "gumbel"
 INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 

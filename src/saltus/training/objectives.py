@@ -84,7 +84,7 @@ class CachedStateObjective(Objective):
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
         network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
-        return collect_hidden_states(network, inputs.samples, inputs.data_folder, recipe.temperatures)
+        return collect_hidden_states(network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling)
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model = inputs.recipe, inputs.network.model
@@ -100,14 +100,22 @@ class AdapterObjective(Objective):
     unused_window_keys = frozenset({"laws"})
     unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
 
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.coupling == "gumbel" and recipe.adapter.form != "independent":
+            raise ValueError(
+                f"the coupling gumbel has no uniforms for the form {recipe.adapter.form}; set form=independent"
+            )
+
     def student_name(self, recipe: Recipe) -> str:
         return recipe.adapter.student
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe = inputs.recipe
         return collect_uniform_intervals(
-            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots
-        )
+            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots,
+            recipe.coupling,
+        )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         settings, windows = inputs.recipe.adapter, inputs.recipe.lessons

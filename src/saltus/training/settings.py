@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from saltus.core.sampling import Coupling
 from saltus.networks.adapters.gated_lora import GatedLoraSettings
 from saltus.networks.adapters.uniform_embedding import KINDS
 from saltus.networks.draft_models.drafter import DrafterShape
@@ -166,6 +167,7 @@ class Recipe:
     model: str = "smollm2-135m"
     dtype: str = "auto"  # of the target while it reads texts
     temperatures: tuple[float, ...] = (0.7, 1.0)  # besides 0
+    coupling: Coupling = "probability"  # whose uniforms its queries are conditioned on; gumbel has none
     teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
     lessons: WindowSettings = field(default_factory=WindowSettings)  # the key is kept for recipes that exist
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
@@ -176,5 +178,7 @@ class Recipe:
     @property
     def identity(self) -> Mapping[str, Any]:
         """All settings that can change the result, as checkpoints and cards hold them."""
-        omitted = ("about", "time", *(kind for kind in get_args(Kind) if kind != self.kind))
+        omitted = ["about", "time", *(kind for kind in get_args(Kind) if kind != self.kind)]
+        if self.coupling == "probability":  # as in checkpoints that exist
+            omitted.append("coupling")
         return {name: value for name, value in asdict(self).items() if name not in omitted}

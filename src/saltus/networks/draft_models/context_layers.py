@@ -78,7 +78,7 @@ class ContextLayers:
         past_length: int,
         num_outputs: int,
         output_logits: bool = True,
-    ) -> tuple[Float[Tensor, "*outputs"], Float[Tensor, "rows hidden"]]:
+    ) -> tuple[Float[Tensor, "*logits"], Float[Tensor, "outputs hidden"]]:
         """Run rows after the `past_length` rows in the cache; logits and last hidden states of the last `num_outputs`.
 
         Rows before these may run in several calls. Without `output_logits` the logits are empty.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically
@@ -36,21 +37,33 @@ class Sample:
 
 
 def collect_hidden_states(
-    network: Any, samples: Sequence[Sample], folder: Path, temperatures: Sequence[float] = (0.7, 1.0)
+    network: Any,
+    samples: Sequence[Sample],
+    folder: Path,
+    temperatures: Sequence[float] = (0.7, 1.0),
+    coupling: Coupling = "probability",
 ) -> Iterator[int]:
     """Write shards of `TEXTS_PER_SHARD` texts; existing ones are kept. Yields how many texts are done.
 
     A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `edges`
-    [temperatures, tokens, 2] (0, 0 for tokens of a prompt) and `texts` [texts, 3]: prompt length, length, and
-    temperature × 1,000. Errors: ValueError where the folder holds shards of another model, of other layers,
-    temperatures or texts.
+    [temperatures, tokens, 2] (0, 0 for tokens of a prompt; NaN if the coupling has no uniforms) and `texts` [texts, 3]:
+    prompt length, length, and temperature × 1,000. Errors: ValueError where the folder holds shards of another model,
+    of other layers, temperatures or texts, or of another coupling.
     """
     metadata = {
         "target": model_fingerprint(network.model),
         "taps": list(network.hidden_state_layers),
         "temperatures": list(temperatures),
+        **coupling_metadata(coupling),
     }
-    yield from write_shards(samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures))
+    yield from write_shards(
+        samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures, coupling)
+    )
+
+
+def coupling_metadata(coupling: Coupling) -> dict[str, str]:
+    """The coupling of uniform intervals in the metadata of shards: none for `probability`, as in older ones."""
+    return {} if coupling == "probability" else {"coupling": coupling}
 
 
 def write_shards(
@@ -67,7 +80,9 @@ def write_shards(
         shard_metadata = {"papers": json.dumps(metadata | {"texts": _texts_digest(part)})}
         if file.exists():
             if _read_metadata(file) != shard_metadata:
-                raise ValueError(f"{file} holds states of another model or other texts; collect into another folder")
+                raise ValueError(
+                    f"{file} holds states of another model, texts or coupling; collect into another folder"
+                )
         else:
             parts: dict[str, list[Tensor]] = {}
             for done, sample in enumerate(part):
@@ -98,7 +113,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
 
 
-def _read_text(network: Any, sample: Sample, temperatures: Sequence[float]) -> dict[str, Tensor]:
+def _read_text(network: Any, sample: Sample, temperatures: Sequence[float], coupling: Coupling) -> dict[str, Tensor]:
     """One text. The completion is read as a chain of draft nodes, `TOKENS_PER_CALL` at a time."""
     completion, kv_cache = torch.tensor(sample.completion), network.new_kv_cache()
     nodes = len(completion) - 1
@@ -112,7 +127,7 @@ def _read_text(network: Any, sample: Sample, temperatures: Sequence[float]) -> d
         states.append(outputs.hidden_states[outputs.context_tokens_read if start else 0 :])
     intervals = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
     for index, temperature in enumerate(temperatures):
-        own = uniform_intervals(torch.cat(logits), completion, temperature)
+        own = uniform_intervals(torch.cat(logits), completion, temperature, coupling)
         intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1)
     features = torch.cat([*states, states[-1][-1:]])  # a placeholder for the last token, whose state is never used
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
@@ -156,14 +171,16 @@ class HiddenStateCorpus:
     temperatures: tuple[float, ...]  # of the intervals
     hidden_state_layers: tuple[int, ...]  # besides the last
     target_fingerprint: str
+    coupling: Coupling = "probability"  # of the intervals
 
 
 def load_hidden_states(folder: Path) -> HiddenStateCorpus:
     """States stay in their files until they are used. Errors: ValueError without shards, or for a damaged one."""
-    shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures"))
+    shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures", "coupling"))
     return HiddenStateCorpus(
         shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
         tuple(metadata["temperatures"]), tuple(metadata["taps"]), metadata["target"],
+        metadata.get("coupling", "probability"),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
 
 METADATA_FILE = "collect.json"
-OLD_COUPLING = "probability"  # of folders whose metadata names none
+OLD_COUPLING: Coupling = "probability"  # of folders whose metadata names none
 
 
 @dataclass(frozen=True)

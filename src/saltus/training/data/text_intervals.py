@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.training.data.hidden_states import Sample, load_shards, write_shards
+from saltus.training.data.hidden_states import Sample, coupling_metadata, load_shards, write_shards
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, uniform_intervals
 
@@ -27,6 +28,7 @@ class TextCorpus:
     text_table: np.ndarray  # [texts, 4]: start, prompt length, length, temperature × 1,000
     temperatures: tuple[float, ...]
     target_fingerprint: str
+    coupling: Coupling = "probability"  # of the intervals
 
 
 def collect_uniform_intervals(
@@ -35,6 +37,7 @@ def collect_uniform_intervals(
     folder: Path,
     temperatures: Sequence[float] = (0.7, 1.0),
     max_length: int = 1024,
+    coupling: Coupling = "probability",
 ) -> Iterator[int]:
     """Write shards with the intervals of the first `max_length` tokens of each text; yields how many texts are done.
 
@@ -43,21 +46,25 @@ def collect_uniform_intervals(
     """
     prepare_model(model)
     metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "slots": max_length}
+    metadata |= coupling_metadata(coupling)
     yield from write_shards(
-        samples, folder, metadata, lambda sample: _read_text(model, sample, temperatures, max_length)
+        samples, folder, metadata, lambda sample: _read_text(model, sample, temperatures, max_length, coupling)
     )
 
 
 def load_uniform_intervals(folder: Path) -> TextCorpus:
     """Errors: ValueError where the folder holds no shards, or a damaged one."""
-    shards, texts, metadata = load_shards(folder, ("target", "temperatures", "slots"))
+    shards, texts, metadata = load_shards(folder, ("target", "temperatures", "slots", "coupling"))
     return TextCorpus(
-        shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"]
-    )
+        shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
+        metadata.get("coupling", "probability"),
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def _read_text(model: Any, sample: Sample, temperatures: Sequence[float], max_length: int) -> dict[str, Tensor]:
+def _read_text(
+    model: Any, sample: Sample, temperatures: Sequence[float], max_length: int, coupling: Coupling
+) -> dict[str, Tensor]:
     """One text. The row before each token of its completion predicts it."""
     tokens = torch.tensor([*sample.prompt, *sample.completion])[:max_length]
     first, intervals = len(sample.prompt), torch.zeros(len(temperatures), len(tokens), 2, dtype=torch.float64)
@@ -67,7 +74,7 @@ def _read_text(model: Any, sample: Sample, temperatures: Sequence[float], max_le
         for index, temperature in enumerate(temperatures):
             for start in range(0, len(logits), ROWS_PER_CHUNK):
                 rows = slice(start, start + ROWS_PER_CHUNK)
-                found = uniform_intervals(logits[rows], own[first:][rows], temperature)
+                found = uniform_intervals(logits[rows], own[first:][rows], temperature, coupling)
                 intervals[index, first:][rows] = torch.stack([found.low, found.high], -1).cpu()
     texts = torch.tensor([[min(first, len(tokens)), len(tokens), round(1000 * sample.temperature)]])
     return {"tokens": tokens.to(torch.int32), "edges": intervals, "texts": texts}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from saltus.core.sampling import Coupling
 from saltus.training.data.hidden_states import Sample
-from saltus.training.data.teacher_texts import read_metadata, read_rows, shard_paths
+from saltus.training.data.teacher_texts import OLD_COUPLING, read_metadata, read_rows, shard_paths
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class Trajectory(Sample):
     """A text, and for each call the number of tokens decided before it and its guesses for the next ones."""
 
     block_size: int
-    seed: int  # of the uniforms that picked the text
+    seed: int  # of the random numbers that picked the text
     calls: Sequence[Sequence[int]]
+    coupling: Coupling = OLD_COUPLING
 
     def iterates_by_block(self) -> list[list[list[int]]]:
         """The iterates of each block, in order; the last one is the text. They are truncated at the text's end."""
@@ -44,11 +46,11 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     metadata = read_metadata(folder)
     if not metadata.get("block"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
-    found = []
+    found, coupling = [], metadata.get("coupling", OLD_COUPLING)
     for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
-            one = Trajectory(prompt, text, temperature, metadata["block"], row["seed"], row["iterates"])
+            one = Trajectory(prompt, text, temperature, metadata["block"], row["seed"], row["iterates"], coupling)
             if not _is_consistent(one):
                 raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")
             found.append(one)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.core.sampling import LIKELY_THRESHOLD
+from saltus.core.sampling import LIKELY_THRESHOLD, Coupling
 
-TokenOrder = Literal["pick", "token"]  # the order of the tokens in Pick: that of core.sampling, or token ids
 INTERVAL_MARGIN = 2.0**-20  # of an interval, excluded at both ends, so that rounding cannot leave it
 ROWS_PER_CHUNK = 64  # distributions over a vocabulary in float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
 class UniformIntervals:
-    """u in [low, high) picks the token; float64. Where high = low no uniform does."""
+    """u in [low, high) picks the token; float64. Where high = low no uniform does; NaN: the coupling has none."""
 
     low: Float[Tensor, "*shape"]
     high: Float[Tensor, "*shape"]
@@ -29,16 +27,19 @@ def uniform_intervals(
     logits: Float[Tensor, "*shape vocab"],
     tokens: Int[Tensor, "*shape"],
     temperature: float = 1.0,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
 ) -> UniformIntervals:
-    """[F_{t−1}, F_t) of every token, F being its row's cumulative probabilities in Pick's order (PTP, Eq. 9).
+    """[F_{t−1}, F_t) of every token, F being its row's cumulative probabilities in the coupling's order (PTP, Eq. 9).
 
     It sums without sorting, so the last digits may differ from `core.sampling.uniform_interval`.
     """
+    if coupling == "gumbel":
+        none = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=logits.device)
+        return UniformIntervals(none, none.clone())
     weights = _weights(logits, temperature)
     own = weights.gather(-1, tokens[..., None])
     before = torch.arange(weights.shape[-1], device=weights.device) < tokens[..., None]
-    if token_order == "pick":
+    if coupling == "probability":
         likelier = (weights > own) | ((weights == own) & before)
         before = torch.where(own >= LIKELY_THRESHOLD, likelier, before | (weights >= LIKELY_THRESHOLD))
     low, total = (weights * before).sum(-1), weights.sum(-1)
@@ -57,14 +58,15 @@ def pick_tokens(
     uniforms: Float[Tensor, "*shape"],
     logits: Float[Tensor, "*shape vocab"],
     temperature: float = 1.0,
-    token_order: TokenOrder = "pick",
+    coupling: Coupling = "probability",
 ) -> Int[Tensor, "*shape"]:
     """The first token whose cumulative probability exceeds u (PTP, Eq. 2); `core.sampling.pick` for whole tensors."""
+    assert coupling != "gumbel"
     picked, chunks = [], (part.split(ROWS_PER_CHUNK) for part in (uniforms.flatten(), logits.flatten(0, -2)))
     for u, rows in zip(*chunks, strict=True):
         weights = _weights(rows, temperature)
         likely = weights >= LIKELY_THRESHOLD
-        keys = torch.where(likely, -weights, 1.0) if token_order == "pick" else torch.zeros_like(weights)
+        keys = torch.where(likely, -weights, 1.0) if coupling == "probability" else torch.zeros_like(weights)
         ids = keys.argsort(dim=-1, stable=True)
         sums = weights.gather(-1, ids).cumsum(-1)
         rank = torch.searchsorted(sums / sums[..., -1:], u[:, None].double().contiguous(), right=True)
@@ -77,8 +79,8 @@ def sample_uniforms(
 ) -> tuple[Tensor, Tensor]:
     """A uniform for every token at a Beta(b, b) point of its interval (PTP, App. D); False where rounding leaves it.
 
-    b = 1 is the uniform distribution, smaller b is nearer to the ends, infinity the middle. Both results have the
-    shape of the intervals. Errors: ValueError unless b > 0.
+    b = 1 is the uniform distribution, smaller b is nearer to the ends, infinity the middle. NaN intervals give NaN.
+    Both results have the shape of the intervals. Errors: ValueError unless b > 0.
     """
     if not beta > 0:
         raise ValueError(f"b is {beta}, but Beta(b, b) needs a positive number; 1 places u uniformly")

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.core.noise import Noise
+from saltus.core.sampling import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import UniformIntervals, sample_uniforms
 from saltus.training.data.window_packing import gather_windows, valid_prefix
@@ -48,6 +49,8 @@ class Corpus(Protocol):
 
     @property
     def temperatures(self) -> tuple[float, ...]: ...
+    @property
+    def coupling(self) -> Coupling: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Batch:
     window_starts: Int[Tensor, "batch windows"]  # number of context tokens before each window
     targets: Int[Tensor, "batch windows window"]
     target_rows: Int[Tensor, "batch windows window"]  # the targets' rows in the corpus
-    uniforms: Float[Tensor, "batch windows window"]  # they pick the targets; NaN at temperature 0
+    uniforms: Float[Tensor, "batch windows window"]  # they pick the targets; NaN: none, as when greedy
     temperatures: Float[Tensor, "batch windows"]  # 0 is greedy
     loss_mask: Bool[Tensor, "batch windows window"]  # False after a text's end, or after an invalid u
 
@@ -165,7 +168,7 @@ class WindowDataset:
             target_rows=target_rows,
             uniforms=torch.where(greedy[..., None], torch.nan, uniforms),
             temperatures=torch.where(greedy, 0.0, temperatures),
-            loss_mask=valid_prefix(inside & (valid | greedy[..., None])),
+            loss_mask=valid_prefix(inside & (valid | uniforms.isnan() | greedy[..., None])),
         )
 
     def _temperature_indices(self, text_temperatures: np.ndarray) -> np.ndarray:

@@ -145,7 +145,10 @@ class AdapterTrainingTask(WindowTrainingTask):
         return matches[..., self._num_undrafted_queries :].flatten(0, 1)
 
     def _drafted_tokens(self, batch: Batch) -> Int[Tensor, "batch windows window"]:
-        """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7)."""
+        """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7).
+
+        The argmax also under Gumbel noise: which noise wrote a text is not known.
+        """
         packed, rows = self._pack(batch)
         with self._autocast():
             logits = packed_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
@@ -154,7 +157,10 @@ class AdapterTrainingTask(WindowTrainingTask):
             return likeliest
         temperatures = self._query_temperatures(batch)
         logits = _scale_by_temperature(logits, temperatures.flatten())
-        picked = pick_tokens(batch.uniforms.flatten().nan_to_num(), logits).view(rows.shape)
+        if self.corpus.coupling == "gumbel":
+            return likeliest
+        uniforms = batch.uniforms.flatten().nan_to_num()
+        picked = pick_tokens(uniforms, logits, coupling=self.corpus.coupling).view(rows.shape)
         return torch.where(temperatures == 0, likeliest, picked)
 
     def _query_temperatures(self, batch: Batch) -> Float[Tensor, "batch windows window"]:

@@ -43,8 +43,15 @@ class CachedStateTask(WindowTrainingTask):
 
     def __post_init__(self) -> None:
         self._check_corpus()
-        self.window_dataset = WindowDataset(self.corpus, self.window_settings, self.shape.window)
+        self.window_dataset = WindowDataset(
+            self.corpus, self.window_settings, self.shape.window, own_temperature_only=self._learns_distributions
+        )
         self._set_module(self._new_module(most_frequent_tokens(self.corpus, self.vocabulary_size)))
+
+    @property
+    def _learns_distributions(self) -> bool:
+        """True if a text teaches its own temperature only: without uniforms its tokens are samples at that one."""
+        return False
 
     def _check_corpus(self) -> None:
         if self.corpus.target_fingerprint != model_fingerprint(self.target):

@@ -81,6 +81,10 @@ class DrafterTrainingTask(CachedStateTask):
     kind: ClassVar[Kind] = "drafter"
     module: DraftModel = field(init=False)
 
+    @property
+    def _learns_distributions(self) -> bool:
+        return self.corpus.coupling == "gumbel"
+
     def _check_corpus(self) -> None:
         super()._check_corpus()
         if self.corpus.hidden_state_layers != self.shape.taps:

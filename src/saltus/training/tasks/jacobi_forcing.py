@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from saltus.core.coupling import pick_token
 from saltus.core.noise import Noise
+from saltus.core.sampling import Sampling, token_distribution
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.networks.loading.adapter_files import save_adapter
 from saltus.networks.loading.metadata import DrafterMetadata, write_metadata
@@ -213,12 +215,16 @@ class JacobiTrainingTask(TrainingTask):
     def _predicted_tokens(
         self, trajectory: Trajectory, logits: Float[Tensor, "slots vocab"]
     ) -> Int[np.ndarray, "slots"]:
-        """The next token of each row, picked by the text's own uniforms."""
+        """The next token of each row, picked by the text's own random numbers."""
         if trajectory.temperature == 0:
             return logits.argmax(-1).cpu().numpy()
-        places = len(trajectory.prompt) + 1 + np.arange(len(logits))
-        uniforms = torch.from_numpy(Noise(trajectory.seed).uniforms("text", places)).to(logits.device)
-        return pick_tokens(uniforms, logits, trajectory.temperature).cpu().numpy()
+        places, noise = len(trajectory.prompt) + 1 + np.arange(len(logits)), Noise(trajectory.seed)
+        if trajectory.coupling == "gumbel":
+            sampling = Sampling(trajectory.temperature, coupling="gumbel")
+            laws = [token_distribution(row, sampling) for row in logits.cpu()]
+            return np.array([pick_token(law, noise, "text", place) for law, place in zip(laws, places, strict=True)])
+        uniforms = torch.from_numpy(noise.uniforms("text", places)).to(logits.device)
+        return pick_tokens(uniforms, logits, trajectory.temperature, trajectory.coupling).cpu().numpy()
 
 
 def _truncate(trajectory: Trajectory, max_length: int) -> Trajectory | None:
