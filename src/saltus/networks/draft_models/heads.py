@@ -31,7 +31,7 @@ from saltus.networks.draft_models.circuits import Circuit, CircuitFilter
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
 from saltus.networks.draft_models.drafter import rms_normalized
 from saltus.networks.draft_models.upper_layers import UpperLayers
-from saltus.networks.draft_models.window_sampling import draw_window
+from saltus.networks.draft_models.window_sampling import LEAST, draw_window
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
@@ -312,31 +312,35 @@ class HeadNetwork:
         assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
         first = int(not shape.told)
         uniforms = torch.tensor(inputs.uniforms[: shape.num_draft_tokens], dtype=torch.float64, device=self.device)
-        tokens, logits = self._likely_logits(parameters, first + len(uniforms))
-        logs = (logits.double() / inputs.temperature).log_softmax(-1)
-        known = [_leaf(tokens[0], logs[0], int(inputs.canvas.decided_prefix[-1]))] if first else []
+        tokens, logits = self._likely_logits(kv_cache, parameters, first + len(uniforms))
+        law = (logits / inputs.temperature).softmax(-1).double()
+        law = law / law.sum(-1, keepdim=True)
+        known = [_leaf(tokens[0], law[0], int(inputs.canvas.decided_prefix[-1]))] if first else []
         initial, transitions = parameters.initial.double(), parameters.transitions.double()
         columns, distributions = draw_window(
-            shape.circuit_structure, initial, transitions, logs[first:], known, uniforms
+            shape.circuit_structure, initial, transitions, law[first:], known, uniforms
         )
         ids, weights = tokens[first:].cpu().numpy(), distributions.cpu().numpy()
         drawn = ids[np.arange(len(ids)), columns.cpu().numpy()].tolist()
         return DrawnWindow(drawn, [Distribution(*pair) for pair in zip(ids, weights, strict=True)])
 
     def _likely_logits(
-        self, parameters: CircuitParameters, count: int
+        self, kv_cache: WindowCache, parameters: CircuitParameters, count: int
     ) -> tuple[Int[Tensor, "count likely"], Float[Tensor, "count rank likely"]]:
         """The most likely tokens of the first positions, ascending, and their logits in each state."""
-        model, features = self.model, parameters.position_features[:count]
-        if model.own is not None:
+        model, codes = self.model, parameters.state_codes
+        if kv_cache.shared_logits is None:
             logits = torch.stack([model.logits(parameters, position) for position in range(count)])
             return model.tokens.expand(count, -1), logits
-        shared, directions, codes = model.shared_logits(features), model.direction_logits(), parameters.state_codes
-        if directions is None or codes is None or shared.shape[-1] <= MAX_CANDIDATE_TOKENS:
-            logits = model.state_logits(shared, None if codes is None else codes[:count], directions)
-            return model.tokens.expand(count, -1), logits
-        chosen = shared.topk(MAX_CANDIDATE_TOKENS, -1, sorted=False).indices.sort(-1).values
-        differences = torch.einsum("prd,dpc->prc", codes[:count].to(directions.dtype), directions[:, chosen])
+        shared = torch.from_numpy(kv_cache.shared_logits[:count]).to(self.device)
+        if self.direction_logits is None or codes is None:
+            return model.tokens.expand(count, -1), shared[:, None]
+        directions = torch.from_numpy(self.direction_logits).to(self.device)
+        if shared.shape[-1] <= MAX_CANDIDATE_TOKENS:
+            return model.tokens.expand(count, -1), model.state_logits(shared, codes[:count], directions)
+        likely = np.argpartition(-kv_cache.shared_logits[:count], MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
+        chosen = torch.from_numpy(np.sort(likely)).to(self.device)  # topk of torch takes five times as long
+        differences = codes[:count].to(directions.dtype) @ directions[:, chosen].transpose(0, 1)
         return model.tokens[chosen], shared.gather(-1, chosen)[:, None] + differences
 
     def _next_token_logits(
@@ -436,10 +440,10 @@ class HeadNetwork:
         kv_cache.window_tokens.append(token)
 
 
-def _leaf(tokens: Int[Tensor, "likely"], logs: Float[Tensor, "rank likely"], token: int) -> Float[Tensor, "rank"]:
+def _leaf(tokens: Int[Tensor, "likely"], law: Float[Tensor, "rank likely"], token: int) -> Float[Tensor, "rank"]:
     """The log-probability of a token in each state; 0 for a token outside the distribution, which is no evidence."""
     found = (tokens == token).nonzero()
-    return logs[:, int(found[0, 0])] if len(found) else logs.new_zeros(len(logs))
+    return law[:, int(found[0, 0])].clamp_min(LEAST).log() if len(found) else law.new_zeros(len(law))
 
 
 def _float_array(x: Tensor | None) -> Any:

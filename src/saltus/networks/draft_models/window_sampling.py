@@ -16,6 +16,8 @@ from torch import Tensor
 
 from saltus.networks.draft_models.circuits import Circuit
 
+LEAST = 1e-300  # of a probability, so that logarithms are finite and can be subtracted
+
 
 @dataclass(frozen=True)
 class Level:
@@ -50,7 +52,7 @@ def draw_window(
     circuit: Circuit,
     initial: Float[Tensor, "rank"],
     transitions: Float[Tensor, "steps rank rank"],
-    token_log_probabilities: Float[Tensor, "length rank likely"],
+    token_probabilities: Float[Tensor, "length rank likely"],
     known: Sequence[Float[Tensor, "rank"]],
     uniforms: Float[Tensor, "length"],
 ) -> tuple[Int[Tensor, "length"], Float[Tensor, "length likely"]]:
@@ -67,11 +69,11 @@ def draw_window(
         evidence[circuit.position_latents[position]] += leaf
     own, _ = _upward(levels, transitions, evidence) if known else (evidence, evidence)
     states, left = _draw_states(levels, initial, transitions, own, uniforms)
-    of_state = token_log_probabilities[torch.arange(length, device=above.device), states[above]].exp()
+    of_state = token_probabilities[torch.arange(length, device=above.device), states[above]]
     columns, _ = _choose(of_state, left)
-    leaves = token_log_probabilities.gather(-1, columns[:, None, None].expand(-1, circuit.rank, 1))[..., 0]
-    weights = _next_state_weights(circuit, levels, initial, transitions, evidence, leaves, above)
-    return columns, (weights[:, None, :] @ token_log_probabilities.exp())[:, 0]
+    leaves = token_probabilities.gather(-1, columns[:, None, None].expand(-1, circuit.rank, 1))[..., 0]
+    weights = _next_state_weights(circuit, levels, initial, transitions, evidence, leaves.clamp_min(LEAST).log(), above)
+    return columns, (weights[:, None, :] @ token_probabilities)[:, 0]
 
 
 def _draw_states(
