@@ -3,11 +3,11 @@
     python benchmarks/forcing.py BASE TUNED … --prompts exam.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
 
 Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--blocks`)
-without and with rejection recycling. Every text is written by all ways in turn, forwards and backwards, and by all
-models before the next text. `--whole` asks for every guess that there is, so that tokens a call are those of the
-method; without it a controller asks for those that pay. Speed-ups are over plain decoding of the same model, prefill
-included. All ways must write the same text of a model, or the run ends. `--adapter` decodes BASE with guesses that an
-adapter corrects.
+without rejection recycling, and with it, of tails and of diagonals. Every text is written by all ways in turn,
+forwards and backwards, and by all models before the next text. `--whole` asks for every guess that there is, so that
+tokens a call are those of the method; without it a controller asks for those that pay. Speed-ups are over plain
+decoding of the same model, prefill included. All ways must write the same text of a model, or the run ends.
+`--adapter` decodes BASE with guesses that an adapter corrects.
 
 Quality is the share of prompts that are answered as `answer` says, up to `stop`, and of the words of answers that stand
 in their places, where the file of prompts has both (recipes/programs.py); with `--text` also bits a token of text that
@@ -30,9 +30,11 @@ import torch
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.engine.engine import MAX_BUDGET
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, RECYCLED = "plain", 4  # candidates
+POOLS = {"": "", ", recycling tails": "tails", ", recycling diagonals": "diagonals"}
 WINDOWS, LENGTH = 64, 256
 
 
@@ -124,11 +126,13 @@ def main() -> None:
         sides.append((folder, saltus.load(given.models[0], "plain", tuned_settings=False)))
     engines: dict[tuple[str, str], saltus.Engine] = {}
     for name, engine in sides:
-        for blocks, candidates in itertools.product(given.blocks, (0, RECYCLED)):
-            chosen = {"block": given.block, "blocks": blocks, "candidates": candidates}
+        for blocks, (way, recycle) in itertools.product(given.blocks, POOLS.items()):
+            chosen = {"block": given.block, "blocks": blocks, "candidates": RECYCLED if recycle else 0}
             chosen |= {"model": name} if name in given.adapter else {}
-            budget = min(given.block * blocks + 3 * candidates, 128) if given.whole else 32
-            engines[name, f"{blocks} blocks" + ", recycling" * bool(candidates)] = engine.copy_with(
+            chosen |= {"recycle": recycle} if recycle else {}
+            recycled = {"": 0, "tails": given.block, "diagonals": 3}[recycle] * RECYCLED
+            budget = min(given.block * blocks + recycled, MAX_BUDGET) if given.whole else 32
+            engines[name, f"{blocks} blocks{way}"] = engine.copy_with(
                 options={"jacobi": chosen}, budget=budget, adaptive=not given.whole
             )
         engines[name, PLAIN] = engine

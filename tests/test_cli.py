@@ -542,7 +542,7 @@ def test_prompt_files_are_utf_8_and_hold_something(tmp_path):
 def test_settings_that_only_a_model_can_refuse_are_one_line_too(folder, tiny_folder, tmp_path):
     assert "must be one of auto, float32" in complaint("generate", "a", "-m", folder, "--dtype", "float8")
     assert "must be one of auto, cpu, cuda" in complaint("generate", "a", "-m", folder, "--device", "tpu")
-    assert "must lie in 0…128" in complaint("generate", "a", "-m", folder, "--budget", 999)
+    assert "must lie in 0…384" in complaint("generate", "a", "-m", folder, "--budget", 999)
     assert "shorten it" in complaint("generate", "x" * 2000, "-m", folder)
     other = tiny_folder(words="quite other words than those of the first one")
     drafting = ["--method", "small_model", "--option", f"small_model.model={other}"]

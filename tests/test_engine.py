@@ -270,7 +270,7 @@ def test_what_is_no_prompt_is_refused(engine):
         ({"dtype": "int8"}, "one of auto, float32"),
         ({"device": "tpu"}, "one of auto, cpu, cuda"),
         ({"rule": "typical"}, "one of match, reject"),
-        ({"budget": -1}, "0…128"),
+        ({"budget": -1}, "0…384"),
         ({"batch_size": 0}, "1 or more"),
     ],
 )

@@ -18,11 +18,12 @@ from conftest import tiny_llama
 from reference_circuits import log_probability
 from saltus.core.canvas import continuation
 from saltus.core.distributions import TargetDistributions
-from saltus.core.forward import ForwardInputs
+from saltus.core.forward import NO_TOKEN, ForwardInputs, NodeKind
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
-from saltus.core.sampling import Sampling
+from saltus.core.sampling import Sampling, probabilities
 from saltus.drafting import autoregressive
+from saltus.drafting.drawn_window import DrawnWindow
 from saltus.methods.mtpc import Mtpc
 from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
 from saltus.networks.loading.drafter_files import (
@@ -162,14 +163,16 @@ def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_
 # -------------------------------------------------------------------------------------------------- the law of the text
 
 
-def law_of(target: ToyNetwork, model: HeadModel, sampling: Sampling, rule: Any = reject, texts: int = 1000) -> float:
+def law_of(
+    target: ToyNetwork, model: HeadModel, sampling: Sampling, rule: Any = reject, texts: int = 1000, **options: Any
+) -> float:
     """p-value of what is written with heads on a toy, against its enumerated law."""
     network = HeadNetwork(model, target)
     expected, counts = text_probabilities(target, PROMPT_3, SHORT, sampling), np.zeros(VOCAB**SHORT)
     for seed in range(texts):
         written = toy_decoding(
             "mtpc", PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, rule=rule,
-            extra_networks={"mtpc": network}, options={"mtpc": {"least": 0.0}},
+            extra_networks={"mtpc": network}, options={"mtpc": {"least": 0.0} | options},
         ).run()  # fmt: skip
         counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
     assert not counts[expected == 0].any()
@@ -188,6 +191,85 @@ def small_heads(kind: str, **settings: Any) -> HeadModel:
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law(kind):
     assert law_of(small_toy(), small_heads(kind), SAMPLED) > ALPHA
+
+
+def drawn(network: HeadNetwork, state: torch.Tensor, uniforms: Any, temperature: float = 1.0) -> DrawnWindow:
+    """A window drawn after the text [3, 2]."""
+    inputs = replace(
+        ask([3, 2], state[None]), tokens=(NO_TOKEN,) * len(uniforms), parents=tuple(range(-1, len(uniforms) - 1)),
+        kinds=(NodeKind.UNIFORM_QUERY,) * len(uniforms), uniforms=tuple(uniforms), temperature=temperature,
+    )  # fmt: skip
+    return network.forward([inputs], [network.new_kv_cache()])[0].drafter_data
+
+
+@each_kind
+@pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.usefixtures("unchecked")
+def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, length):
+    """Enumerated: windows come as often as the circuit says, given the verifier's own token."""
+    model, state = heads(kind, told=told, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    network, begun = HeadNetwork(model, None), () if told else (2,)
+    length = min(length, model.shape.num_draft_tokens)
+    due: dict[tuple[int, ...], float] = {}
+    for window, value in table(model, state, 2).items():
+        if window[: len(begun)] == begun:
+            part = window[len(begun) :][:length]
+            due[part] = due.get(part, 0.0) + value
+    weights = np.array([*due.values()]) / sum(due.values())
+    draws, seen = 800, dict.fromkeys(due, 0)
+    for row in np.random.default_rng(length).random((draws, length)):
+        window = drawn(network, state, row)
+        seen[tuple(window.tokens)] += 1
+    labels = np.where(weights * draws >= 5, np.arange(len(weights)), len(weights))
+    counts, expected = np.bincount(labels, [*seen.values()]), np.bincount(labels, weights * draws)
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert len(expected) > 1
+    assert stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), len(expected) - 1) > ALPHA
+
+
+@each_kind
+@pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind, told, own, monkeypatch):
+    """Given the same tokens; also where positions draft likely tokens of their own."""
+    model, state = heads(kind, told=told, own=own, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(3))
+    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 3)
+    network = HeadNetwork(model, None)
+    window, kv_cache = drawn(network, state, [0.3, 0.9, 0.6, 0.1]), network.new_kv_cache()
+    assert len(window.tokens) == model.shape.num_draft_tokens
+    for count, found in enumerate(window.distributions):
+        text = [3, 2, *window.tokens[:count]]
+        outputs = network.forward([ask(text, None if count else state[None])], [kv_cache])[0]
+        expected = np.zeros(4)
+        expected[outputs.token_ids.numpy()] = outputs.logits[0].exp().numpy()
+        assert probabilities(found, 4) == pytest.approx(expected / expected.sum(), abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings", "sampling"),
+    [
+        ("ff", {}, SAMPLED),
+        ("cp", {"told": False}, Sampling(0.7)),
+        ("hmm", {"told": False}, SAMPLED),
+        ("btree", {"tokens": [0, 2]}, Sampling(1.4)),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_reject_keeps_the_law_where_windows_are_drawn_at_once(kind, settings, sampling):
+    assert law_of(small_toy(), small_heads(kind, **settings), sampling, draw="window") > ALPHA
+
+
+def test_truncated_samplings_and_match_draft_token_by_token():
+    target, network = toy_network(logit_scale=1.0), HeadNetwork(heads("btree", hidden=1), toy_network(logit_scale=1.0))
+    for sampling, rule in ((Sampling(1.0, top_k=3), reject), (Sampling(), reject), (SAMPLED, match)):
+        texts = [
+            toy_decoding("mtpc", [1, 2, 3], 20, target=target, sampling=sampling, rule=rule,
+                         extra_networks={"mtpc": network}, options={"mtpc": {"draw": draw}}).run().tokens
+            for draw in ("tokens", "window")
+        ]  # fmt: skip
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
@@ -402,9 +484,9 @@ def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
         replace(HeadShape(8), **settings)
 
 
-@pytest.mark.parametrize(("option", "value"), [("length", 0), ("least", 1.0), ("least", -0.5)])
+@pytest.mark.parametrize(("option", "value"), [("length", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")])
 def test_options_out_of_range_are_refused_in_a_line(option, value):
-    with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value}, but .*$"):
+    with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value!r}, but .*$"):
         Mtpc(**{option: value})
 
 

@@ -19,13 +19,13 @@ from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
+from saltus.drafting.ngram_pool import NGRAMS_PER_TOKEN, NgramPool
 from saltus.methods.jacobi import (
-    NGRAMS_PER_TOKEN,
     BlockWindow,
     Guess,
     Iterate,
     Jacobi,
-    NgramPool,
+    JacobiDrafter,
     nodes_of_next_iterate,
 )
 from saltus.testing import ToyNetwork, recording_noise, toy_decoding, toy_network
@@ -233,6 +233,37 @@ def test_chances_of_recycled_ngrams_are_chances(firsts):
     assert sum(found.values()) < 1
 
 
+@pytest.mark.parametrize("block", [2, 5])
+def test_a_recycled_tail_is_consecutive_tokens_of_one_earlier_iterate_up_to_a_block_long(block: int, monkeypatch):
+    """Every continuation follows its key within an iterate before the latest one."""
+    offered, iterates, find, branch = [], [], NgramPool.starting_with, JacobiDrafter.branch
+
+    def record(pool, key, count):
+        offered.append((key, find(pool, key, count)))
+        return offered[-1][1]
+
+    monkeypatch.setattr(NgramPool, "starting_with", record)
+    monkeypatch.setattr(
+        JacobiDrafter, "branch", lambda self, chain: iterates.append([*self.iterate.guesses]) or branch(self, chain)
+    )
+    write(60, toy_network(logit_scale=1.5), sampling=SAMPLED, block=block, recycle="tails", blocks=1)
+    runs = [(key, *(guess.ngram[-1] for guess in chain)) for (key, _), chain in zip(offered, iterates, strict=True)]
+    for number, (key, found) in enumerate(offered):
+        for tail, _ in found:
+            run = key, *tail
+            assert any(before[i : i + len(run)] == run for before in runs[:number] for i in range(len(before)))
+    assert max(len(tail) for _, found in offered for tail, _ in found) == block
+
+
+def test_tails_and_diagonals_write_the_same_text():
+    for sampling in (Sampling(), SAMPLED):
+        texts = [
+            write(40, toy_network(logit_scale=1.5), sampling=sampling, recycle=recycle).tokens
+            for recycle in ("tails", "diagonals")
+        ]
+        assert texts[0] == texts[1] == write(40, toy_network(logit_scale=1.5), method="plain", sampling=sampling).tokens
+
+
 @pytest.mark.slow
 def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_the_same_call(monkeypatch):
     """A branch beside the chain, taken at least once, saves calls."""
@@ -287,8 +318,17 @@ def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("block", 0), ("blocks", 0), ("spawn", 1.5), ("spawn", -0.1), ("ngram", 1), ("pool", 0), ("candidates", -1)],
+    [
+        ("block", 0),
+        ("blocks", 0),
+        ("spawn", 1.5),
+        ("spawn", -0.1),
+        ("ngram", 1),
+        ("pool", 0),
+        ("candidates", -1),
+        ("recycle", "all"),
+    ],
 )
 def test_options_out_of_range_are_refused_in_a_line(option: str, value):
-    with pytest.raises(ValueError, match=rf"^jacobi: {option} is {value}, but .*$"):
+    with pytest.raises(ValueError, match=rf"^jacobi: {option} is {value!r}, but .*$"):
         Jacobi(**{option: value})

@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, random_tree, 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.loading.checkpoints import make_network
-from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.networks.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
@@ -120,13 +120,25 @@ def test_batches_longer_than_a_call_are_cut_and_every_text_gets_its_own_answer(n
     network = networks(name, torch.float32)
     batch = [
         ForwardInputs(continuation(text(length, seed=length), 9), *random_tree(nodes), output_hidden_states=True)
-        for length, nodes in ((500, 5), (3, 0), (MAX_ROWS_PER_CALL - 6, 7), (90, 200), (MAX_ROWS_PER_CALL, 0))
+        for length, nodes in ((500, 5), (3, 0), (MAX_ROWS_PER_CALL - 6, 7), (90, 200), (400, 300), (90, MAX_NODES))
     ]
     for inputs, outputs in zip(batch, network.forward(batch, [network.new_kv_cache() for _ in batch]), strict=True):
         alone = network.forward([inputs], [network.new_kv_cache()])[0]
         assert torch.equal(outputs.logits, alone.logits)
         assert torch.equal(outputs.hidden_states, alone.hidden_states)
         assert len(outputs.logits) == len(inputs.tokens) + 1
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_tree_larger_than_a_piece_of_a_prompt_gets_the_bits_of_its_branches_alone(networks, name):
+    """Also after a prompt that was read in pieces, and where the cache holds all of the text but its last token."""
+    network, decided, tree = networks(name, torch.bfloat16), text(MAX_ROWS_PER_CALL + 3), random_tree(MAX_NODES)
+    kv_cache = network.new_kv_cache()
+    for _ in range(2):
+        rows = read(network, decided, *tree, kv_cache)
+        inputs = ForwardInputs(continuation(decided, 99), *tree)
+        for node in (-1, 0, 255, 256, 257, MAX_NODES - 1):
+            assert torch.equal(rows[node + 1], read(network, [*decided, *inputs.path_tokens(node)])[0])
 
 
 def test_a_window_counts_positions_where_branches_push_slots_apart():

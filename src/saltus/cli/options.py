@@ -84,7 +84,7 @@ Options = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Draft tokens that one call verifies, at most."),
+    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Draft tokens that one call verifies, 384 at most."),
 ]
 WholeTrees = Annotated[
     bool,

@@ -39,7 +39,7 @@ from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
 
 DEFAULT_BUDGET = 16  # draft tokens of a call
-MAX_BUDGET = 128
+MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
 @dataclass
@@ -276,7 +276,7 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"longest": 5}}.
-        budget: draft tokens that a call may verify, at most 128; 16, or num_draft_tokens if that is more.
+        budget: draft tokens that a call may verify, at most 384; 16, or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from saltus.core.canvas import Canvas
 from saltus.core.control.controller import Controller
@@ -15,10 +16,10 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
+from saltus.drafting.ngram_pool import NgramPool
 from saltus.drafting.ptp_queries import with_token_queries
 
-MAX_ADAPTER_GUESSES = 127  # guesses that an adapter reads in a call, at most
-NGRAMS_PER_TOKEN = 12  # n-grams kept that start with the same token
+MAX_ADAPTER_GUESSES = 128  # guesses that an adapter reads in a call, at most
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Jacobi:
     spawn: float = 0.85  # the next block starts when this share of the last one is decided or settled
     running: bool = False  # the first block keeps its length: it moves on as its tokens are decided
     candidates: int = 4  # recycled n-grams offered beside the chain
-    ngram: int = 4  # tokens of a recycled n-gram, its first token (the key) included
+    recycle: str = "diagonals"  # n-grams of what: tails (of iterates, a block long) or diagonals (of successive ones)
+    ngram: int = 4  # tokens of a diagonal, its first token (the key) included
     pool: int = 1024  # n-grams kept
 
     def __post_init__(self) -> None:
@@ -46,6 +48,8 @@ class Jacobi:
                 raise ValueError(f"jacobi: {name} is {getattr(self, name)}, but must be {least} or more")
         if not 0 <= self.spawn <= 1:
             raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
+        if self.recycle not in ("tails", "diagonals"):
+            raise ValueError(f"jacobi: recycle is {self.recycle!r}, but must be tails or diagonals")
 
     @property
     def draft_models(self) -> dict[str, str]:
@@ -53,7 +57,8 @@ class Jacobi:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         window = BlockWindow(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
-        parts = noise, rule, Iterate(self.ngram), window, NgramPool(self.pool), self.candidates
+        tail_length = self.block if self.recycle == "tails" else 0
+        parts = noise, rule, Iterate(self.ngram), window, NgramPool(self.pool), self.candidates, tail_length
         return AdapterJacobiDrafter(*parts, sampling.temperature) if self.model else JacobiDrafter(*parts)
 
 
@@ -67,6 +72,8 @@ class JacobiDrafter:
     window: BlockWindow
     pool: NgramPool
     candidates: int
+    tail_length: int  # tokens after the key of a recycled tail; 0: diagonals are recycled
+    tail: tuple[int, ...] = field(default=(), init=False)  # the last decided token and the iterate, at the latest call
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         iterate = self.iterate
@@ -74,10 +81,9 @@ class JacobiDrafter:
             iterate.start_at(last.canvas.num_decided)
             nodes = self.nodes_of_iterate(last)
             inputs = [last.inputs.tokens[i] for i in nodes]
-            for guess in iterate.correct(inputs, *self.corrections(last, nodes)):
-                for start in range(len(guess.ngram) - 1):
-                    self.pool.add(guess.ngram[start:])
+            corrected = iterate.correct(inputs, *self.corrections(last, nodes))
             iterate.start_at(canvas.num_decided)
+            self._recycle(canvas, corrected)
         if not len(canvas.decided_prefix):  # the text starts with a hole: there are no tokens to guess from
             return []
         end = self.window.end(canvas.num_decided, iterate.settled)
@@ -91,6 +97,20 @@ class JacobiDrafter:
             self.branch(chain),
             *(Branch(tail[:room], probabilities[:room], "jacobi/pool") for tail, probabilities in recycled),
         ]
+
+    def _recycle(self, canvas: Canvas, corrected: Sequence[Guess]) -> None:
+        """Pool n-grams of guesses: the latest diagonals, or the tail before the latest one.
+
+        A tail is an iterate after the last decided token, all of one call (Alg. 1, line 11). The latest is no use to
+        the pool yet, since the chain offers it.
+        """
+        length = 1 + self.tail_length
+        ngrams = [self.tail] if self.tail_length else [guess.ngram for guess in corrected]
+        for ngram in ngrams:
+            for start in range(len(ngram) - 1):
+                self.pool.add(ngram[start : start + length] if self.tail_length else ngram[start:])
+        known = itertools.takewhile(lambda guess: guess.corrected, self.iterate.guesses)
+        self.tail = (int(canvas.decided_prefix[-1]), *(guess.ngram[-1] for guess in known))
 
     def nodes_of_iterate(self, last: Step) -> list[int]:
         """The nodes whose logits give the next iterate."""
@@ -251,51 +271,6 @@ class BlockWindow:
                 break
             self.live += 1
         return self.start + self.live * self.size
-
-
-class NgramPool:
-    """Recent n-grams of predicted tokens by first token: `capacity` in all, NGRAMS_PER_TOKEN of each first token."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.size = 0
-        self.continuations: dict[int, list[tuple[int, ...]]] = {}  # latest additions last, also of keys
-
-    def add(self, ngram: tuple[int, ...]) -> None:
-        """Keep an n-gram of two tokens or more; it replaces the n-gram that it extends by a token."""
-        first, tail = ngram[0], ngram[1:]
-        tails = self.continuations.pop(first, [])
-        self.continuations[first] = tails
-        if tail[:-1] in tails:
-            tails.remove(tail[:-1])
-            self.size -= 1
-        tails.append(tail)
-        self.size += 1
-        if len(tails) > NGRAMS_PER_TOKEN:
-            del tails[0]
-            self.size -= 1
-        while self.size > self.capacity:
-            oldest = next(iter(self.continuations))
-            del self.continuations[oldest][0]
-            self.size -= 1
-            if not self.continuations[oldest]:
-                del self.continuations[oldest]
-
-    def starting_with(self, token: int, count: int) -> list[tuple[tuple[int, ...], list[float]]]:
-        """The continuations of the latest `count` n-grams that start with the token, with estimated probabilities.
-
-        The first token's estimate is a vote in which later n-grams weigh more; constants were fitted on a chat model.
-        """
-        latest = self.continuations.get(token, [])[::-1]
-        weights: dict[int, float] = {}
-        for age, tail in enumerate(latest):
-            weights[tail[0]] = weights.get(tail[0], 0.0) + 0.75**age
-        total = sum(weights.values()) + 0.6
-        found = []
-        for tail in list(dict.fromkeys(latest))[:count]:
-            first = max(weights[tail[0]] - 0.3, 0.1) / total
-            found.append((tail, [first, *[0.3] * (len(tail) - 1)]))
-        return found
 
 
 def _acceptance_probabilities(chain: Sequence[Guess]) -> list[float]:

@@ -10,9 +10,10 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
-from saltus.core.rules import Rule
+from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling
 from saltus.drafting.autoregressive import draft_autoregressively
+from saltus.drafting.drawn_window import can_draw_window, draft_drawn_window
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 
 
@@ -29,20 +30,27 @@ class Mtpc:
     model: str = "auto"  # a folder written by `saltus train mtpc`; auto: the heads shipped for the target
     length: int = 16  # draft tokens, at most; never more than the heads' window
     least: float = 0.1  # stop where the product of the drafts' probabilities falls below this
+    draw: str = "tokens"  # under `reject`: tokens one by one, or the window at once, in a stage for each level
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"mtpc: length is {self.length}, but must be 1 or more")
         if not 0 <= self.least < 1:
             raise ValueError(f"mtpc: least is {self.least}, but must lie in [0, 1)")
+        if self.draw not in ("tokens", "window"):
+            raise ValueError(f"mtpc: draw is {self.draw!r}, but must be tokens or window")
 
     @property
     def draft_models(self) -> dict[str, str]:
         return {"mtpc": f"heads:{self.model}"}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        at_once = self.draw == "window" and rule is reject and can_draw_window(sampling)
+
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
             inputs = ForwardInputs(canvas, network_name="mtpc", hidden_states=hidden_states)
+            if at_once:
+                return draft_drawn_window(inputs, length, self.least, noise, sampling, "mtpc")
             return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "mtpc")
 
         return HiddenStateDrafter(self.length, draft)

@@ -24,16 +24,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.core.sampling import float_row
+from saltus.core.sampling import Distribution, float_row
+from saltus.drafting.drawn_window import DrawnWindow
 from saltus.networks.draft_models import circuits
 from saltus.networks.draft_models.circuits import Circuit, CircuitFilter
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
 from saltus.networks.draft_models.drafter import rms_normalized
 from saltus.networks.draft_models.upper_layers import UpperLayers
+from saltus.networks.draft_models.window_sampling import LEAST, draw_window
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
+NO_LOGITS = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
 MAX_CANDIDATE_TOKENS = 1024  # a position drafts its most likely tokens only, so that a state's softmax is small
 
 
@@ -289,15 +292,56 @@ class HeadNetwork:
         started = time.perf_counter()
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
             self._start_windows(batch, kv_caches)
-            outputs = [
-                self._next_token_logits(inputs.canvas.decided_prefix, kv_cache)
-                for inputs, kv_cache in zip(batch, kv_caches, strict=True)
-            ]
+            outputs = []
+            for inputs, kv_cache in zip(batch, kv_caches, strict=True):
+                drawn = self._draw_window(inputs, kv_cache) if inputs.query_nodes else None
+                found = NO_LOGITS if drawn else self._next_token_logits(inputs.canvas.decided_prefix, kv_cache)
+                outputs.append((*found, drawn))
         seconds = time.perf_counter() - started
         return [
-            ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens))
-            for tokens, logits in outputs
+            ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens), drawn)
+            for tokens, logits, drawn in outputs
         ]
+
+    def _draw_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> DrawnWindow:
+        """A token for each uniform query, as far as the window goes, drawn from the joint distribution at once.
+
+        The text's last token is an input of the heads, or else the window's first token, and evidence.
+        """
+        shape, parameters = self.model.shape, kv_cache.parameters
+        assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
+        first = int(not shape.told)
+        uniforms = torch.tensor(inputs.uniforms[: shape.num_draft_tokens], dtype=torch.float64, device=self.device)
+        tokens, logits = self._likely_logits(kv_cache, parameters, first + len(uniforms))
+        law = (logits / inputs.temperature).softmax(-1).double()
+        law = law / law.sum(-1, keepdim=True)
+        known = [_leaf(tokens[0], law[0], int(inputs.canvas.decided_prefix[-1]))] if first else []
+        initial, transitions = parameters.initial.double(), parameters.transitions.double()
+        columns, distributions = draw_window(
+            shape.circuit_structure, initial, transitions, law[first:], known, uniforms
+        )
+        ids, weights = tokens[first:].cpu().numpy(), distributions.cpu().numpy()
+        drawn = ids[np.arange(len(ids)), columns.cpu().numpy()].tolist()
+        return DrawnWindow(drawn, [Distribution(*pair) for pair in zip(ids, weights, strict=True)])
+
+    def _likely_logits(
+        self, kv_cache: WindowCache, parameters: CircuitParameters, count: int
+    ) -> tuple[Int[Tensor, "count likely"], Float[Tensor, "count rank likely"]]:
+        """The most likely tokens of the first positions, ascending, and their logits in each state."""
+        model, codes = self.model, parameters.state_codes
+        if kv_cache.shared_logits is None:
+            logits = torch.stack([model.logits(parameters, position) for position in range(count)])
+            return model.tokens.expand(count, -1), logits
+        shared = torch.from_numpy(kv_cache.shared_logits[:count]).to(self.device)
+        if self.direction_logits is None or codes is None:
+            return model.tokens.expand(count, -1), shared[:, None]
+        directions = torch.from_numpy(self.direction_logits).to(self.device)
+        if shared.shape[-1] <= MAX_CANDIDATE_TOKENS:
+            return model.tokens.expand(count, -1), model.state_logits(shared, codes[:count], directions)
+        likely = np.argpartition(-kv_cache.shared_logits[:count], MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
+        chosen = torch.from_numpy(np.sort(likely)).to(self.device)  # topk of torch takes five times as long
+        differences = codes[:count].to(directions.dtype) @ directions[:, chosen].transpose(0, 1)
+        return model.tokens[chosen], shared.gather(-1, chosen)[:, None] + differences
 
     def _next_token_logits(
         self, decided: np.ndarray, kv_cache: WindowCache
@@ -394,6 +438,12 @@ class HeadNetwork:
         with np.errstate(divide="ignore"):
             circuit_filter.observe(np.log(distribution[:, column]) if known else np.zeros_like(distribution[:, 0]))
         kv_cache.window_tokens.append(token)
+
+
+def _leaf(tokens: Int[Tensor, "likely"], law: Float[Tensor, "rank likely"], token: int) -> Float[Tensor, "rank"]:
+    """The log-probability of a token in each state; 0 for a token outside the distribution, which is no evidence."""
+    found = (tokens == token).nonzero()
+    return law[:, int(found[0, 0])].clamp_min(LEAST).log() if len(found) else law.new_zeros(len(law))
 
 
 def _float_array(x: Tensor | None) -> Any:

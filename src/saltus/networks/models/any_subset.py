@@ -28,7 +28,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.drafting.token_correction import PairwiseCorrection
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
-from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork, _Chunk
+from saltus.networks.models.causal import MAX_NODES, CausalNetwork, _Chunk
 from saltus.networks.models.exact.attention import SequenceRows
 from saltus.networks.models.tree_mask import ancestor_mask
 
@@ -80,7 +80,7 @@ class AnySubsetNetwork(CausalNetwork):
     @property
     def max_rows_per_call(self) -> int:
         """A given text is one call, since all of it attends to all of it."""
-        return self.model.config.max_position_embeddings + MAX_ROWS_PER_CALL
+        return self.model.config.max_position_embeddings + MAX_NODES
 
     @staticmethod
     def context_tokens(canvas: Canvas) -> np.ndarray:

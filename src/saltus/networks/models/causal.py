@@ -28,6 +28,7 @@ from saltus.networks.models.tree_mask import ancestor_mask
 log = logging.getLogger("saltus")
 
 MAX_ROWS_PER_CALL = 256  # limits the memory that a long prompt needs
+MAX_NODES = 512  # of a tree, its queries included; a tree is never split
 PLACEHOLDER_TOKEN = 0  # token id of a query row; its embedding is replaced by the query embedding
 
 
@@ -84,7 +85,7 @@ class CausalNetwork:
                 self._evaluate, self.num_layers, self.device, self.rows_per_call, use_cuda_graphs=graphs
             )
         elif not self.free_shapes and supports_native_decoder(self.model):
-            self.native_decoder = NativeDecoder(self.model, self.max_rows_per_call)
+            self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
 
     any_subset = False
     accepts_drafters = True
@@ -103,7 +104,7 @@ class CausalNetwork:
 
     @property
     def max_rows_per_call(self) -> int:
-        """The limit of rows in one call."""
+        """The limit of rows in one call, unless a single tree has more."""
         return MAX_ROWS_PER_CALL
 
     @staticmethod
@@ -161,7 +162,7 @@ class CausalNetwork:
             while any(queues):
                 chunks, room = [], self.max_rows_per_call
                 for queue in queues:
-                    if queue and queue[0].rows.num_rows <= room:
+                    if queue and (not chunks or queue[0].rows.num_rows <= room):
                         chunks.append(queue.pop(0))
                         room -= chunks[-1].rows.num_rows
                 rows, hidden = self._run_model(chunks)
@@ -294,10 +295,10 @@ def _decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
 def _prefill_and_tree_chunks(
     sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int
 ) -> Iterator[_Chunk]:
-    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece."""
+    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size."""
     decided, nodes = inputs.canvas.decided_prefix, len(inputs.tokens)
-    assert nodes < MAX_ROWS_PER_CALL
-    while (unread := len(decided) - past_length) + nodes > MAX_ROWS_PER_CALL:
+    assert nodes <= MAX_NODES
+    while (unread := len(decided) - past_length) + nodes > max(MAX_ROWS_PER_CALL, 1 + nodes):
         count = min(MAX_ROWS_PER_CALL, unread - 1)
         yield _Chunk(
             sequence,

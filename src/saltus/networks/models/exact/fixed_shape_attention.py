@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_SCRATCH_SLOTS = 256  # slots before those of the text: slot 0 is for padding rows, slot i + 1 for node i
+NUM_SCRATCH_SLOTS = 512  # slots before those of the text: slot 0 is for padding rows, slot i + 1 for node i
 
 
 def first_recent_position(positions, max_tree_depth: int):

@@ -1,0 +1,57 @@
+"""Draft a window that a network draws at once, for the rule `reject`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs, NodeKind
+from saltus.core.noise import Noise
+from saltus.core.sampling import Distribution, Sampling
+from saltus.core.tree import Branch
+
+
+@dataclass(frozen=True)
+class DrawnWindow:
+    """Tokens that a network drew from its joint distribution of a window, one for each uniform that it was given."""
+
+    tokens: Sequence[int]
+    distributions: Sequence[Distribution]  # of each token given the tokens before it: what the rule compares
+
+
+def can_draw_window(sampling: Sampling) -> bool:
+    """True if the settings are a temperature and no more; a truncated mixture is not a mixture of truncated parts."""
+    untruncated = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
+    return not sampling.greedy and untruncated and sampling.token_independent
+
+
+def draft_drawn_window(
+    inputs: ForwardInputs, length: int, min_probability: float, noise: Noise, sampling: Sampling, source: str
+) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
+    """A branch of up to `length` tokens from one call; it ends where the product of their peaks is too small.
+
+    The call has a uniform query for each position, and its outputs hold a `DrawnWindow` as `drafter_data`.
+    """
+    canvas = inputs.canvas
+    uniforms = noise.uniforms(f"{source}/{canvas.num_decided}", canvas.open_positions[:length])
+    outputs = yield replace(
+        inputs,
+        tokens=(NO_TOKEN,) * length,
+        parents=tuple(range(-1, length - 1)),
+        kinds=(NodeKind.UNIFORM_QUERY,) * length,
+        uniforms=tuple(uniforms.tolist()),
+        temperature=sampling.temperature,
+    )
+    window = outputs.drafter_data
+    assert isinstance(window, DrawnWindow)
+    peaks: list[float] = []
+    value = 1.0
+    for distribution in window.distributions:
+        if not value >= min_probability:  # NaN ends the branch, too
+            break
+        peaks.append(distribution.peak)  # must not depend on the token
+        value *= peaks[-1]
+    if value != value:
+        peaks.pop()
+    count = len(peaks)
+    return [Branch(window.tokens[:count], peaks, source, window.distributions[:count])]
