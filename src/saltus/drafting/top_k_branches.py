@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from saltus.core.coupling import draft_tokens
+from saltus.core.coupling import PARALLEL_ERROR, draft_tokens
 from saltus.core.distributions import TargetDistributions
 from saltus.core.sampling import float_row, most_likely
 from saltus.core.tree import Branch
@@ -55,7 +55,8 @@ def coupled_branches(distributions: TargetDistributions, choices: int, source: s
     for query in range(len(distributions.outputs.logits) - 1):
         if math.isnan(most_likely(distributions.outputs.logits[query + 1])[1]):
             return []
-        found = draft_tokens(distributions[query], distributions.noise, "text", distributions.position(query), choices)
+        where = distributions.noise, "text", distributions.position(query)
+        found = draft_tokens(distributions[query], *where, choices, PARALLEL_ERROR)
         tokens.append([token for token, _ in found])
         probabilities.append([chance for _, chance in found])
     return _branches(tokens, probabilities, source)
