@@ -316,8 +316,10 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-def test_match_keeps_the_law():
-    assert p_value("jacobi+lookup+small_model", rule=match) > ALPHA
+@pytest.mark.parametrize("coupling", ["probability", "token-order", "gumbel"])
+def test_match_keeps_the_law(coupling: str):
+    sampling = Sampling(temperature=1.0, coupling=coupling)
+    assert p_value("jacobi+lookup+small_model", sampling, rule=match) > ALPHA
 
 
 def without_residual(inputs: ForwardInputs, distributions: TargetDistributions) -> tuple[np.ndarray, int]:
@@ -379,7 +381,7 @@ def test_dropping_drafts_for_their_token_is_caught():
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_drafting_with_the_uniforms_of_the_text_is_caught():
-    """Picks by the text's uniforms are right for `match`; judged by `reject` they bend the law."""
+    """Picks by the text's uniforms are right for `match`; judged by `reject`, which uses them, they bend the law."""
     made = testing.make_methods
 
     def for_match(spec, options):
@@ -391,7 +393,7 @@ def test_drafting_with_the_uniforms_of_the_text_is_caught():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testing, "make_methods", for_match)
-        assert p_value("small_model") < ALPHA
+        assert p_value("small_model", Sampling(temperature=1.0, coupling="probability")) < ALPHA
 
 
 def test_an_unknown_network_is_named_instead_of_awaited():

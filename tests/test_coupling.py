@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from saltus.core import noise as noise_module
-from saltus.core.coupling import _Race, best_tokens, pick_token
+from saltus.core.coupling import PARALLEL_ERROR, SEQUENTIAL_ERROR, _Race, best_tokens, draft_tokens, pick_token
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, groups_of
-from saltus.core.sampling import Distribution, Sampling, pick, probabilities, token_distribution, uniform_interval
+from saltus.core.sampling import (
+    Distribution,
+    Sampling,
+    pick,
+    probabilities,
+    probability,
+    token_distribution,
+    uniform_interval,
+)
 from test_sampling import _fit, laws, rows
 
 COUPLINGS = ["probability", "token-order", "gumbel"]
@@ -265,3 +273,30 @@ def test_a_coupling_that_does_not_exist_and_a_negative_position_are_refused():
         Sampling(1.0, coupling="maximal")
     with pytest.raises(ValueError, match="position -3, but positions start at 0"):
         Noise(0).of_tokens("text", -3, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("error", [SEQUENTIAL_ERROR, PARALLEL_ERROR])
+def test_estimates_of_acceptance_hold_for_the_errors_that_they_assume(error):
+    """The target's log-probabilities are the draft's plus Gumbel noise of the assumed scale."""
+    rng, count, stated, right = np.random.default_rng(1), 1_500, np.zeros(3), np.zeros(3)
+    for position in range(count):
+        logits = rng.normal(size=300) * 2
+        draft = Distribution(None, np.exp(logits - logits.max()), "gumbel")
+        wrong = logits + rng.gumbel(size=300) * error
+        token = pick_token(Distribution(None, np.exp(wrong - wrong.max()), "gumbel"), Noise(0), "text", position)
+        found = draft_tokens(draft, Noise(0), "text", position, 3, error)
+        stated += [chance for _, chance in found]
+        right += [one == token for one, _ in found]
+    assert (right[:-1] > right[1:]).all()
+    assert (stated[:-1] > stated[1:]).all()
+    assert np.abs(stated - right).max() / count < 0.05
+
+
+@pytest.mark.parametrize("coupling", ["probability", "token-order"])
+def test_by_inverse_cdf_the_draft_is_the_pick_with_its_probability(coupling):
+    law = Distribution(None, np.array([0.2, 0.5, 0.3]), coupling)
+    for position in range(20):
+        token = pick_token(law, Noise(0), "text", position)
+        assert draft_tokens(law, Noise(0), "text", position, 3) == [(token, probability(token, law))]

@@ -71,7 +71,7 @@ def test_a_text_with_holes_keeps_its_pieces():
     assert np.array_equal(np.flatnonzero(layout.canvas.tokens == HOLE), holes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_p": 0.8}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 6}, {"temperature": 0.7, "top_p": 0.8}])
 def test_every_method_fills_the_same(filler: str, settings: dict):
     engine = saltus.load(filler, "plain")
     text = "the [[6]] sat on the [[…]] and the dog [[3]]."

@@ -113,10 +113,22 @@ def test_drafts_are_drawn_with_fresh_uniforms_in_each_step():
     assert len(set(used)) == len(used)
 
 
-def test_it_stops_drafting_where_a_draft_is_unlikely():
-    sure, unsure = (write(40, sharp=sharp, sampling=SAMPLED, least=0.5, drafts=8) for sharp in (12.0, 0.3))
+@pytest.mark.parametrize("coupling", ["probability", "token-order"])
+def test_it_stops_drafting_where_a_draft_is_unlikely(coupling):
+    sampling = Sampling(temperature=1.0, coupling=coupling)
+    sure, unsure = (write(40, sharp=sharp, sampling=sampling, least=0.5, drafts=8) for sharp in (12.0, 0.3))
     assert np.mean([len(step.inputs.tokens) for step in sure.steps]) > 4
     assert max(len(step.inputs.tokens) for step in unsure.steps) == 1
+
+
+def test_with_gumbel_noise_it_drafts_as_far_as_its_best_value_is_clear_of_the_others():
+    """An unlikely token may be a likely draft: its noise is the target's, too."""
+    sampling = Sampling(temperature=1.0, coupling="gumbel")
+    sure, unsure = (write(40, sharp=sharp, sampling=sampling, least=0.5, drafts=8) for sharp in (12.0, 0.3))
+    assert np.mean([len(step.inputs.tokens) for step in sure.steps]) > 4
+    lengths = [len(step.inputs.tokens) for step in unsure.steps]
+    assert 1 < np.mean(lengths) < 4
+    assert np.mean([len(step.tokens) for step in unsure.steps]) > 1.5
 
 
 def test_it_drafts_no_more_than_there_is_room():

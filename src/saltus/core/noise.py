@@ -16,9 +16,8 @@ GROUP_STRIDE = 1024  # between the ids of a group's tokens
 GROUP_COUNTER = 1 << 40  # counters of groups; those of tokens are their ids
 LOW_BITS = np.uint64(GROUP_SIZE - 1)  # of a group's word: the place of its least number; a uniform has the upper 52
 MAX_WORD = (1 << 64) - 1
-INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+FACTORS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+ARRAY_FACTORS = tuple(map(np.uint64, FACTORS))
 
 
 @dataclass(frozen=True)
@@ -151,22 +150,22 @@ def _logarithm_bounds(uniforms: np.ndarray, scale: float = 1.0) -> np.ndarray:
 
 def _hash(counters: np.ndarray, first_key: int, second_key: int) -> np.ndarray:
     """SplitMix64 (Steele et al. 2014) of counters, with a key before each multiplication; all uint64."""
-    x = counters * INCREMENT
+    x = counters * ARRAY_FACTORS[0]
     x += np.uint64(first_key)
-    x ^= x >> SHIFTS[0]
-    x *= MULTIPLIERS[0]
+    x ^= x >> 30
+    x *= ARRAY_FACTORS[1]
     x += np.uint64(second_key)
-    x ^= x >> SHIFTS[1]
-    x *= MULTIPLIERS[1]
-    x ^= x >> SHIFTS[2]
+    x ^= x >> 27
+    x *= ARRAY_FACTORS[2]
+    x ^= x >> 31
     return x
 
 
 def _hash_number(counter: int, first_key: int, second_key: int) -> int:
     """`_hash` of one counter in Python's integers, which is faster."""
-    x = (counter * int(INCREMENT) + first_key) & MAX_WORD
-    x = ((x ^ (x >> 30)) * int(MULTIPLIERS[0]) + second_key) & MAX_WORD
-    x = ((x ^ (x >> 27)) * int(MULTIPLIERS[1])) & MAX_WORD
+    x = (counter * FACTORS[0] + first_key) & MAX_WORD
+    x = ((x ^ (x >> 30)) * FACTORS[1] + second_key) & MAX_WORD
+    x = ((x ^ (x >> 27)) * FACTORS[2]) & MAX_WORD
     return x ^ (x >> 31)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from saltus.core.coupling import draft_tokens
+from saltus.core.coupling import PARALLEL_ERROR, draft_tokens
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.tree import Branch
@@ -108,7 +108,7 @@ def coupled(choices: int, sampling: Sampling, noise: Noise, positions: np.ndarra
             return []
         found = token_distribution(torch.from_numpy(logits), sampling)
         found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-        return draft_tokens(found, noise, "text", positions[position], choices)
+        return draft_tokens(found, noise, "text", positions[position], choices, PARALLEL_ERROR)
 
     return choose
 
