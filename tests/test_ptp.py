@@ -17,6 +17,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
+from saltus.drafting import draft_tree
 from saltus.drafting.draft_tree import PositionPredictions, likeliest, likely_paths
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
 from saltus.methods.ptp import Ptp, drafter_predictions
@@ -99,8 +100,9 @@ def test_broken_predictions_draft_nothing():
     ]
 
 
-def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens():
+def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(monkeypatch):
     """As one forward of the trained module gives them for every path, whole vocabulary and all."""
+    monkeypatch.setattr(draft_tree, "MAX_CANDIDATES", 1000)  # an untrained network finds all tokens likely
     target = CausalNetwork(tiny_llama())
     network, text = drafter(target, correction=6, window=3), np.arange(5, 25)
     for layer in network.model.correction.children():

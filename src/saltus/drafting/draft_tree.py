@@ -18,8 +18,9 @@ from saltus.core.tree import Branch
 from saltus.drafting.token_correction import TokenCorrection
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
-MAX_NODES = 24  # nodes of the branches, at most
-MAX_GAP = 8.0  # a token whose logit is further below the largest one is not corrected
+MAX_NODES = 12  # nodes of the branches, at most
+MAX_GAP = 8.0  # a token whose logit is further below the largest one is no candidate
+MAX_CANDIDATES = 64  # of a position
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,8 @@ class PositionPredictions:
         if position not in self._candidates:
             row = self.logits[position] - self.logits[position].max()
             chosen = np.flatnonzero(row > -MAX_GAP)
+            if len(chosen) > MAX_CANDIDATES:
+                chosen = np.sort(chosen[np.argpartition(row[chosen], -MAX_CANDIDATES)[-MAX_CANDIDATES:]])
             rest = float(np.exp(row).sum(dtype=np.float64) - np.exp(row[chosen]).sum(dtype=np.float64))
             right = self.correction.right[chosen] if self.correction is not None else row
             ids = chosen if self.token_ids is None else self.token_ids[chosen]
@@ -121,14 +124,14 @@ def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: 
     root = tuple(text[-2:])
     queue: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = [(-1.0, (), ())]
     leaves: dict[tuple[int, ...], tuple[float, ...]] = {}
-    for _ in range(MAX_NODES):
+    for number in range(MAX_NODES + 1):
         if not queue:
             break
         reached, path, chances = heapq.heappop(queue)
         if path:
             leaves.pop(path[:-1], None)
             leaves[path] = chances
-        if len(path) < len(predictions.logits):
+        if number < MAX_NODES and len(path) < len(predictions.logits):
             for token, chance in choose(predictions, len(path), root + path):
                 if -reached * chance >= MIN_PATH_PROBABILITY:
                     heapq.heappush(queue, (reached * chance, (*path, token), (*chances, chance)))

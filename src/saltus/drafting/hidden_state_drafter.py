@@ -38,7 +38,7 @@ class HiddenStateDrafter:
         return self._draft(canvas, min(self.length, room))
 
     def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
-        hidden_states = torch.cat(self.pending)
+        hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
         return (yield from self.draft(canvas, hidden_states, length))
 
@@ -47,9 +47,17 @@ class HiddenStateDrafter:
         states, nodes = last.outputs.hidden_states, len(last.inputs.tokens)
         assert states is not None
         context = len(states) - nodes
-        found = states[torch.tensor([*range(context), *(context + node for node in last.inputs.path(last.last_node))])]
+        rows = [*range(context), *(context + node for node in last.inputs.path(last.last_node))]
         new = num_decided - self.num_tokens_seen
-        if len(found) < new:  # states in between are missing, so the network starts again from here
+        if len(rows) < new:  # states in between are missing, so the network starts again from here
             self.pending.clear()
-        self.pending.append(found[-new:])
+        self.pending.append(_rows(states, rows[-new:]))
         self.num_tokens_seen = num_decided
+
+
+def _rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some rows of a tensor. On the CPU by NumPy: torch would wake threads, which spin beside those of the kernels."""
+    if x.device.type != "cpu":
+        return x[torch.tensor(rows)]
+    bits = x.view(torch.int16) if x.element_size() == 2 else x
+    return torch.from_numpy(bits.numpy()[rows]).view(x.dtype)

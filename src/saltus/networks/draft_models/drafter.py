@@ -8,6 +8,7 @@ frequent tokens, gives the logits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -170,6 +171,7 @@ class DraftNetwork:
         self.device = self.model.tokens.device
         self.context_layers = ContextLayers(self.model.llama)
         correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
+        self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
         self.traits = DrafterTraits(correction, self.model.shape.informed)
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
@@ -182,6 +184,20 @@ class DraftNetwork:
             return rms_normalized(one.float())[0].cpu().numpy()
 
         return NonlinearCorrection(left, second_left, state, unembedding @ output, embed)
+
+    def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
+        """What is added to the last context input of each query; without uniforms always the same."""
+        key = len(uniforms), temperature
+        constant = not self.model.shape.informed or all(map(math.isnan, uniforms))
+        if constant and key in self.query_vectors:
+            return self.query_vectors[key]
+        u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
+        zeros = torch.zeros(len(u), self.model.shape.hidden, dtype=self.model.query.dtype, device=self.device)
+        depths = torch.arange(len(u), device=self.device)
+        found = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
+        if constant:
+            self.query_vectors[key] = found
+        return found
 
     def new_kv_cache(self) -> ContextKVCache:
         return ContextKVCache()
@@ -202,15 +218,16 @@ class DraftNetwork:
         end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the given hidden states
         past = kv_cache.reuse_prefix(decided, begin)
         tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
-        u = torch.tensor(inputs.uniforms[: self.model.shape.window], dtype=torch.float64, device=self.device)
         layers = (*self.model.shape.taps, None)
         states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
         features = self.model.context_features(states, tokens)
         fuse = self.model.fuse
         context = linear(features, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(features)
-        query = torch.full_like(u, inputs.temperature), torch.arange(len(u), device=self.device)
-        rows = torch.cat([context, self.model.query_inputs(context[-1:].expand(len(u), -1), u, *query)])
-        logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(u) + 1)
+        queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
+        rows = torch.cat([context, queries.to(context.dtype)])
+        logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(queries) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
         seconds = time.perf_counter() - started
-        return ForwardOutputs(logits, states, seconds, end - past, end - past + len(u), self.model.tokens, self.traits)
+        return ForwardOutputs(
+            logits, states, seconds, end - past, end - past + len(queries), self.model.tokens, self.traits
+        )
