@@ -252,7 +252,7 @@ def test_training_increases_the_tokens_per_call(gated, written, tmp_path):
     assert isinstance(task, TrainingTask)
     task.validation_trajectories = task.training_trajectories
     before = task.evaluate()
-    train(task.module, task.loss, Schedule(80, 1e-2, every=80), tmp_path / "checkpoint.pt", {})
+    train(task.module, task.loss, Schedule(200, 1e-2, every=200), tmp_path / "checkpoint.pt", {})
     after = task.evaluate()
     assert 1 <= before["greedy"] < after["greedy"]
     assert 1 <= before["sampled"] <= after["sampled"]
