@@ -57,6 +57,10 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     )
     monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: drafter)
     monkeypatch.setattr("saltus.networks.loading.target_drafters.find_shipped", lambda kind, target: drafter)
+    costs = {1: 1.0, 8: 2.0}
+    monkeypatch.setattr("saltus.engine.auto_method.call_seconds", lambda network: costs)
+    assert saltus.load(folder).method == "lookup", "further rows cost too much here"
+    costs[8] = 1.5
     shipped = saltus.load(folder, "auto", adaptive=False)
     assert shipped.method == "ptp+lookup"
     plain = shipped.generate(PROMPT, method="plain", max_new_tokens=12)

@@ -64,7 +64,7 @@ Weights = Annotated[
 ]
 
 _METHOD_HELP = (
-    "How to draft: auto (lookup, and the drafter that comes with Saltus for the model), lookup, jacobi+lookup, …"
+    "How to draft: auto (lookup, and where it pays the drafter that comes with Saltus), lookup, jacobi+lookup, …"
     " ([i]saltus methods[/i] lists them)."
 )
 Method = Annotated[str, _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]

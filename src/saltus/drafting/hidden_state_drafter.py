@@ -13,6 +13,8 @@ from saltus.core.distributions import Step
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.tree import Branch
 
+MAX_UNREAD = 32  # hidden states that a draft network reads at once: of a prompt or after a pause, the last ones
+
 DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
 """Yields the forward passes of a draft network and returns its branches."""
 
@@ -40,7 +42,7 @@ class HiddenStateDrafter:
     def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
-        return (yield from self.draft(canvas, hidden_states, length))
+        return (yield from self.draft(canvas, hidden_states[-MAX_UNREAD:], length))
 
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""

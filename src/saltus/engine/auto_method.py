@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from saltus.core.control.call_cost import CallCost
+from saltus.engine.calibration import call_seconds
 from saltus.methods import AUTO
 from saltus.networks.loading.drafter_files import find_shipped
 from saltus.networks.protocols import TargetNetwork
 
+MAX_COST_OF_EIGHT_ROWS = 1.75  # times the seconds of one row, with which the drafter pays: it decides as many tokens
 
-def resolve_method(method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]]) -> str:
+
+def resolve_method(
+    method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], call_cost: CallCost
+) -> str:
     """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` where a drafter is given by the
-    option `ptp.model` or comes with the package, else `lookup`.
+    option `ptp.model` or comes with the package and pays on this machine, else `lookup`.
+
+    Whether it pays depends on what more rows of a call cost; they are timed if `call_cost` has no times yet.
     """
     if method != AUTO:
         return method
@@ -20,5 +28,11 @@ def resolve_method(method: str, target: TargetNetwork, options: Mapping[str, Map
         return "assd"
     if not target.accepts_drafters:
         return "lookup"
-    has_drafter = "model" in options.get("ptp", {}) or find_shipped("drafter", target.model) is not None
-    return "ptp+lookup" if has_drafter else "lookup"
+    if "model" in options.get("ptp", {}):
+        return "ptp+lookup"
+    if find_shipped("drafter", target.model) is None:
+        return "lookup"
+    if not call_cost.seconds:
+        call_cost.seconds.update(call_seconds(target))
+    pays = call_cost.seconds_for(8) <= MAX_COST_OF_EIGHT_ROWS * call_cost.seconds_for(1)
+    return "ptp+lookup" if pays else "lookup"

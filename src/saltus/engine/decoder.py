@@ -132,7 +132,7 @@ class Decoder:
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
-        method = resolve_method(method, self.target, self.options)
+        method = resolve_method(method, self.target, self.options, self.call_cost)
         if method not in self.setups:
             options, budget = self.options, self.budget
             if self.tuned_settings is not None and "jacobi" in method.split("+"):

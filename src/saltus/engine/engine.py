@@ -267,8 +267,8 @@ def load(
     Args:
         model: a short name, a local folder, a GGUF file, a hub id (`owner/name`), or a GGUF file on a hub
             (`owner/name:file.gguf`).
-        method: how to draft. "auto", the default unless a draft model is given, is "lookup" and the drafter that comes
-            with Saltus for the model, if there is one. Several joined by + draft together.
+        method: how to draft. "auto", the default unless a draft model is given, is "lookup" and, where it pays on this
+            machine, the drafter that comes with Saltus for the model. Several joined by + draft together.
         draft_model: a smaller model of the same vocabulary, which drafts (method "small_model").
         num_draft_tokens: how many tokens it drafts for a call, at most.
         device: "auto", "cpu" or "cuda".
@@ -306,7 +306,7 @@ def load(
 
     found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
-    method = resolve_method(method, target.network, options)
+    method = resolve_method(method, target.network, options, decoder.call_cost)
     decoder.setup(method)
     return Engine(target, method, decoder)
 
