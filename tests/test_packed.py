@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
-from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, describe_weights, expand_blocks
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
 
 HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q4_K: [0, 2],
           Q.Q5_K: [0, 2], Q.Q6_K: [208]}  # fmt: skip
@@ -35,30 +35,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-@needs_kernels
-@each_format
-def test_blocks_expand_to_the_numbers_of_ggufs_own_dequantiser(format):
-    blocks = random_blocks(format, 37, 768)
+def check_expansion(format: Q, columns: int) -> None:
+    blocks = random_blocks(format, 37, columns)
     own = torch.from_numpy(np.array(gguf.quants.dequantize(blocks.numpy(), format))).bfloat16()
-    assert same_bits(expand_blocks(blocks, format), own)
+    assert same_bits(dequantize_blocks(blocks, format), own)
     rows = torch.tensor([[36, 0], [5, 5]])
-    assert same_bits(expand_blocks(blocks, format, rows), own[rows])
+    assert same_bits(PackedWeight.from_blocks(blocks, format).dequantize(rows), own[rows])
 
 
-@each_format
-def test_without_kernels_the_numbers_are_the_same(format, monkeypatch):
-    blocks = random_blocks(format, 5, 256)
-    found = expand_blocks(blocks, format)
-    monkeypatch.setattr(native, "load_kernels", lambda: None)
-    assert same_bits(expand_blocks(blocks, format), found)
-    assert same_bits(expand_blocks(blocks, format, torch.tensor([3])), found[[3]])
-
-
-@needs_kernels
-@each_format
-@pytest.mark.parametrize("outputs", [64, 43])
-def test_products_are_those_of_the_expanded_weights(format, outputs):
-    weight = PackedWeight(random_blocks(format, outputs, 768), format)
+def check_products(format: Q, outputs: int) -> None:
+    weight = PackedWeight.from_blocks(random_blocks(format, outputs, 768), format)
     plain, bias = weight.dequantize(), torch.randn(outputs).bfloat16()
     for rows in (1, 2, 3, 5, 6, 7, 8, 13, 16, 33, 64):
         x = torch.randn(rows, 768).bfloat16()
@@ -68,8 +54,30 @@ def test_products_are_those_of_the_expanded_weights(format, outputs):
 
 
 @needs_kernels
+@each_format
+@pytest.mark.parametrize("columns", [256, 768, 2304])
+def test_blocks_expand_to_the_numbers_of_ggufs_own_dequantiser(format, columns):
+    check_expansion(format, columns)
+
+
+@needs_kernels
+@each_format
+@pytest.mark.parametrize("outputs", [64, 43])
+def test_products_are_those_of_the_expanded_weights(format, outputs):
+    check_products(format, outputs)
+
+
+@each_format
+def test_without_kernels_the_numbers_are_the_same(format, monkeypatch):
+    blocks = random_blocks(format, 5, 256)
+    found = dequantize_blocks(blocks, format)
+    monkeypatch.setattr(native, "load_kernels", lambda: None)
+    assert same_bits(dequantize_blocks(blocks, format), found)
+
+
+@needs_kernels
 def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
-    weight = PackedWeight(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1)
+    weight = PackedWeight.from_blocks(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1)
     parameter, plain = Parameter(weight, requires_grad=False), weight.dequantize()
     assert (parameter.shape, parameter.dtype, parameter.ndim, len(parameter)) == ((40, 64), torch.bfloat16, 2, 40)
     assert parameter.nbytes == 40 * 2 * 20, "two blocks of 20 bytes a row"
@@ -87,7 +95,7 @@ def test_a_packed_weight_behaves_as_the_matrix_that_it_stands_for():
 
 @needs_kernels
 def test_gradients_pass_through_a_packed_weight():
-    weight = PackedWeight(random_blocks(Q.Q8_0, 40, 64), Q.Q8_0)
+    weight = PackedWeight.from_blocks(random_blocks(Q.Q8_0, 40, 64), Q.Q8_0)
     found = []
     for one in (weight, weight.dequantize()):
         x = torch.linspace(-1, 1, 128).view(2, 64).bfloat16().requires_grad_()
@@ -99,5 +107,25 @@ def test_gradients_pass_through_a_packed_weight():
 @needs_kernels
 def test_what_a_model_is_stored_in_is_named_by_size():
     model = torch.nn.ModuleList([torch.nn.Linear(64, 40).bfloat16(), torch.nn.Linear(64, 99)])
-    model[0].weight = Parameter(PackedWeight(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1), requires_grad=False)
+    model[0].weight = Parameter(PackedWeight.from_blocks(random_blocks(Q.Q4_1, 40, 64), Q.Q4_1), requires_grad=False)
     assert describe_weights(model) == "float32, Q4_1"
+
+
+INSTRUCTION_SETS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw", "cooperlake": "avx512_bf16"}
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("march", INSTRUCTION_SETS)
+def test_kernels_of_other_processors_expand_to_the_same_numbers(march, monkeypatch):
+    if INSTRUCTION_SETS[march] not in native._processor_features():
+        pytest.skip(f"this processor lacks {INSTRUCTION_SETS[march]}")
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
+    monkeypatch.setattr(native, "COMPILER_FLAGS", flags)
+    native.load_kernels.cache_clear()
+    try:
+        for format in PACKED_FORMATS:
+            check_expansion(format, 768)
+            check_products(format, 43)
+    finally:
+        native.load_kernels.cache_clear()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_files import ROPE_FACTORS, GgufTensor, read_gguf_index
 from saltus.networks.models.exact import native
-from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, expand_blocks
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
 
 
@@ -24,10 +25,10 @@ def load_gguf_model(
 ) -> Any:
     """The model of a folder that `write_gguf_folder` made, on the CPU.
 
-    With `packed`, matrices stay in the file's blocks, mapped into memory, if there are compiled kernels to read them
-    and `dtype` is bfloat16; else they are expanded to bfloat16 numbers, in `dtype`. With `own_classes` a packed model
-    is a PackedDecoder, if that supports it, else a model of Transformers. Errors: SourceError if the file is missing,
-    or weights in it.
+    With `packed`, matrices stay packed if there are compiled kernels to read them and `dtype` is bfloat16: blocks of
+    256 are mapped into memory, those of 32 rearranged. Else they are expanded to bfloat16 numbers, in `dtype`. With
+    `own_classes` a packed model is a PackedDecoder, if that supports it, else a model of Transformers. Errors:
+    SourceError if the file is missing, or weights in it.
     """
     file, tensors = read_gguf_index(folder)
     try:
@@ -51,6 +52,8 @@ def load_gguf_model(
         model.lm_head.weight = model.model.embed_tokens.weight
     if factors is not None:
         model.model.rotary_emb.inv_freq /= torch.from_numpy(_bytes(content, factors).view(np.float32).copy())
+    if hasattr(mmap, "MADV_DONTNEED"):  # of what was copied no second copy stays in memory; the rest is read again
+        cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
     return model.eval()
 
 
@@ -92,5 +95,5 @@ def _weight(content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed:
         return blocks.view(torch.bfloat16).to(dtype).view(tensor.shape)
     assert format in PACKED_FORMATS
     if packed and len(tensor.shape) == 2:
-        return PackedWeight(blocks, format)
-    return expand_blocks(blocks, format).to(dtype).view(tensor.shape)
+        return PackedWeight.from_blocks(blocks, format)
+    return dequantize_blocks(blocks, format).to(dtype).view(tensor.shape)

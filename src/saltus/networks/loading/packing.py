@@ -18,7 +18,7 @@ from torch import nn
 from saltus.networks.cache_folder import cache_folder, make_cache_folder
 from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact import native
-from saltus.networks.models.exact.packed_weight import PackedWeight
+from saltus.networks.models.exact.packed_weight import PackedWeight, dequantize_blocks
 
 PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 
@@ -41,10 +41,9 @@ def pack_model(model: Any, packing: str, folder: Path) -> None:
         save_file(blocks, draft)
         draft.replace(kept)
     for name, layer in layers.items():
-        packed = PackedWeight(blocks[name], format)
         # without compiled kernels the numbers are the same, expanded
-        values = packed if native.load_kernels() is not None else packed.dequantize()
-        layer.weight = nn.Parameter(values, requires_grad=False)
+        make = PackedWeight.from_blocks if native.load_kernels() is not None else dequantize_blocks
+        layer.weight = nn.Parameter(make(blocks[name], format), requires_grad=False)
     model.tie_weights()
 
 

@@ -20,27 +20,33 @@ from saltus.networks.models.exact import native
 Q = GGMLQuantizationType
 ATEN = torch.ops.aten
 KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
+SCALES_OF_A_BLOCK = {Q.Q4_0: 1, Q.Q4_1: 2, Q.Q5_0: 1, Q.Q5_1: 2, Q.Q8_0: 1}  # of blocks that are rearranged
 PACKED_FORMATS = (Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
 
 
 class PackedWeight(Tensor):
-    """A bfloat16 matrix [out, in], held as GGUF blocks [out, bytes of a row].
+    """A bfloat16 matrix [out, in], held as GGUF blocks, rearranged for the kernels: [out, bytes of a row].
 
     Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
     it in memory, and selecting rows expands only these; any other operation works on an expanded copy.
     """
 
-    blocks: Tensor
+    rows: Tensor
     format: GGMLQuantizationType
 
     @staticmethod
-    def __new__(cls, blocks: Tensor, format: GGMLQuantizationType) -> PackedWeight:
+    def __new__(cls, rows: Tensor, format: GGMLQuantizationType) -> PackedWeight:
         weights, size = GGML_QUANT_SIZES[format]
-        shape = (blocks.shape[0], blocks.shape[1] // size * weights)
-        packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=blocks.device)  # pyright: ignore[reportAttributeAccessIssue]
-        packed.blocks, packed.format = blocks, format
+        shape = (rows.shape[0], rows.shape[1] // size * weights)
+        packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=rows.device)  # pyright: ignore[reportAttributeAccessIssue]
+        packed.rows, packed.format = rows, format
         packed._is_param = True  # as torch.nn.Parameter would set; that would import torch.distributed for a subclass
         return packed
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType) -> PackedWeight:
+        """The matrix of the blocks of a GGUF file [out, bytes of a row]; formats without rearrangement share memory."""
+        return cls(rearrange_blocks(blocks, format), format)
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"PackedWeight({tuple(self.shape)}, {self.format.name})"
@@ -48,11 +54,23 @@ class PackedWeight(Tensor):
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The size of the blocks, not of the matrix that they stand for."""
-        return self.blocks.nbytes
+        return self.rows.nbytes
 
     def dequantize(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The matrix in bfloat16, or some of its rows: [*rows.shape, in]."""
-        return expand_blocks(self.blocks, self.format, rows)
+        kernels = native.load_kernels()
+        assert kernels is not None, "packed weights are made only where there are compiled kernels"
+        out = torch.empty(*(self.shape[:1] if rows is None else rows.shape), self.shape[1], dtype=torch.bfloat16)
+        if rows is not None:
+            rows = rows.to(torch.int64).contiguous()
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+                raise IndexError(f"a row of {len(self)} was asked for by {int(rows.min())}…{int(rows.max())}")
+        expansion = native.Expansion(
+            weight=self.rows.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
+            format=int(self.format), inputs=out.shape[-1], count=out.shape[:-1].numel(),
+        )  # fmt: skip
+        kernels.saltus_expand(ctypes.byref(expansion))
+        return out
 
     @classmethod
     def __torch_function__(
@@ -77,8 +95,8 @@ class PackedWeight(Tensor):
     ) -> Any:
         if func in KEPT_PACKED and not kwargs:
             packed = args[0]
-            blocks = packed.blocks.clone() if func is ATEN.clone.default else packed.blocks
-            return PackedWeight(blocks, packed.format)
+            rows = packed.rows.clone() if func is ATEN.clone.default else packed.rows
+            return PackedWeight(rows, packed.format)
         if func is ATEN.embedding.default:
             return args[0].dequantize(args[1])
         if func is ATEN.index.Tensor and _selects_rows(args[1]):
@@ -92,25 +110,31 @@ def _selects_rows(indices: Sequence[Tensor | None]) -> bool:
     return not others and rows is not None and rows.dtype in (torch.int32, torch.int64)
 
 
-def expand_blocks(blocks: Tensor, format: GGMLQuantizationType, rows: Tensor | None = None) -> Tensor:
-    """The bfloat16 numbers of GGUF blocks [out, bytes]: [out, in], or [*rows.shape, in] of some rows."""
-    weights, size = GGML_QUANT_SIZES[format]
-    shape = blocks.shape[:1] if rows is None else rows.shape
-    out = torch.empty(*shape, blocks.shape[1] // size * weights, dtype=torch.bfloat16)
-    kernel = native.load_kernels()
-    if kernel is None or blocks.device.type != "cpu":
-        chosen = blocks if rows is None else blocks[rows.reshape(-1)]
-        values = torch.from_numpy(np.array(dequantize(chosen.cpu().numpy(), format)))
-        return values.to(torch.bfloat16).view(out.shape).to(blocks.device)
-    rows = None if rows is None else rows.to(torch.int64).contiguous()
-    if rows is not None and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(blocks):
-        raise IndexError(f"a row of {len(blocks)} was asked for by {int(rows.min())}…{int(rows.max())}")
-    expansion = native.Expansion(
-        weight=blocks.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
-        format=int(format), inputs=out.shape[-1], count=shape.numel(),
-    )  # fmt: skip
-    kernel.saltus_expand(ctypes.byref(expansion))
-    return out
+def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a GGUF file [out, bytes of a row] as the kernels read them, in as many bytes.
+
+    The scales of a row come before the integers of its blocks, so that few instructions widen them to float32. Integers
+    of 4 bits are paired: the first of two blocks is the low halves of 32 bytes, the second the high ones.
+    """
+    if not (scales := SCALES_OF_A_BLOCK.get(format)):
+        return blocks
+    size = GGML_QUANT_SIZES[format][1]
+    halves = blocks.view(torch.uint16).view(len(blocks), -1, size // 2)
+    firsts = halves[:, :, :scales].transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
+    integers = halves[:, :, scales:].flatten(1).view(torch.uint8)
+    if format in (Q.Q4_0, Q.Q4_1):
+        pairs = integers[:, : integers.shape[1] // 32 * 32].unflatten(1, (-1, 2, 16))  # a view: of rows, pairs, blocks
+        first, second = pairs.unbind(2)
+        low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
+        pairs[:, :, 0], pairs[:, :, 1] = low, high
+    return torch.cat([firsts, integers], 1)
+
+
+def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The bfloat16 numbers [out, in] of the blocks of a GGUF file [out, bytes of a row]."""
+    if native.load_kernels() is not None:
+        return PackedWeight.from_blocks(blocks, format).dequantize()
+    return torch.from_numpy(np.array(dequantize(blocks.numpy(), format))).to(torch.bfloat16)
 
 
 def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
@@ -121,7 +145,7 @@ def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
     """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
     if isinstance(weight, PackedWeight):
-        return weight.blocks.data_ptr(), int(weight.format)
+        return weight.rows.data_ptr(), int(weight.format)
     return weight.data_ptr(), 0
 
 

@@ -1,5 +1,7 @@
 // Weights that stay in the blocks of a GGUF file: a block of 32 or 256 weights holds small integers, and the scales and
-// minimums that turn them into numbers. Rows are expanded to the bfloat16 numbers that dequantising in float32 and
+// minimums that turn them into numbers. A row of blocks of 32 is rearranged (`rearrange_blocks` in packed_weight.py):
+// first the scales of all its blocks, then the minimums if there are any, then the integers; those of 4 bits pair by
+// pair of blocks, the first block in the low halves of 32 bytes, the second in the high ones. Rows are expanded to the bfloat16 numbers that dequantising in float32 and
 // rounding gives, so that products are those of the expanded weights, bit for bit. A scale times a small integer is
 // exact in float32, so it does not matter whether the compiler fuses it with the addition; −0 added changes nothing.
 #pragma once
@@ -40,18 +42,20 @@ static inline float load_half(const uint8_t *p) {
   return widen_half(bits);
 }
 
-#define CHUNK 32  // blocks of 32 weights whose scales are widened together, before they are needed
-#define HALVES 4  // numbers in float16 that are widened of each block; of use are the first or the first two
+#define CHUNK 64  // blocks whose scales are widened together
 
-// The first numbers of up to CHUNK blocks of `size` bytes: a scale and, in some formats, a minimum.
-static inline void widen_scales(const uint8_t *block, int64_t size, int64_t count, float *halves) {
-  for (int64_t b = 0; b < count; b++, block += size, halves += HALVES) {
-#ifdef __F16C__
-    _mm_storeu_ps(halves, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)block)));
-#else
-    halves[0] = load_half(block), halves[1] = load_half(block + 2);
-#endif
+static inline void widen_halves(const uint8_t *p, int64_t count, float *out) {
+  int64_t i = 0;
+#if defined __AVX512BW__ && defined __AVX512VL__
+  for (; i < count; i += 16) {
+    const int64_t left = count - i;
+    const __mmask16 some = left < 16 ? (1u << left) - 1 : 0xffff;
+    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, p + 2 * i)));
   }
+#elif defined __F16C__
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * i))));
+#endif
+  for (; i < count; i++) out[i] = load_half(p + 2 * i);
 }
 
 #if defined __AVX2__ && LANES == 8
@@ -83,8 +87,14 @@ static inline void expand_16(bytes16 q, lanes scale, lanes offset, uint16_t *out
 static inline void expand_32(bytes32 q, lanes scale, lanes offset, uint16_t *out) {
   bytes16 half[2];
   memcpy(half, &q, sizeof q);
+#ifdef __AVX512BF16__
+  const lanes low = (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[0])) * scale + offset;
+  const lanes high = (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[1])) * scale + offset;
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
   expand_16(half[0], scale, offset, out);
   expand_16(half[1], scale, offset, out + 16);
+#endif
 }
 
 // The low halves of 16 bytes, then the high ones.
@@ -99,25 +109,27 @@ static inline bytes32 nibbles(const uint8_t *p) {
 #endif
 }
 
+// The 16 possible weights: scale · (0…15 + first) + offset.
 #ifdef __AVX512BW__
-// 32 weights, looked up among the 16 possible ones: scale · (0…15 + first) + offset. Of an index 4 bits count.
-static inline void look_up(__m512i index, lanes scale, float first, lanes offset, uint16_t *out) {
+static inline lanes possible_weights(lanes scale, float first, lanes offset) {
   const lanes values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const lanes table = (values + first) * scale + offset;
+  return (values + first) * scale + offset;
+}
+
+// 32 weights, looked up among the possible ones. Of an index 4 bits count.
+static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
 #ifdef __AVX512BF16__
-  const __m256i small = (__m256i)_mm512_cvtneps_pbh((__m512)table);
+  const __m256i small = (__m256i)_mm512_cvtneps_pbh((__m512)possible);
 #else
-  const ilanes bits = (ilanes)table;
+  const ilanes bits = (ilanes)possible;
   const __m256i small = _mm512_cvtepi32_epi16((__m512i)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16));
 #endif
   _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, _mm512_broadcast_i64x4(small)));
 }
-#endif
-
-#ifndef __AVX512BW__
+#else
 // 32 weights: scale · (q + first) + offset, of 4-bit q.
 static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offset, uint16_t *out) {
-#ifdef __AVX2__  // looked up among the 16 possible ones
+#ifdef __AVX2__
   const lanes some = {0, 1, 2, 3, 4, 5, 6, 7}, more = {8, 9, 10, 11, 12, 13, 14, 15};
   const __m256i words = small_16((some + first) * scale + offset, (more + first) * scale + offset);
   const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255));
@@ -133,12 +145,35 @@ static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offs
 }
 #endif
 
+// 64 weights: scale · (q + first) + offset. The first 32 are the low halves of 32 bytes, the others the high ones; each
+// 32 have a scale and an offset.
+static inline void expand_pair(const uint8_t *p, const lanes *scale, float first, const lanes *offset, uint16_t *out) {
+#ifdef __AVX512BW__
+  const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p));
+  const lanes low = possible_weights(scale[0], first, offset[0]), high = possible_weights(scale[1], first, offset[1]);
+#ifdef __AVX512BF16__  // looked up among the 32 possible weights of both
+  const __m512i small = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const __m512i in_low = _mm512_and_si512(both, _mm512_set1_epi16(15));
+  const __m512i in_high = _mm512_or_si512(_mm512_srli_epi16(both, 4), _mm512_set1_epi16(16));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(in_low, small));
+  _mm512_storeu_si512(out + 32, _mm512_permutexvar_epi16(in_high, small));
+#else
+  look_up(both, low, out);
+  look_up(_mm512_srli_epi16(both, 4), high, out + 32);
+#endif
+#else
+  const bytes32 both = load_32(p);
+  expand_4_bits(both & 15, scale[0], first, offset[0], out);
+  expand_4_bits(both >> 4, scale[1], first, offset[1], out + 32);
+#endif
+}
+
 // 32 weights: scale · (q + first) + offset, of the low halves of 16 bytes and then of the high ones.
 static inline void expand_nibbles(const uint8_t *p, lanes scale, float first, lanes offset, uint16_t *out) {
 #ifdef __AVX512BW__
   const __m512i twice = _mm512_cvtepu8_epi16(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)));
   const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-  look_up(_mm512_srlv_epi16(twice, shifts), scale, first, offset, out);
+  look_up(_mm512_srlv_epi16(twice, shifts), possible_weights(scale, first, offset), out);
 #else
   expand_4_bits(nibbles(p), scale, first, offset, out);
 #endif
@@ -175,35 +210,24 @@ static inline void scales_and_minimums(const uint8_t *block, float *scales, floa
   for (int i = 0; i < 8; i++) offsets[i] = -(minimum * bytes[8 + i]);
 }
 
-// Each function expands one block; the names are those of the formats in GGUF. `halves` are the block's first
-// numbers in float16.
-static inline void expand_q4_0(const uint8_t *b, const float *halves, uint16_t *out) {
-  expand_nibbles(b + 2, all_lanes(halves[0]), -8, all_lanes(-0.0f), out);
+// Each function expands one block; the names are those of the formats in GGUF. A block of 32 begins after its scale and
+// minimum.
+static inline void expand_q5_0(const uint8_t *b, lanes scale, lanes minimum, uint16_t *out) {
+  expand_32((nibbles(b + 4) | fifth_bits(b)) - 16, scale, minimum, out);
 }
-static inline void expand_q4_1(const uint8_t *b, const float *halves, uint16_t *out) {
-  expand_nibbles(b + 4, all_lanes(halves[0]), 0, all_lanes(halves[1]), out);
+static inline void expand_q5_1(const uint8_t *b, lanes scale, lanes minimum, uint16_t *out) {
+  expand_32(nibbles(b + 4) | fifth_bits(b), scale, minimum, out);
 }
-static inline void expand_q5_0(const uint8_t *b, const float *halves, uint16_t *out) {
-  expand_32((nibbles(b + 6) | fifth_bits(b + 2)) - 16, all_lanes(halves[0]), all_lanes(-0.0f), out);
-}
-static inline void expand_q5_1(const uint8_t *b, const float *halves, uint16_t *out) {
-  expand_32(nibbles(b + 8) | fifth_bits(b + 4), all_lanes(halves[0]), all_lanes(halves[1]), out);
-}
-static inline void expand_q8_0(const uint8_t *b, const float *halves, uint16_t *out) {
-  expand_32(load_32(b + 2), all_lanes(halves[0]), all_lanes(-0.0f), out);
+static inline void expand_q8_0(const uint8_t *b, lanes scale, lanes minimum, uint16_t *out) {
+  expand_32(load_32(b), scale, minimum, out);
 }
 static inline void expand_q4_k(const uint8_t *b, uint16_t *out) {
   float scales[8], offsets[8];
   scales_and_minimums(b, scales, offsets);
-  for (int part = 0; part < 8; part++) {
-    const bytes32 all = load_32(b + 16 + part / 2 * 32);
-    const lanes scale = all_lanes(scales[part]), offset = all_lanes(offsets[part]);
-#ifdef __AVX512BW__
-    const __m512i index = _mm512_cvtepu8_epi16((__m256i)all);
-    look_up(part % 2 ? _mm512_srli_epi16(index, 4) : index, scale, 0, offset, out + part * 32);
-#else
-    expand_4_bits(part % 2 ? all >> 4 : all & 15, scale, 0, offset, out + part * 32);
-#endif
+  for (int part = 0; part < 8; part += 2) {
+    const lanes scale[] = {all_lanes(scales[part]), all_lanes(scales[part + 1])};
+    const lanes offset[] = {all_lanes(offsets[part]), all_lanes(offsets[part + 1])};
+    expand_pair(b + 16 + part * 16, scale, 0, offset, out + part * 32);
   }
 }
 static inline void expand_q5_k(const uint8_t *b, uint16_t *out) {
@@ -230,16 +254,36 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
   }
 }
 // A row of `in` weights. What lies `ahead` bytes further is asked for meanwhile.
-#define ROW_OF_32(format, size)                                                                            \
-  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {          \
-    for (; in > 0; in -= 32 * CHUNK, row += size * CHUNK, out += 32 * CHUNK) {                             \
-      const int64_t blocks = in < 32 * CHUNK ? in / 32 : CHUNK;                                            \
-      float halves[HALVES * CHUNK];                                                                        \
-      for (int64_t at = 0; at < blocks * size; at += 64) __builtin_prefetch(row + ahead + at);             \
-      widen_scales(row, size, blocks, halves);                                                             \
-      for (int64_t b = 0; b < blocks; b++) expand_##format(row + b * size, halves + HALVES * b, out + b * 32); \
-    }                                                                                                      \
+#define ROW_OF_32(format, has_minimums, EXPAND)                                                                   \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {                 \
+    const int64_t blocks = in / 32;                                                                               \
+    const uint8_t *p = row + (has_minimums ? 4 : 2) * blocks;                                                     \
+    for (int64_t first = 0; first < blocks; first += CHUNK) {                                                     \
+      const int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;                                      \
+      float scales[CHUNK], minimums[CHUNK];                                                                       \
+      __builtin_prefetch(row + ahead + 2 * first);                                                                \
+      widen_halves(row + 2 * first, count, scales);                                                               \
+      if (has_minimums) widen_halves(row + 2 * (blocks + first), count, minimums);                                \
+      else for (int64_t i = 0; i < count; i++) minimums[i] = -0.0f;                                               \
+      EXPAND                                                                                                      \
+    }                                                                                                             \
   }
+// Block by block, of `size` bytes.
+#define EACH_BLOCK(expand, size)                                   \
+  for (int64_t i = 0; i < count; i++, p += size, out += 32) {      \
+    __builtin_prefetch(p + ahead);                                 \
+    expand(p, all_lanes(scales[i]), all_lanes(minimums[i]), out);  \
+  }
+// Pairs of blocks of 4 bits, and what is left.
+#define EACH_PAIR(least)                                                                   \
+  int64_t i = 0;                                                                           \
+  for (; i + 2 <= count; i += 2, p += 32, out += 64) {                                     \
+    const lanes scale[] = {all_lanes(scales[i]), all_lanes(scales[i + 1])};                \
+    const lanes minimum[] = {all_lanes(minimums[i]), all_lanes(minimums[i + 1])};          \
+    __builtin_prefetch(p + ahead);                                                         \
+    expand_pair(p, scale, least, minimum, out);                                            \
+  }                                                                                        \
+  if (i < count) expand_nibbles(p, all_lanes(scales[i]), least, all_lanes(minimums[i]), out);
 #define ROW_OF_256(format, size)                                                                                 \
   static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {                \
     for (; in > 0; in -= 256, row += size, out += 256) {                                                         \
@@ -247,11 +291,11 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
       expand_##format(row, out);                                                                                 \
     }                                                                                                            \
   }
-ROW_OF_32(q4_0, 18)
-ROW_OF_32(q4_1, 20)
-ROW_OF_32(q5_0, 22)
-ROW_OF_32(q5_1, 24)
-ROW_OF_32(q8_0, 34)
+ROW_OF_32(q4_0, 0, EACH_PAIR(-8))
+ROW_OF_32(q4_1, 1, EACH_PAIR(0))
+ROW_OF_32(q5_0, 0, EACH_BLOCK(expand_q5_0, 20))
+ROW_OF_32(q5_1, 1, EACH_BLOCK(expand_q5_1, 20))
+ROW_OF_32(q8_0, 0, EACH_BLOCK(expand_q8_0, 32))
 ROW_OF_256(q4_k, 144)
 ROW_OF_256(q5_k, 176)
 ROW_OF_256(q6_k, 210)
