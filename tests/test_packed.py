@@ -129,3 +129,12 @@ def test_kernels_of_other_processors_expand_to_the_same_numbers(march, monkeypat
             check_products(format, 43)
     finally:
         native.load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-15, 1e-19])  # the last has products and sums that are subnormal numbers
+def test_a_row_alone_and_among_others_gives_the_same_bits(size):
+    weight = (torch.randn(43, 100) * size).bfloat16()
+    rows = (torch.randn(40, 100) * size).bfloat16()
+    alone = torch.cat([linear(row[None], [weight], [None])[0] for row in rows])
+    for count in (2, 3, 7, 40):
+        assert same_bits(linear(rows[:count], [weight], [None])[0], alone[:count])

@@ -107,10 +107,19 @@ def load_kernels() -> ctypes.CDLL | None:
     sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
     named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
     compiler = next((path for name in named if (path := shutil.which(name))), None)
-    settings = (sorted(sources.items()), COMPILER_FLAGS, compiler, _processor_features(), torch.__version__)
+    features = _processor_features()
+    flags = [
+        *COMPILER_FLAGS,
+        *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),
+    ]  # linear_tile_either.inc
+    settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
     if not target.exists():
-        error = _compile(compiler, sources, target) if compiler else "no C compiler was found; install gcc or clang"
+        error = (
+            _compile([compiler, *flags], sources, target)
+            if compiler
+            else "no C compiler was found; install gcc or clang"
+        )
         if error:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
@@ -143,7 +152,7 @@ def kernel_threads_only() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | None:
+def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically; returns an error message, None on success."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +160,7 @@ def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | No
             for name, text in sources.items():
                 Path(folder, name).write_bytes(text)
             made = Path(folder, "kernels.so")
-            command = [compiler, *COMPILER_FLAGS, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
+            command = [*compiler, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 return (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
@@ -161,9 +170,10 @@ def _compile(compiler: str, sources: dict[str, bytes], target: Path) -> str | No
 
 
 def _processor_features() -> str:
-    """What `-march=native` depends on: a cache shared by unlike machines must not mix their kernels."""
+    """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
     try:
         with open("/proc/cpuinfo") as info:
-            return next((line for line in info if line.startswith("flags")), platform.processor())
+            found = dict(line.split(":", 1) for line in info if line.startswith(("vendor_id", "flags")))
+            return " ".join(found.values()) or platform.processor()
     except OSError:
         return platform.platform() + platform.processor()

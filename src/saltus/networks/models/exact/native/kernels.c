@@ -73,6 +73,10 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
 #define PACKABLE 0  // only bfloat16 weights can be packed
+#define TILE OF(linear_tile)
+#define PACK_ROW OF(pack_row)
+#define ROW_WIDTH(in) PAD(in, STEP)
+#define FLUSH 0  // subnormal numbers to zero, as the processor's bfloat16 products do
 #define T float
 #define OF(name) name##_f32
 #define X float
@@ -107,21 +111,35 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define OF(name) name##_bf16
 #include "row_ops.inc"
 #include "attention_tile.inc"
-#ifdef __AVX512BF16__
-#include "attention_avx512_bf16.inc"
-#undef X
-#undef STEP
-#undef GROUP
-#define X uint16_t
-#define STEP 32
-#define GROUP 1
-#include "linear_tile_avx512_bf16.inc"
-#else
-#include "attention_lanes.inc"
 #undef STEP
 #define STEP (2 * LANES)
+#ifdef __AVX512BF16__
+#include "attention_avx512_bf16.inc"
+#include "linear_tile_avx512_bf16.inc"
+#undef TILE
+#undef PACK_ROW
+#undef FLUSH
+#undef GROUP
+#define FLUSH 1
+#define GROUP 1
+#else
+#include "attention_lanes.inc"
+#endif
+#if defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
+#undef X
+#define X uint16_t
+#define TILE bf16_tile
+#define PACK_ROW pack_bf16
+#else
 #include "dot_products_bf16_pairs.inc"
 #include "linear_tile.inc"
+#ifdef __AVX512BF16__
+#undef ROW_WIDTH
+#include "linear_tile_either.inc"
+#define TILE either_tile
+#define PACK_ROW pack_both
+#define ROW_WIDTH(in) (PAD(in, STEP) * 3 / 2)
+#endif
 #endif
 #include "attention.inc"
 #include "linear.inc"

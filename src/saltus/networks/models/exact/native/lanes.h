@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX__
+#ifdef __SSE__
 #include <immintrin.h>
 #endif
 
@@ -41,6 +41,22 @@ static void *scratch(int which, size_t bytes) {
     kept[which].size = kept[which].at ? bytes : 0;
   }
   return kept[which].at;
+}
+
+// Take subnormal numbers for zeros, and make none, from here on; returns what restores the thread's former way.
+static inline unsigned flush_subnormals(void) {
+#ifdef __SSE__
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
+  return before;
+#else
+  return 0;
+#endif
+}
+static inline void restore_subnormals(unsigned before) {
+#ifdef __SSE__
+  _mm_setcsr(before);
+#endif
 }
 
 #define PAD(n, to) (((n) + (to) - 1) / (to) * (to))
