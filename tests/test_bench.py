@@ -417,6 +417,12 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
     assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
 
 
+def test_auto_is_measured_and_what_it_stands_for_is_told(tiny_folder):
+    ran = saltus_("bench", "-m", tiny_folder(), "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--json")
+    assert "auto is lookup here" in ran.stderr
+    assert set(json.loads(ran.stdout)["methods"]) == {"plain", "auto", "lookup"}
+
+
 @pytest.mark.slow
 def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     deep = Path(tmp_path / "a" / "b")

@@ -149,14 +149,17 @@ def run(
         seed=seed,
     )  # fmt: skip
     tasks = load_tasks(suite, limit)
-    from saltus.cli.open_engine import open_engine
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_engine, parse_method_options
     from saltus.core.sampling import Sampling
+    from saltus.engine.auto_method import resolve_method
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
+    from saltus.methods import AUTO
 
-    parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
-        model, parts, option, dtype=dtype, device=device, weights=weights, rule=rule, budget=budget,
+        model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
+        dtype=dtype, device=device, weights=weights, rule=rule, budget=budget,
         adaptive=not whole_trees, tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
@@ -165,7 +168,7 @@ def run(
     run = Benchmark(
         engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks)
     )
-    settings = {
+    settings: dict[str, Any] = {
         **writing,
         **sampling,
         "rule": rule,
@@ -174,6 +177,9 @@ def run(
         "raw": raw,
         "options": option or [],
     }
+    if AUTO in names:
+        settings[AUTO] = resolve_method(AUTO, engine.network, engine.decoder.options, engine.decoder.call_cost)
+        print_note(f"auto is {settings[AUTO]} here")
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     whole = _measure(run, records)
     if not records.records:
@@ -201,6 +207,13 @@ def _method_names(methods: str) -> list[str]:
     return list(dict.fromkeys(["plain", *given]))
 
 
+def _joined(names: Sequence[str]) -> str:
+    """One spec of all methods that the names stand for."""
+    from saltus.methods import method_names
+
+    return "+".join(dict.fromkeys(part for name in names for part in method_names(name)))
+
+
 def _validate_settings(
     names: Sequence[str],
     peers: str | None,
@@ -215,7 +228,7 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **sampling)
+    validate_settings(_joined(names), option, rule, **sampling)
     from saltus.evaluation.benchmarks.peers import check_peers
 
     check_peers(_peers(peers, assistant), assistant)
