@@ -21,6 +21,7 @@ from saltus.cli.infill import infill
 from saltus.cli.lm_eval import PASS_THROUGH_SETTINGS, lm_eval
 from saltus.cli.methods import methods
 from saltus.cli.pull import pull
+from saltus.cli.serve import serve
 from saltus.cli.train import train
 from saltus.cli.tune import tune
 
@@ -71,6 +72,7 @@ GENERATE_PANEL, COMPARE_PANEL, TRAIN_PANEL, MODELS_PANEL = "Generate", "Compare"
 app.command(rich_help_panel=GENERATE_PANEL)(generate)
 app.command(rich_help_panel=GENERATE_PANEL)(chat)
 app.command(rich_help_panel=GENERATE_PANEL)(infill)
+app.command(rich_help_panel=GENERATE_PANEL)(serve)
 app.command(rich_help_panel=GENERATE_PANEL)(demo)
 app.command(rich_help_panel=COMPARE_PANEL)(check)
 app.add_typer(bench, name="bench", rich_help_panel=COMPARE_PANEL)

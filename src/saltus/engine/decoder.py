@@ -181,7 +181,7 @@ def run_requests(
         while waiting and len(sequences) < batch_size:
             request = waiting.popleft()
             kv_caches = prefix_cache.take(request.prompt) if prefix_cache else {}
-            sequences.append(SequenceState(_counting_generator(setup, request, controller), kv_caches))
+            sequences.append(SequenceState(counting_generator(setup, request, controller), kv_caches))
             running.append((sequences[-1], request))
 
     def retire(sequence: SequenceState, request: Request) -> Request:
@@ -207,7 +207,7 @@ def run_requests(
         started = time.perf_counter()
 
 
-def _counting_generator(setup: DecodingSetup, request: Request, controller: Controller) -> DecodeGenerator:
+def counting_generator(setup: DecodingSetup, request: Request, controller: Controller) -> DecodeGenerator:
     """`speculate` for one request; counts the forward passes on each network."""
     drafters, noise = setup.new_drafters(request), Noise(request.seed)
     generator = speculate(

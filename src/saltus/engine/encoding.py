@@ -12,7 +12,17 @@ from saltus.networks.loading.checkpoints import first_line
 
 
 def encode_prompt(tokenizer: Any, prompt: PromptLike | Any, raw: bool, model_name: str) -> list[int]:
-    """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line."""
+    """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
+
+    With `raw` a prompt may be token ids itself.
+    """
+    if raw and is_tokens(prompt):
+        tokens: Any = prompt
+        if wrong := [token for token in tokens if not 0 <= token < len(tokenizer)]:
+            raise ValueError(
+                f"token {wrong[0]} of the prompt does not exist; {model_name} has {len(tokenizer):,} tokens"
+            )
+        return list(tokens)
     if not isinstance(prompt, str) and not is_conversation(prompt):
         raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
     if not prompt:
@@ -63,6 +73,11 @@ def require_unicode(text: str, what: str) -> str:
 def is_sequence(prompt: Any) -> bool:
     """True for a list or tuple."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+
+
+def is_tokens(prompt: Any) -> bool:
+    """True for a list of token ids."""
+    return is_sequence(prompt) and len(prompt) > 0 and all(type(token) is int for token in prompt)
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -14,7 +14,7 @@ from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.decoder import Decoder, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
-from saltus.engine.encoding import encode_prompt, is_batch, uses_chat_template
+from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, uses_chat_template
 from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
@@ -43,7 +43,7 @@ MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi
 
 
 @dataclass
-class _TextRequest:
+class TextRequest:
     """A prompt, its request, and its text so far."""
 
     prompt: PromptLike
@@ -105,7 +105,7 @@ class Engine:
         The settings are those of `Settings`. A text does not depend on the method, nor on the other texts of a list.
         Errors: ValueError of one line.
         """
-        requests = _each(prompt, is_batch(prompt), "prompt", lambda one: self._request(one, **settings))
+        requests = _each(prompt, is_batch(prompt), "prompt", lambda one: self.text_request(one, **settings))
         for _ in self._run([one.request for one in requests], method):
             pass
         results = [one.generation() for one in requests]
@@ -115,7 +115,7 @@ class Engine:
         """`generate` for one prompt, one chunk a call. Chunks hold decided text only, never half a character."""
         if is_batch(prompt):
             raise ValueError("stream writes one prompt; use generate for a batch")
-        one = self._request(prompt, **settings)
+        one = self.text_request(prompt, **settings)
         rounds = self._run([one.request], method)
 
         def chunks() -> Generator[Chunk]:
@@ -166,6 +166,11 @@ class Engine:
 
         return InfillStream(chunks(), one.infilling)
 
+    def limit_context(self, tokens: int) -> None:
+        """Let prompt and text together have at most so many tokens, where the model would read more."""
+        longest = self.target.context_length
+        self.target = replace(self.target, context_length=tokens if longest is None else min(tokens, longest))
+
     def encode(self, prompt: PromptLike, raw: bool = False) -> list[int]:
         """The token ids that `generate` would read, chat template included unless `raw`."""
         return encode_prompt(self.tokenizer, prompt, raw, self.target.name)
@@ -173,7 +178,7 @@ class Engine:
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
         return self.decoder.run(requests, method or self.method)
 
-    def _request(
+    def text_request(
         self,
         prompt: Any,
         *,
@@ -184,7 +189,11 @@ class Engine:
         raw: bool = False,
         ignore_eos: bool = False,
         **sampling: Any,
-    ) -> _TextRequest:
+    ) -> TextRequest:
+        """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
+
+        Errors: ValueError of one line.
+        """
         checked = Sampling(**sampling)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
@@ -197,10 +206,12 @@ class Engine:
                     " shorten it"
                 )
             max_new_tokens = min(max_new_tokens, context - len(tokens))
+        if is_tokens(prompt):
+            prompt, raw = self.tokenizer.decode(tokens), True
         continues = () if uses_chat_template(self.tokenizer, prompt, raw) else tokens
         ends = frozenset() if ignore_eos else self.target.end_tokens
         output = TextOutput(Detokenizer(self.tokenizer, continues), ends, check_stop_strings(stop))
-        return _TextRequest(prompt, Request(tokens, max_new_tokens, seed, checked, output.add, logprobs), output)
+        return TextRequest(prompt, Request(tokens, max_new_tokens, seed, checked, output.add, logprobs), output)
 
     def _infill_request(
         self,

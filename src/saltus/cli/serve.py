@@ -1,0 +1,86 @@
+"""The serve command."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from saltus.cli import options as o
+
+SERVER_PANEL = "Server"
+
+
+def _server_option(*names: str, help: str, **settings: object) -> object:
+    return typer.Option(*names, help=help, rich_help_panel=SERVER_PANEL, **settings)  # type: ignore[arg-type]
+
+
+@o.with_options()
+def serve(
+    *,
+    model_options: o.ModelOptions,
+    method_options: o.MethodOptions,
+    host: Annotated[str, _server_option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, _server_option("--port", "-p", min=0, max=65535, help="Where to listen; 0: any.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        _server_option(
+            "--api-key", metavar="KEY", envvar="SALTUS_API_KEY", help="Requests need such a key; may be repeated."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        _server_option("--served-model-name", metavar="NAME", help="The model's name in requests. Default: --model."),
+    ] = None,
+    max_batch: Annotated[int, _server_option("--max-batch", metavar="N", min=1, help="Texts decoded at once.")] = 16,
+    max_queue: Annotated[
+        int, _server_option("--max-queue", metavar="N", min=0, help="Texts that wait; beyond them answers are 429.")
+    ] = 256,
+    max_model_len: Annotated[
+        int | None,
+        _server_option("--max-model-len", metavar="N", min=1, help="Tokens of a prompt and its answer, at most."),
+    ] = None,
+    kv_memory: Annotated[
+        float, _server_option("--kv-memory", metavar="GB", min=0.001, help="For the keys and values of texts.")
+    ] = 4.0,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's routes.
+
+    Texts of many clients are decoded in one batch, each exactly as if it were alone. Ctrl-C or SIGTERM lets what runs
+    finish, a second one stops at once.
+
+    [bold]Examples[/bold]
+
+        saltus serve --port 8000
+
+        curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+          -d '{"messages": [{"role": "user", "content": "Who?"}], "seed": 1}'
+
+        saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
+
+    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize,
+    /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
+    """
+    try:
+        import uvicorn
+
+        from saltus.serving.app import make_app
+    except ImportError as error:
+        raise ValueError(
+            f"the server needs {error.name}, which is not installed; run: pip install 'saltus[serve]'"
+        ) from error
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_with_options
+    from saltus.serving.batching import Limits
+    from saltus.serving.service import Service
+
+    engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
+    if max_model_len is not None:
+        engine.limit_context(max_model_len)
+    limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
+    app = make_app(Service(engine, served_model_name or model_options.model, limits), api_key or ())
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("saltus.serving").setLevel(logging.INFO)
+    print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
+    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)

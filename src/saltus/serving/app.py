@@ -1,0 +1,222 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+import saltus
+from saltus.serving.errors import ApiError
+from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from saltus.serving.service import Answer, Service
+from saltus.serving.translation import conversation
+
+log = logging.getLogger("saltus.serving")
+
+MAX_BODY_BYTES = 16 * 2**20
+OPEN_ROUTES = ("/health", "/version", "/metrics", "/load", "/docs", "/openapi.json")  # that need no key
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The app of a service. With `api_keys` requests need one of them."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.batcher.start()
+        yield
+        await asyncio.to_thread(service.batcher.close, 10.0)
+
+    app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
+    app.add_middleware(_Guard, api_keys=tuple(api_keys))  # pyright: ignore[reportArgumentType]
+    app.exception_handler(ApiError)(_api_error)
+    app.exception_handler(RequestValidationError)(_invalid_request)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RecursionError)(_too_deep)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
+        return await _respond(request, await service.chat(asked))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        return await _respond(request, await service.complete(asked))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model_card()
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
+            "max_model_len": service.engine.target.context_length,
+        }  # fmt: skip
+
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        try:
+            if asked.messages is not None:
+                tokens = service.engine.encode(conversation(asked.messages))
+            elif asked.add_special_tokens:
+                tokens = service.engine.encode(asked.prompt or "", raw=True)
+            else:
+                tokens = service.engine.tokenizer(asked.prompt, add_special_tokens=False).input_ids
+        except ValueError as error:
+            raise ApiError(400, str(error), "prompt") from error
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.target.context_length}
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(asked.model)
+        size = len(service.engine.tokenizer)
+        if wrong := [token for token in asked.tokens if not 0 <= token < size]:
+            raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
+        return {"prompt": service.engine.tokenizer.decode(asked.tokens)}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.batcher.thread.is_alive() else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": saltus.__version__}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.batcher.num_open}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+async def _respond(request: Request, answer: Answer) -> Response:
+    """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
+    answer.submit()
+    if answer.asked.stream:
+        return StreamingResponse(answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            return Response(status_code=499)  # nobody reads it
+        return JSONResponse(whole.result())
+    finally:
+        whole.cancel()
+        gone.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _invalid_request(_: Request, error: Exception) -> Response:
+    """The first field at fault, in one line."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "extra_forbidden":
+        message = f"the field {names[-1]!r} is not supported; leave it out"
+    elif first["type"] == "json_invalid" or not names:
+        message, names = "the body is not a JSON object (of content type application/json)", []
+    else:
+        message = f"{'.'.join(names) or 'the body'}: {first['msg']}"
+    refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
+    return JSONResponse(refused.body(), 400)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
+
+
+async def _too_deep(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(400, "the JSON is nested too deeply").body(), 400)
+
+
+class _Guard:
+    """Checks keys and sizes, gives each request an id, and logs it as a line of JSON."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_keys: Sequence[str]) -> None:
+        self.app, self.api_keys = app, [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")[:128]
+        request_id = given if given and given.isascii() and given.decode().isprintable() else uuid.uuid4().hex.encode()
+        started, status = time.monotonic(), 499
+
+        async def send_with_id(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            if (refusal := self._refusal(scope["path"], headers)) is not None:
+                return await JSONResponse(refusal.body(), refusal.status)(scope, receive, send_with_id)
+            await self.app(scope, _limited(receive), send_with_id)
+        finally:
+            seconds = round(time.monotonic() - started, 4)
+            line = {"request_id": request_id.decode(), "method": scope["method"], "path": scope["path"]}
+            log.info(json.dumps({**line, "status": status, "seconds": seconds}))
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self.api_keys and path not in OPEN_ROUTES:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            known = [hmac.compare_digest(key, each) for each in self.api_keys]  # all of them, in constant time
+            if scheme.lower() != b"bearer" or not any(known):
+                return ApiError(401, "give a valid API key as a bearer token", code="invalid_api_key")
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            return ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it")
+        return None
+
+
+def _limited(receive: Receive) -> Receive:
+    """Receive a body, and refuse one that grows beyond the limit."""
+    size = 0
+
+    async def limited() -> MutableMapping[str, Any]:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it")
+        return message
+
+    return limited

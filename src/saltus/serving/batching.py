@@ -1,0 +1,284 @@
+"""Decode the requests of a server in one batch: they join and leave between calls, whatever their settings.
+
+The model belongs to one thread. Other threads submit requests and get chunks by a callback; nothing else is shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from saltus.core.canvas import continuation
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.forward import TARGET, ForwardInputs
+from saltus.core.protocols import Network
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.core.tree import Tree
+from saltus.engine.decoder import DecodingSetup, counting_generator
+from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.prefix_cache import supports_prefix_cache
+from saltus.engine.request import CallRecord
+from saltus.serving.errors import ApiError
+
+log = logging.getLogger("saltus.serving")
+
+PREFILL_ROWS = 256  # tokens of a prompt that are read between two calls of the running texts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server accepts."""
+
+    max_batch: int = 16  # texts decoded at once
+    max_queue: int = 256  # texts that wait
+    max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a call added to a text; the last part has a finish reason."""
+
+    text: str
+    calls: tuple[CallRecord, ...]
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One text for the engine's thread. `deliver` gets Parts, and at last one with a finish reason, or an error."""
+
+    request: TextRequest
+    method: str
+    deliver: Callable[[Part | ApiError], None]
+    submitted: float = field(default_factory=time.monotonic)
+    cancelled: bool = False  # set by any thread: the text is dropped between two calls
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    sequence: SequenceState | None = None
+    unread: int = 0  # tokens of the prompt to be read before the text is decoded
+    num_delivered: int = 0  # of the request's calls
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest that the text can get."""
+        return len(self.request.request.prompt) + self.request.request.max_new_tokens
+
+
+class Batcher:
+    """The engine's thread: admits jobs first come, first served, reads prompts piece by piece, and decodes.
+
+    A text does not depend on what runs beside it: rows of a call do not depend on each other, and a method and its
+    budget cannot change a text.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self.incoming: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None wakes the thread
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.num_open = 0  # jobs submitted and not ended
+        self.lock = threading.Lock()  # of num_open
+        self.closed = False
+        self.networks: dict[str, Network] = {}
+        self.on_call: Callable[[float], None] = lambda seconds: None
+        self.bytes_per_token = _bytes_per_token(engine)
+        self.prefix_cache = engine.decoder.prefix_cache if supports_prefix_cache(engine.network) else None
+        self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread.start()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drop what still runs and end the thread."""
+        self.closed = True
+        self.incoming.put(None)
+        self.thread.join(timeout)
+
+    def submit(self, *jobs: Job) -> None:
+        """Queue jobs together. Errors: ApiError 429 if the queue is full, 503 if the server is closing."""
+        for job in jobs:
+            if job.num_tokens * self.bytes_per_token > self.limits.max_cached_bytes:
+                raise ApiError(
+                    400, f"a text of {job.num_tokens:,} tokens does not fit into the server's memory; shorten it"
+                )
+        with self.lock:
+            if self.closed:
+                raise ApiError(503, "the server is shutting down; try another one")
+            if self.num_open + len(jobs) > self.limits.max_batch + self.limits.max_queue:
+                raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
+            self.num_open += len(jobs)
+        for job in jobs:
+            self.incoming.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Drop a job; its memory is free after the call that runs now."""
+        job.cancelled = True
+        self.incoming.put(None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that have not been admitted."""
+        return max(self.num_open - len(self.running), 0)
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the memory for keys and values that admitted texts may come to use."""
+        return sum(job.num_tokens for job in self.running) * self.bytes_per_token / self.limits.max_cached_bytes
+
+    def _run(self) -> None:
+        rounds = None
+        sequences: list[SequenceState] = []
+        while not self.closed:
+            self._take_incoming(block=not self.running and not self.waiting)
+            self._admit()
+            for job in [job for job in self.running if job.cancelled]:
+                self._end(job, sequences)
+            reading = next((job for job in self.running if job.unread), None)
+            try:
+                if reading is not None:
+                    self._read_piece(reading)
+                    if not reading.unread and reading.sequence is not None:
+                        sequences.append(reading.sequence)
+                if not sequences:
+                    continue
+                started = time.perf_counter()
+                rounds = rounds or run_batch(sequences, self.networks)
+                if next(rounds, StopIteration) is StopIteration:
+                    rounds = None
+                self._deliver(sequences, time.perf_counter() - started)
+            except Exception as error:
+                log.exception("a call failed")
+                rounds = None
+                for job in list(self.running):
+                    self._end(job, sequences, ApiError(500, f"a call failed: {error}"))
+        for job in [*self.running, *self.waiting]:
+            self._end(job, sequences, ApiError(503, "the server is shutting down"))
+
+    def _take_incoming(self, block: bool) -> None:
+        try:
+            while True:
+                job = self.incoming.get(block=block)
+                if job is not None:
+                    self.waiting.append(job)
+                block = False
+        except queue.Empty:
+            pass
+
+    def _admit(self) -> None:
+        """Admit waiting jobs in their order, while there is memory for the longest that they can get."""
+        while self.waiting and len(self.running) < self.limits.max_batch:
+            job = self.waiting[0]
+            tokens = job.num_tokens + sum(each.num_tokens for each in self.running)
+            if not job.cancelled and tokens * self.bytes_per_token > self.limits.max_cached_bytes and self.running:
+                return
+            self.waiting.popleft()
+            self.running.append(job)
+            if job.cancelled:
+                continue
+            try:
+                self._start(job)
+            except ValueError as error:
+                self._end(job, [], ApiError(400, str(error)))
+
+    def _start(self, job: Job) -> None:
+        setup = self.engine.decoder.setup(job.method)
+        for name, network in setup.networks.items():
+            self.networks.setdefault(name, network)
+        request = job.request.request
+        kv_caches = self.prefix_cache.take(request.prompt) if self.prefix_cache is not None else {}
+        generator = counting_generator(setup, request, _BatchController(setup, self))
+        job.sequence = SequenceState(generator, kv_caches)
+        if TARGET not in kv_caches:
+            kv_caches[TARGET] = self.engine.network.new_kv_cache()
+        job.cached_tokens = _shared(kv_caches[TARGET], request.prompt)
+        job.unread = len(request.prompt) - job.cached_tokens
+
+    def _read_piece(self, job: Job) -> None:
+        """Read the next tokens of a prompt into the job's cache; the last of them are left to its first call."""
+        assert job.sequence is not None
+        if job.unread <= PREFILL_ROWS:
+            job.unread = 0
+            return
+        prompt = job.request.request.prompt
+        end = len(prompt) - job.unread + PREFILL_ROWS
+        self.engine.network.forward([ForwardInputs(continuation(prompt[:end], 1))], [job.sequence.kv_caches[TARGET]])
+        job.unread = len(prompt) - end
+
+    def _deliver(self, sequences: list[SequenceState], seconds: float) -> None:
+        self.on_call(seconds)
+        for job in list(self.running):
+            if job.unread or job.sequence is None:
+                continue
+            request, output = job.request.request, job.request.output
+            request.seconds += seconds
+            calls = request.calls[job.num_delivered :]
+            if job.sequence.pending is None:
+                self._end(job, sequences)
+            elif not calls:
+                continue
+            before = sum(len(call.tokens) for call in request.calls[: job.num_delivered])
+            job.num_delivered += len(calls)
+            logprobs = tuple(request.log_probabilities[before:])
+            job.deliver(Part(output.release(request.finished), tuple(calls), logprobs, request.finish_reason))
+
+    def _end(self, job: Job, sequences: list[SequenceState], error: ApiError | None = None) -> None:
+        if error is not None:
+            job.deliver(error)
+        if job in self.running:
+            self.running.remove(job)
+        with self.lock:
+            self.num_open -= 1
+        if job.sequence is not None:
+            sequences[:] = [one for one in sequences if one is not job.sequence]
+            if self.prefix_cache is not None and error is None:
+                self.prefix_cache.put(job.request.request.prompt, job.sequence.kv_caches)
+            job.sequence = None
+
+
+class _BatchController(Controller):
+    """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
+
+    def __init__(self, setup: DecodingSetup, batcher: Batcher) -> None:
+        self._setup, self._batcher = setup, batcher
+        super().__init__(setup.budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
+
+    def _current(self) -> Controller:
+        together = 1 << (max(len(self._batcher.running), 1) - 1).bit_length()
+        found = self._setup.controller(together)
+        self.call_cost, self.drafting_switch = found.call_cost, found.drafting_switch
+        return found
+
+    def should_draft(self) -> bool:
+        return self._current().should_draft()
+
+    def num_nodes(self, tree: Tree) -> int:
+        return self._current().num_nodes(tree)
+
+    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
+        self._current().record(tree, step, draft_seconds, other_seconds)
+
+
+def _bytes_per_token(engine: Engine) -> int:
+    """Of the keys and values of all layers of the target."""
+    config = engine.network.model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * engine.network.model.dtype.itemsize
+
+
+def _shared(kv_cache: Any, prompt: Any) -> int:
+    """How many tokens of the prompt a cache holds."""
+    shared = 0
+    for own, given in zip(kv_cache.tokens, prompt, strict=False):
+        if own != given:
+            break
+        shared += 1
+    return min(shared, len(prompt) - 1)

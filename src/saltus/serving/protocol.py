@@ -1,0 +1,117 @@
+"""The fields of OpenAI's requests that the server reads; any other field is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128
+MAX_SEED = 2**63 - 1
+
+
+class Fields(BaseModel):
+    """A JSON object without fields that nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    """When a stream tells its token counts."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculative(Fields):
+    """How a text is drafted; it cannot change the text."""
+
+    method: str | None = None
+
+
+class TextFormat(Fields):
+    """The only format of answers."""
+
+    type: Literal["text"] = "text"
+
+
+class SharedFields(Fields):
+    """What chat completions and completions have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: dict[str, Literal[0]] | None = None
+    ignore_eos: bool = False
+    speculative: bool | Speculative = True
+    include_metrics: bool = False  # of drafting, in the answer
+    # accepted and ignored
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class ContentPart(Fields):
+    """A piece of a message: text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation; fields that the chat template may read are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatCompletionRequest(SharedFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: Literal[0] | None = None
+    response_format: TextFormat | None = None
+
+
+class CompletionRequest(SharedFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: Literal[0] | None = None
+    echo: bool = False
+    best_of: Literal[1] | None = None
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

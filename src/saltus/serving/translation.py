@@ -1,0 +1,123 @@
+"""Turn OpenAI's requests into requests of the engine, and what was decoded into OpenAI's objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.request import CallRecord
+from saltus.methods import make_methods
+from saltus.serving.errors import ApiError
+from saltus.serving.protocol import (
+    MAX_SEED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Message,
+    SharedFields,
+    Speculative,
+)
+
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the chat template reads them; the texts of a message's parts are joined."""
+    found = []
+    for message in messages:
+        content = message.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        found.append({**message.model_dump(exclude_none=True), "content": content or ""})
+    return found
+
+
+def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a completion request: texts, or token ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list; give at least one text", "prompt")
+    return list(prompt)
+
+
+def requested_method(asked: bool | Speculative, default: str) -> str:
+    """The method of a request. Errors: ApiError 400 for one that does not exist."""
+    if asked is True:
+        return default
+    if asked is False:
+        return "plain"
+    method = asked.method or default
+    try:
+        make_methods(method)
+    except ValueError as error:
+        raise ApiError(400, str(error), "speculative.method") from error
+    return method
+
+
+def chosen_seed(asked: SharedFields) -> int:
+    """The seed of the first choice: as asked for, else fresh. The i-th choice has the seed plus i."""
+    return int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
+
+
+def text_request(
+    engine: Engine, prompt: Any, asked: SharedFields, max_tokens: int | None, seed: int, *, logprobs: bool, raw: bool
+) -> TextRequest:
+    """A request of the engine for one text. Errors: ApiError 400 that names the field."""
+    context = engine.target.context_length
+    settings = {
+        "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
+        "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
+        "top_k": max(asked.top_k or 0, 0),
+        "min_p": float(asked.min_p or 0.0),
+        "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
+    }
+    try:
+        return engine.text_request(
+            prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
+            stop=asked.stop, logprobs=logprobs, raw=raw, ignore_eos=asked.ignore_eos, **settings,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ApiError(400, str(error), _field_of(str(error))) from error
+
+
+def _field_of(message: str) -> str | None:
+    """The field that an error of the engine is about, where its message names one."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "prompt")
+    return next((name for name in names if name.replace("_", " ") in message or name in message), None)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Token counts of an answer."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
+    """What drafting did for a text. A call's length counts the target's own token."""
+    drafted = sum(call.num_draft_tokens for call in calls)
+    accepted = [len(call.tokens) - call.num_forced_tokens - 1 for call in calls]
+    verified = [count for call, count in zip(calls, accepted, strict=True) if call.num_draft_tokens]
+    histogram = [0] * (1 + max(accepted, default=0))
+    for count in accepted:
+        histogram[max(count, 0)] += 1
+    return {
+        "mean_acceptance_length": 1 + sum(accepted) / len(calls) if calls else 0.0,
+        "draft_acceptance_rate": sum(verified) / drafted if drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": len(verified),
+        "num_accepted_draft_tokens": sum(verified),
+        "num_draft_tokens": drafted,
+    }
+
+
+def max_tokens_of(asked: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """The limit of new tokens; None: as many as the model's context holds."""
+    if isinstance(asked, CompletionRequest):
+        return asked.max_tokens
+    return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens

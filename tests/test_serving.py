@@ -1,0 +1,316 @@
+"""The server: OpenAI's client against it, the same texts at any load, and clients that do harm."""
+
+import concurrent.futures
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+import saltus
+from conftest import TEMPLATE
+from saltus.serving import batching
+from saltus.serving.app import MAX_BODY_BYTES, make_app
+from saltus.serving.batching import Limits
+from saltus.serving.service import Service
+
+PROMPT = "the cat sat on the mat and the cat sat on the log and the"
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@contextmanager
+def serving(engine, limits=None, **settings):
+    """A service, and the address that it listens on."""
+    service = Service(engine, "tiny", limits or Limits())
+    server = uvicorn.Server(uvicorn.Config(make_app(service, **settings), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield service, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder, partners) -> saltus.Engine:
+    made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving(engine) as (service, url):
+        yield service, url
+
+
+@pytest.fixture
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server[1] + "/v1", api_key="any", max_retries=0)
+
+
+def alone(engine, prompt=MESSAGES, **settings) -> saltus.Generation:
+    settings = {"temperature": 1.0, "max_new_tokens": 24, **settings}
+    return engine.generate(prompt, method="plain", **settings)
+
+
+def test_chat_is_what_the_engine_writes_alone(client, engine):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=3, max_tokens=24)
+    expected = alone(engine, seed=3)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == len(engine.encode(MESSAGES))
+    assert answer.usage.completion_tokens == len(expected.tokens)
+
+
+def test_a_stream_is_the_same_text(client, engine):
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, seed=3, max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == alone(engine, seed=3).text
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_choices_have_seeds_that_follow_one_another(client, engine):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=3, max_tokens=9, n=3)
+    assert [choice.message.content for choice in answer.choices] == [
+        alone(engine, seed=3 + i, max_new_tokens=9).text for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_several_prompts_with_echo_and_logprobs(client, engine, stream):
+    asked = {"prompt": [PROMPT, "a dog"], "seed": 1, "max_tokens": 12, "n": 2, "echo": True, "logprobs": 0}
+    answer = client.completions.create(model="tiny", stream=stream, **asked)
+    found, logprobs = [""] * 4, [[] for _ in range(4)]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            found[choice.index] += choice.text
+            if choice.logprobs is not None:
+                logprobs[choice.index] += choice.logprobs.token_logprobs
+    texts = [
+        alone(engine, prompt, raw=True, seed=1 + i, max_new_tokens=12, logprobs=True)
+        for prompt in asked["prompt"] for i in range(2)
+    ]  # fmt: skip
+    assert found == [text.prompt + text.text for text in texts]
+    assert logprobs == [text.logprobs for text in texts]
+
+
+def test_token_ids_are_a_prompt(client, engine):
+    tokens = engine.encode(PROMPT, raw=True)
+    answer = client.completions.create(model="tiny", prompt=tokens, seed=1, max_tokens=12)
+    assert answer.choices[0].text == alone(engine, PROMPT, raw=True, seed=1, max_new_tokens=12).text
+
+
+def test_stop_strings_end_a_text_and_are_cut_off(client, engine):
+    whole = alone(engine, temperature=0.0).text
+    stop = whole[5:7]
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24, stop=stop)
+    assert answer.choices[0].message.content == whole[: whole.find(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
+    def metrics(speculative) -> dict:
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24,
+            extra_body={"speculative": speculative, "include_metrics": True},
+        )  # fmt: skip
+        assert answer.choices[0].message.content == alone(engine, temperature=0.0).text
+        return answer.model_extra["metrics"]["speculative_decoding"]
+
+    assert metrics(False)["num_draft_tokens"] == 0
+    drafted = metrics({"method": "jacobi+lookup"})
+    assert drafted["num_draft_tokens"] > 0
+    assert sum(drafted["acceptance_histogram"]) * drafted["mean_acceptance_length"] == pytest.approx(24)
+    with pytest.raises(openai.BadRequestError, match="unknown method 'jacoby'"):
+        metrics({"method": "jacoby"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"tools": []}, "tools"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"stream_options": {"include": True}}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **changed}
+    answer = httpx.post(server[1] + "/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert field in (error["param"] or "") or "surrogate" in error["message"], error
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe", b'{"messages": [{"role": "user"}]}']
+)
+def test_broken_bodies_are_refused_and_hurt_nobody(server, client, body):
+    answer = httpx.post(server[1] + "/v1/chat/completions", content=body, headers=JSON)
+    assert 200 <= answer.status_code < 500, answer.text
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_texts_and_tokens_are_translated(server, engine):
+    url = server[1]
+    tokens = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()
+    assert tokens["tokens"] == engine.encode(PROMPT, raw=True)
+    assert httpx.post(url + "/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPT}
+    assert httpx.post(url + "/tokenize", json={"messages": MESSAGES}).json()["tokens"] == engine.encode(MESSAGES)
+    assert httpx.post(url + "/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+def test_keys_are_asked_for_where_the_server_has_some(engine):
+    with serving(engine, api_keys=["one", "two"]) as (_, url):
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+        for key in ("one", "two"):
+            openai.OpenAI(base_url=url + "/v1", api_key=key).chat.completions.create(**asked)
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Bearer é"}):
+            encoded = {name: value.encode() for name, value in headers.items()}
+            answer = httpx.post(url + "/v1/chat/completions", json=asked, headers=encoded)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(url + "/health").status_code == 200
+
+
+def test_every_answer_has_a_request_id(server):
+    assert httpx.get(server[1] + "/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(httpx.get(server[1] + "/nowhere").headers["x-request-id"]) == 32
+
+
+def test_bodies_have_a_limit(server):
+    answer = httpx.post(server[1] + "/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+
+
+def test_a_prompt_that_is_too_long_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="reads at most"):
+        client.completions.create(model="tiny", prompt="cat " * 5000, max_tokens=4)
+
+
+def mixed_request(engine, number: int) -> tuple[dict, str]:
+    """A request of some kind, and the text that it has alone."""
+    method = (None, "plain", "lookup", "jacobi+lookup")[number % 4]
+    sampling = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9})[number % 3]
+    prompt = f"{PROMPT} {'and the log ' * (number % 7)}{number}"
+    asked = {"model": "tiny", "prompt": prompt, "seed": number, "max_tokens": 8 + number % 25, **sampling}
+    extra = {} if method is None else {"speculative": {"method": method}}
+    expected = engine.generate(
+        prompt, raw=True, seed=number, method="plain", max_new_tokens=asked["max_tokens"], **sampling
+    )
+    return {**asked, **extra, "stream": number % 2 == 0}, expected.text
+
+
+def written(url: str, body: dict) -> str:
+    if not body["stream"]:
+        return httpx.post(url + "/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=120) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+@pytest.mark.slow
+def test_texts_of_many_clients_at_once_are_those_of_each_alone(engine):
+    asked = [mixed_request(engine, number) for number in range(60)]
+    with serving(engine, Limits(max_batch=8)) as (service, url), concurrent.futures.ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(lambda one: written(url, one[0]), asked))
+        assert found == [text for _, text in asked]
+        assert (service.batcher.num_open, service.batcher.running) == (0, [])
+
+
+def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 50)
+    prompt = "the cat sat on the mat " * 30
+    expected = alone(engine, prompt, raw=True, seed=5).text
+    with serving(engine) as (_, url):
+        body = {"model": "tiny", "prompt": prompt, "seed": 5, "max_tokens": 24}
+        assert len(engine.encode(prompt, raw=True)) > 150
+        for _ in range(2):  # the second time from the prefix cache
+            answer = httpx.post(url + "/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"] == expected
+
+
+def test_a_client_that_vanishes_frees_its_place(engine):
+    with serving(engine, Limits(max_batch=1)) as (service, url):
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + "/v1/completions", json={**body, "stream": False}, timeout=0.2)
+        until = time.monotonic() + 5
+        while service.batcher.num_open and time.monotonic() < until:
+            time.sleep(0.01)
+        assert service.batcher.num_open == 0
+
+
+def test_a_full_queue_says_so_at_once(engine):
+    with serving(engine, Limits(max_batch=1, max_queue=1)) as (_, url):
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 4, "n": 3}
+        answer = httpx.post(url + "/v1/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert httpx.post(url + "/v1/completions", json={**body, "n": 2}).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused(engine):
+    with serving(engine, Limits(max_cached_bytes=1000)) as (_, url):
+        answer = httpx.post(url + "/v1/completions", json={"model": "tiny", "prompt": "the", "max_tokens": 100})
+        assert answer.status_code == 400
+        assert "memory" in answer.json()["error"]["message"]
+
+
+def test_a_call_that_fails_is_an_error_for_its_texts_alone(engine, monkeypatch):
+    with serving(engine) as (service, url):
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 4}
+        with monkeypatch.context() as broken:
+            broken.setattr(type(engine.network), "forward", lambda *_: 1 / 0)
+            assert httpx.post(url + "/v1/completions", json=body).status_code == 500
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+        assert service.batcher.num_open == 0
+
+
+def test_metrics_have_vllms_names(server, client):
+    client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24)
+    page = httpx.get(server[1] + "/metrics").text
+    for name in (
+        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+        "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count", "prompt_tokens_total",
+        "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "generation_tokens_total",
+        "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ):  # fmt: skip
+        assert f'vllm:{name}{{model_name="tiny"}}' in page, name
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in page
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in page
