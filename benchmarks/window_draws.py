@@ -27,7 +27,8 @@ from saltus.core.sampling import Sampling
 from saltus.drafting.autoregressive import draft_autoregressively
 from saltus.drafting.drawn_window import draft_drawn_window
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.networks.draft_models.heads import HeadNetwork, HeadShape, new_head_model
+from saltus.networks.draft_models.head_network import HeadNetwork
+from saltus.networks.draft_models.heads import HeadShape, new_head_model
 from saltus.training.data.seeded_generator import seeded_generator
 
 SAMPLING = Sampling(temperature=1.0)
