@@ -417,6 +417,12 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
     assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
 
 
+def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(tiny_folder):
+    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.longest=5", "--json"
+    told = json.loads(saltus_("bench", "-m", tiny_folder(), *given).stdout)
+    assert set(told["methods"]) == {"plain", "auto", "lookup"}
+
+
 @pytest.mark.slow
 def test_folder_of_a_run_may_be_anywhere(asked, tmp_path):
     deep = Path(tmp_path / "a" / "b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
@@ -149,15 +149,16 @@ def run(
         seed=seed,
     )  # fmt: skip
     tasks = load_tasks(suite, limit)
-    from saltus.cli.open_engine import open_engine
+    from saltus.cli.open_engine import open_engine, parse_method_options
     from saltus.core.sampling import Sampling
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
+    from saltus.methods import AUTO
 
-    parts = "+".join(dict.fromkeys("+".join(names).split("+")))
     engine = open_engine(
-        model, parts, option, dtype=dtype, device=device, weights=weights, rule=rule, budget=budget,
-        adaptive=not whole_trees, tuned_settings=False,
+        model, _joined(name for name in names if name != AUTO), parse_method_options(option or (), _joined(names)),
+        dtype=dtype, device=device, weights=weights, rule=rule, budget=budget, adaptive=not whole_trees,
+        tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
@@ -201,6 +202,13 @@ def _method_names(methods: str) -> list[str]:
     return list(dict.fromkeys(["plain", *given]))
 
 
+def _joined(names: Iterable[str]) -> str:
+    """One spec of all methods that these names stand for, each once."""
+    from saltus.methods import method_names
+
+    return "+".join(dict.fromkeys(method for name in names for method in method_names(name)))
+
+
 def _validate_settings(
     names: Sequence[str],
     peers: str | None,
@@ -215,7 +223,7 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings("+".join(dict.fromkeys("+".join(names).split("+"))), option, rule, **sampling)
+    validate_settings(_joined(names), option, rule, **sampling)
     from saltus.evaluation.benchmarks.peers import check_peers
 
     check_peers(_peers(peers, assistant), assistant)
