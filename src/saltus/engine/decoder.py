@@ -131,19 +131,25 @@ class Decoder:
         return replace(self, **{"setups": {}, "prefix_cache": PrefixCache()} | changes)
 
     def setup(self, method: str) -> DecodingSetup:
-        """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
-        method = resolve_method(method, self.target, self.options, self.call_cost)
+        """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
+
+        What `auto` stands for is decided at its first use, since call costs change while texts are decoded.
+        """
         if method not in self.setups:
-            options, budget = self.options, self.budget
-            if self.tuned_settings is not None and "jacobi" in method.split("+"):
-                tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
-                options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
-            made = [_for_trained_model(each) for each in make_methods(method, options)]
-            networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
-            self.setups[method] = DecodingSetup(
-                made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost
-            )
+            chosen = resolve_method(method, self.target, self.options, self.call_cost, self.rule)
+            if chosen not in self.setups:
+                self.setups[chosen] = self._new_setup(chosen)
+            self.setups[method] = self.setups[chosen]
         return self.setups[method]
+
+    def _new_setup(self, method: str) -> DecodingSetup:
+        options, budget = self.options, self.budget
+        if self.tuned_settings is not None and "jacobi" in method.split("+"):
+            tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
+            options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
+        made = [_for_trained_model(each) for each in make_methods(method, options)]
+        networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
+        return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
 
     def run(
         self,

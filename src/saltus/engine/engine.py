@@ -306,7 +306,7 @@ def load(
 
     found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
-    method = resolve_method(method, target.network, options, decoder.call_cost)
+    method = resolve_method(method, target.network, options, decoder.call_cost, rule)
     decoder.setup(method)
     return Engine(target, method, decoder)
 
