@@ -30,6 +30,8 @@ from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.networks.protocols import TargetNetwork
 
+MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
+
 
 @dataclass
 class DecodingSetup:
@@ -242,3 +244,10 @@ def check_rule(name: str) -> str:
     if name not in RULES:
         raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
     return name
+
+
+def check_budget(budget: int) -> int:
+    """A number of draft tokens that calls can verify, or a ValueError."""
+    if not 0 <= budget <= MAX_BUDGET:
+        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
+    return budget
