@@ -88,8 +88,8 @@ def main() -> None:
         rows.append({"circuit": circuit, "window": window, "draw": draw, "ms": median, "least_ms": least})
         print(json.dumps(rows[-1]), flush=True)
     if options.out:
-        told = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv, "rows": rows}
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        made = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv, "rows": rows}
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":
