@@ -31,7 +31,7 @@ from saltus.networks.draft_models.circuits import (
     token_losses,
     tree_circuit,
 )
-from saltus.networks.draft_models.heads import MAX_CANDIDATE_TOKENS
+from saltus.networks.draft_models.head_network import MAX_CANDIDATE_TOKENS
 from saltus.training.data.seeded_generator import seeded_generator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

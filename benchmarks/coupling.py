@@ -55,7 +55,8 @@ def continuations(
     """
     found = []
     for seed, prompt in enumerate(prompts):
-        given, key = {**settings, "seed": seed}, json.dumps([prompt, settings])
+        given = {**settings, "seed": seed}
+        key = json.dumps([prompt, given])
         if key not in plain:
             plain[key] = engine.generate(prompt, method="plain", **given).tokens
         found.append(engine.generate(prompt, method=method, **given))

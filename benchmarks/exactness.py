@@ -10,24 +10,22 @@ text differs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
+
+from prompt_options import add_prompt_options, first_turns
 
 import saltus
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns (the first counts)")
-    options.add_argument("--every", type=int, default=1, help="take every n-th prompt")
-    options.add_argument("--model", default="smollm2-135m")
+    add_prompt_options(options)
     options.add_argument("--drafter", help="a smaller model with the same vocabulary: small_model joins")
     options.add_argument("--methods", default="plain,lookup,jacobi,jacobi+lookup,ptp,ptp+lookup,mtpc")
     options.add_argument("--dtypes", default="bfloat16,float32")
     options.add_argument("--max-new-tokens", type=int, default=64)
     args = options.parse_args()
-    prompts = [json.loads(line)["turns"][0] for line in args.prompts.read_text().splitlines()][:: args.every]
+    prompts = first_turns(options, args)
     methods = args.methods.split(",")
     methods += ["small_model", "small_model+lookup"] if args.drafter else []
     drafter = {"small_model": {"model": args.drafter}} if args.drafter else {}

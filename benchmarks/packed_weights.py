@@ -8,13 +8,12 @@ The texts must be the same. Exits with 1 if one differs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
+from prompt_options import add_prompt_options, first_turns
 
 import saltus
 from saltus.core.canvas import continuation
@@ -37,14 +36,13 @@ def call_milliseconds(engine: saltus.Engine, rows: int, length: int, vocabulary:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns (the first counts)")
-    options.add_argument("--every", type=int, default=1, help="take every n-th prompt")
-    options.add_argument("--model", default="smollm2-135m")
+    add_prompt_options(options)
     options.add_argument("--methods", default="plain,lookup")
     options.add_argument("--max-new-tokens", type=int, default=128)
     options.add_argument("--length", type=int, default=200, help="tokens before the timed calls")
     options.add_argument("--repeats", type=int, default=15)
     args = options.parse_args()
+    prompts = first_turns(options, args)
     engines = {name: saltus.load(args.model, "plain", weights=name, tuned_settings=False) for name in WEIGHTS}
     vocabulary = len(engines["file"].tokenizer)
     print(f"ms a call after {args.length} tokens, medians of {args.repeats} in turns: bf16, packed, ratio")
@@ -56,7 +54,6 @@ def main() -> None:
         expanded, packed = (statistics.median(times[name]) for name in WEIGHTS)
         print(f"{rows:3} rows  {expanded:6.1f}  {packed:6.1f}  {expanded / packed:.2f}", flush=True)
 
-    prompts = [json.loads(line)["turns"][0] for line in args.prompts.read_text().splitlines()][:: args.every]
     differing = 0
     print(f"tokens a second on {len(prompts)} prompts, prefill included, in turns: bf16, packed, ratio, same texts")
     for method in args.methods.split(","):

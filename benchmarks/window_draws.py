@@ -27,7 +27,8 @@ from saltus.core.sampling import Sampling
 from saltus.drafting.autoregressive import draft_autoregressively
 from saltus.drafting.drawn_window import draft_drawn_window
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.networks.draft_models.heads import HeadNetwork, HeadShape, new_head_model
+from saltus.networks.draft_models.head_network import HeadNetwork
+from saltus.networks.draft_models.heads import HeadShape, new_head_model
 from saltus.training.data.seeded_generator import seeded_generator
 
 SAMPLING = Sampling(temperature=1.0)
@@ -87,8 +88,8 @@ def main() -> None:
         rows.append({"circuit": circuit, "window": window, "draw": draw, "ms": median, "least_ms": least})
         print(json.dumps(rows[-1]), flush=True)
     if options.out:
-        told = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv, "rows": rows}
-        options.out.write_text(json.dumps(told, indent=1) + "\n")
+        made = {"machine": machine_info(), "commit": git_commit(), "command": sys.argv, "rows": rows}
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -417,8 +417,9 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
     assert told["suite"] == {"name": "quick", "tasks": 2, "turns": 2}
 
 
-def test_auto_is_measured_and_what_it_stands_for_is_told(tiny_folder):
-    ran = saltus_("bench", "-m", tiny_folder(), "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--json")
+def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(tiny_folder):
+    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.longest=5", "--json"
+    ran = saltus_("bench", "-m", tiny_folder(), *given)
     assert "auto is lookup here" in ran.stderr
     assert set(json.loads(ran.stdout)["methods"]) == {"plain", "auto", "lookup"}
 

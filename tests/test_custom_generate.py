@@ -132,6 +132,12 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("budget", [-1, 385])
+def test_a_budget_that_no_call_holds_is_refused_at_once(budget):
+    with pytest.raises(ValueError, match=rf"budget is {budget}, but must lie in 0…384"):
+        saltus.custom_generate("lookup", budget=budget)
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_pipeline_cannot_do_is_refused_in_a_line(model, writers, what):
     with pytest.raises(ValueError, match=re.escape(what)) as error:

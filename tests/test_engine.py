@@ -65,8 +65,15 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     assert shipped.method == "ptp+lookup"
     plain = shipped.generate(PROMPT, method="plain", max_new_tokens=12)
     assert shipped.generate(PROMPT, method="auto", max_new_tokens=12).tokens == plain.tokens
+    assert saltus.load(folder, rule="reject").method == "lookup", "else the text would depend on times"
+    plain_engine = saltus.load(folder, "plain")
+    first = plain_engine.decoder.setup("auto")
+    plain_engine.decoder.call_cost.seconds[8] = 100.0  # another program starts
+    assert plain_engine.decoder.setup("auto") is first
     with refused("unknown method 'aut'; did you mean auto"):
         saltus.load(folder, "aut")
+    with refused("auto+lookup: auto chooses all methods itself; name the methods to join"):
+        saltus.load(folder, "auto+lookup")
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

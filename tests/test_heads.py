@@ -25,7 +25,8 @@ from saltus.core.sampling import Sampling, probabilities
 from saltus.drafting import autoregressive
 from saltus.drafting.drawn_window import DrawnWindow
 from saltus.methods.mtpc import Mtpc
-from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
+from saltus.networks.draft_models.head_network import HeadNetwork
+from saltus.networks.draft_models.heads import HeadModel, HeadShape, new_head_model
 from saltus.networks.loading.drafter_files import (
     METADATA_FILE,
     WEIGHTS_FILES,
@@ -139,7 +140,7 @@ def test_of_few_tokens_only_those_are_drafted_and_others_tell_nothing():
 
 @pytest.mark.parametrize("kind", ["ff", "cp"])
 def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_nothing(kind, monkeypatch):
-    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 3)
+    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 3)
     model, state = heads(kind), torch.ones(1, 8)
     network = HeadNetwork(model, None)
     kv_cache = network.new_kv_cache()
@@ -234,7 +235,7 @@ def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, 
 def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind, told, own, monkeypatch):
     """Given the same tokens; also where positions draft likely tokens of their own."""
     model, state = heads(kind, told=told, own=own, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(3))
-    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 3)
+    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 3)
     network = HeadNetwork(model, None)
     window, kv_cache = drawn(network, state, [0.3, 0.9, 0.6, 0.1]), network.new_kv_cache()
     assert len(window.tokens) == model.shape.num_draft_tokens
@@ -275,7 +276,7 @@ def test_truncated_samplings_and_match_draft_token_by_token():
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
-    monkeypatch.setattr("saltus.networks.draft_models.heads.MAX_CANDIDATE_TOKENS", 2)
+    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 2)
     assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
 
 

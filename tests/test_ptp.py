@@ -14,12 +14,16 @@ from transformers import set_seed
 import saltus
 from conftest import tiny_llama
 from saltus.core.canvas import continuation
-from saltus.core.forward import ForwardInputs
+from saltus.core.distributions import Step, TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
-from saltus.drafting import draft_tree
+from saltus.drafting import draft_tree, token_correction
 from saltus.drafting.draft_tree import PositionPredictions, likeliest, likely_paths
+from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
+from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.methods.ptp import Ptp, drafter_predictions
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
@@ -123,6 +127,34 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
             assert stated == pytest.approx(float(expected), rel=1e-4)
     plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), likeliest(3), SOURCE)
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
+
+
+def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():
+    """The last ones stay, after a long prompt and many tokens of plain decoding."""
+    read: list[torch.Tensor] = []
+    drafter = HiddenStateDrafter(4, lambda canvas, states, length: iter(read.append(states) or ()))
+    for decided in range(100, 190):
+        canvas = continuation(np.arange(decided), 200)
+        rows = range(decided) if decided == 100 else range(decided - 1, decided)
+        outputs = ForwardOutputs(torch.zeros(1, 5), torch.tensor([*rows])[:, None].float())
+        inputs = ForwardInputs(canvas)
+        distributions = TargetDistributions(inputs, outputs, Sampling(), Noise(0))
+        step = Step(canvas, inputs, outputs, distributions, np.array([0]), -1)
+        drafts = drafter(canvas.fill(np.array([0])), step, 4)
+        assert sum(map(len, drafter.pending)) <= 2 * MAX_UNREAD
+    list(drafts)
+    assert read[0][:, 0].tolist() == [*range(189 - MAX_UNREAD, 189)]
+
+
+def test_a_correction_keeps_the_vectors_of_some_tokens_only(monkeypatch):
+    monkeypatch.setattr(token_correction, "MAX_TOKEN_VECTORS", 3)
+    left, second_left, state, right, embeddings = np.random.default_rng(0).normal(size=(5, 8, 8))
+    correction = NonlinearCorrection(left, second_left, state, right, lambda token: embeddings[token])
+    for token in [*range(8), *range(8)]:
+        fresh = replace(correction, token_vectors={})
+        given = state[0], token, (token + 1) % 8
+        np.testing.assert_array_equal(correction.vector(*given)[1], fresh.vector(*given)[1])
+        assert len(correction.token_vectors) <= 3
 
 
 @pytest.mark.parametrize("wrong", [{"length": 0}, {"choices": 0}])

@@ -327,6 +327,19 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     assert "tokens that" in complaint(*training(recipe, folder, texts, tmp_path / "big"))
 
 
+def test_a_step_that_draws_no_context_position_has_a_loss(folder, teacher, recipe, monkeypatch):
+    from saltus.training.run import TrainingRun, select_teacher_texts
+
+    chosen = recipes.read_recipe(recipe)
+    engine = saltus.load(str(folder), "plain")
+    run = TrainingRun(chosen, select_teacher_texts(chosen, teacher), engine.network, "tiny", recipe.parent)
+    for _ in run.collect():
+        pass
+    task = run.make_task()
+    monkeypatch.setattr("saltus.training.tasks.drafter.CONTEXT_POSITIONS", 0.0)
+    assert math.isfinite(float(task.loss(0)))
+
+
 def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
     from saltus.training.run import TrainingRun, select_teacher_texts
 

@@ -7,7 +7,8 @@ import saltus
 from conftest import tiny_llama
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.draft_models.heads import HeadModel, HeadNetwork, HeadShape, new_head_model
+from saltus.networks.draft_models.head_network import HeadNetwork
+from saltus.networks.draft_models.heads import HeadModel, HeadShape, new_head_model
 from saltus.networks.draft_models.upper_layers import last_layers
 from saltus.networks.loading.drafter_files import load_heads, save_drafter
 from saltus.networks.models.causal import CausalNetwork

@@ -178,7 +178,7 @@ def run(
         "options": option or [],
     }
     if AUTO in names:
-        settings[AUTO] = resolve_method(AUTO, engine.network, engine.decoder.options, engine.decoder.call_cost)
+        settings[AUTO] = resolve_method(AUTO, engine.network, engine.decoder.options, engine.decoder.call_cost, rule)
         print_note(f"auto is {settings[AUTO]} here")
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     whole = _measure(run, records)

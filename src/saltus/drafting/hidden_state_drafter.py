@@ -21,7 +21,7 @@ DraftCalls = Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]
 
 @dataclass
 class HiddenStateDrafter:
-    """Keeps the target's hidden states of one text until the draft network reads them, each of them once.
+    """Keeps the target's latest hidden states of one text until the draft network reads them, each of them once.
 
     `draft` gets the canvas, the hidden states before the latest decided tokens [positions, hidden], and the number of
     tokens to draft.
@@ -53,7 +53,8 @@ class HiddenStateDrafter:
         new = num_decided - self.num_tokens_seen
         if len(rows) < new:  # states in between are missing, so the network starts again from here
             self.pending.clear()
-        self.pending.append(_rows(states, rows[-new:]))
+        self.pending.append(_rows(states, rows[-min(new, MAX_UNREAD) :]))
+        del self.pending[:-MAX_UNREAD]  # each has a row or more; without this they pile up while drafting is off
         self.num_tokens_seen = num_decided
 
 

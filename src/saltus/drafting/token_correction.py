@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
+MAX_TOKEN_VECTORS = 4096  # tokens whose vectors are kept: 8 MB at rank 256
+
 
 @runtime_checkable
 class TokenCorrection(Protocol):
@@ -89,6 +91,8 @@ class NonlinearCorrection:
 
     def _token(self, token: int) -> tuple[np.ndarray, np.ndarray]:
         if token not in self.token_vectors:
+            if len(self.token_vectors) >= MAX_TOKEN_VECTORS:
+                self.token_vectors.clear()
             embedded = self.embed(token)
             self.token_vectors[token] = self.left @ embedded, self.second_left @ embedded
         return self.token_vectors[token]

@@ -11,16 +11,18 @@ from saltus.methods import AUTO
 from saltus.networks.loading.drafter_files import find_shipped
 from saltus.networks.protocols import TargetNetwork
 
-MAX_COST_OF_EIGHT_ROWS = 1.75  # times the seconds of one row, with which the drafter pays: it decides as many tokens
+# Of a call of eight rows, as a multiple of one row's: the shipped drafter decides about as many tokens in such a call.
+MAX_COST_OF_EIGHT_ROWS = 1.75
 
 
 def resolve_method(
-    method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], call_cost: CallCost
+    method: str, target: TargetNetwork, options: Mapping[str, Mapping[str, Any]], call_cost: CallCost, rule: str
 ) -> str:
     """The method itself, or for `auto`: `assd` for an any-subset model, `ptp+lookup` where a drafter is given by the
     option `ptp.model` or comes with the package and pays on this machine, else `lookup`.
 
-    Whether it pays depends on what more rows of a call cost; they are timed if `call_cost` has no times yet.
+    Whether it pays depends on what more rows of a call cost; they are timed if `call_cost` has no times yet. Under
+    `reject` the text depends on the method, so times decide nothing and the drafter must be given.
     """
     if method != AUTO:
         return method
@@ -30,7 +32,7 @@ def resolve_method(
         return "lookup"
     if "model" in options.get("ptp", {}):
         return "ptp+lookup"
-    if find_shipped("drafter", target.model) is None:
+    if rule == "reject" or find_shipped("drafter", target.model) is None:
         return "lookup"
     if not call_cost.seconds:
         call_cost.seconds.update(call_seconds(target))

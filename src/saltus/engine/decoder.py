@@ -30,6 +30,8 @@ from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.networks.protocols import TargetNetwork
 
+MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
+
 
 @dataclass
 class DecodingSetup:
@@ -131,19 +133,25 @@ class Decoder:
         return replace(self, **{"setups": {}, "prefix_cache": PrefixCache()} | changes)
 
     def setup(self, method: str) -> DecodingSetup:
-        """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line."""
-        method = resolve_method(method, self.target, self.options, self.call_cost)
+        """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
+
+        What `auto` stands for is decided at its first use, since call costs change while texts are decoded.
+        """
         if method not in self.setups:
-            options, budget = self.options, self.budget
-            if self.tuned_settings is not None and "jacobi" in method.split("+"):
-                tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
-                options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
-            made = [_for_trained_model(each) for each in make_methods(method, options)]
-            networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
-            self.setups[method] = DecodingSetup(
-                made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost
-            )
+            chosen = resolve_method(method, self.target, self.options, self.call_cost, self.rule)
+            if chosen not in self.setups:
+                self.setups[chosen] = self._new_setup(chosen)
+            self.setups[method] = self.setups[chosen]
         return self.setups[method]
+
+    def _new_setup(self, method: str) -> DecodingSetup:
+        options, budget = self.options, self.budget
+        if self.tuned_settings is not None and "jacobi" in method.split("+"):
+            tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
+            options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
+        made = [_for_trained_model(each) for each in make_methods(method, options)]
+        networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
+        return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
 
     def run(
         self,
@@ -236,3 +244,10 @@ def check_rule(name: str) -> str:
     if name not in RULES:
         raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
     return name
+
+
+def check_budget(budget: int) -> int:
+    """A number of draft tokens that calls can verify, or a ValueError."""
+    if not 0 <= budget <= MAX_BUDGET:
+        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
+    return budget

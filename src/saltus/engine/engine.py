@@ -12,7 +12,7 @@ from saltus import methods
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
-from saltus.engine.decoder import Decoder, check_rule
+from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, uses_chat_template
 from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
@@ -39,7 +39,6 @@ from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
 
 DEFAULT_BUDGET = 16  # draft tokens of a call
-MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
 @dataclass
@@ -298,8 +297,8 @@ def load(
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
-    if budget is not None and not 0 <= budget <= MAX_BUDGET:
-        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
+    if budget is not None:
+        check_budget(budget)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make_methods(method, options)  # refuses a wrong name before anything is loaded
@@ -317,7 +316,7 @@ def load(
 
     found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
-    method = resolve_method(method, target.network, options, decoder.call_cost)
+    method = resolve_method(method, target.network, options, decoder.call_cost, rule)
     decoder.setup(method)
     return Engine(target, method, decoder)
 

@@ -29,7 +29,7 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
-from saltus.engine.decoder import Decoder, check_rule
+from saltus.engine.decoder import Decoder, check_budget, check_rule
 from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.networks.models.causal import CausalNetwork
@@ -89,6 +89,7 @@ def custom_generate(
     """
     methods.make_methods(method, options)
     check_rule(rule)
+    check_budget(budget)
     Sampling(coupling=coupling)  # refuses an unknown one
     measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed

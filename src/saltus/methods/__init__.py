@@ -16,7 +16,7 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
-AUTO_METHODS = ("ptp", "lookup")  # what it may draft with, and so whose options may be given
+AUTO_METHODS = ("ptp", "lookup")  # whose options may be given with it
 
 
 @runtime_checkable
@@ -60,14 +60,20 @@ def available_methods() -> dict[str, type[Any]]:
 
 
 def method_names(spec: str) -> Sequence[str]:
-    """The names of the methods of a spec like `jacobi+lookup`; for `auto` of all that it may stand for."""
-    return AUTO_METHODS if spec == AUTO else spec.split("+")
+    """The names of the methods of a spec like `jacobi+lookup`; for `auto` those whose options may be given.
+
+    Errors: ValueError where `auto` is joined with other methods.
+    """
+    names = spec.split("+")
+    if AUTO in names and len(names) > 1:
+        raise ValueError(f"{spec}: {AUTO} chooses all methods itself; name the methods to join, such as ptp+lookup")
+    return AUTO_METHODS if spec == AUTO else names
 
 
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
-    """The methods of a spec like `jacobi+lookup`; their drafts share one tree. For `auto` all that it may stand for.
+    """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
 
-    `options` gives fields by method: {"lookup": {"longest": 5}}.
+    For `auto` they are those whose options may be given. `options` gives fields by method: {"lookup": {"longest": 5}}.
     """
     made = []
     for name in method_names(spec):

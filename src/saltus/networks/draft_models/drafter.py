@@ -30,6 +30,7 @@ from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 
+MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
@@ -196,6 +197,8 @@ class DraftNetwork:
         depths = torch.arange(len(u), device=self.device)
         found = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
         if constant:
+            if len(self.query_vectors) >= MAX_QUERY_VECTORS:
+                self.query_vectors.clear()
             self.query_vectors[key] = found
         return found
 

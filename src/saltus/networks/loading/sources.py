@@ -37,6 +37,7 @@ SHORT_NAMES = {
 }
 SHIPPED_MODELS = {"stories": SHIPPED / "stories"}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
+GGUF_FOLDER_FORMAT = 2  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
 
@@ -120,7 +121,7 @@ def _index_gguf(file: Path, progress: Progress) -> Path:
     from saltus.networks.loading.gguf_files import write_gguf_folder
 
     file, status = file.resolve(), file.stat()
-    key = f"{file}|{status.st_size}|{status.st_mtime_ns}"
+    key = f"{file}|{status.st_size}|{status.st_mtime_ns}|{GGUF_FOLDER_FORMAT}"
     name = f"{file.stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}"
     folder = cache_folder() / "gguf" / name
     if _is_indexed(folder):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from saltus.networks.draft_models.drafter import DraftNetwork
-from saltus.networks.draft_models.heads import HeadModel, HeadNetwork
+from saltus.networks.draft_models.head_network import HeadNetwork
+from saltus.networks.draft_models.heads import HeadModel
 from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import (
     find_shipped,

@@ -172,10 +172,12 @@ class DrafterTrainingTask(CachedStateTask):
     def _distribution_loss(
         self, batch: Batch, context_states: Float[Tensor, "batch slots hidden"], generator: np.random.Generator
     ) -> Float[Tensor, ""]:
-        """Over context positions with a next token, a random quarter of them."""
+        """Over context positions with a next token, a random quarter of them; 0 if no position is drawn."""
         rows = batch.corpus_rows[:, : context_states.shape[1] + 1]
         chosen = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
         chosen &= torch.from_numpy(generator.random(chosen.shape) < CONTEXT_POSITIONS)
+        if not chosen.any():  # the mean of no losses is NaN, which would spoil all weights
+            return context_states.new_zeros(())
         states = context_states[:, : chosen.shape[1]][chosen.to(context_states.device)]
         return F.cross_entropy(self._logits(states), self._target_distributions(rows[:, :-1][chosen]))
 

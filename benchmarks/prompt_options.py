@@ -1,0 +1,26 @@
+"""Read the options that say which prompts a benchmark answers; of prompts with several turns the first counts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from saltus.engine.prompts import read_prompts_file
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt", "messages" or "turns"')
+    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--model", default="smollm2-135m")
+
+
+def first_turns(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Any]:
+    """The chosen prompts, as `Engine.generate` takes them. A wrong option ends the program in one line."""
+    if options.every < 1:
+        parser.error(f"--every is {options.every}, but must be 1 or more")
+    try:
+        found = read_prompts_file(options.prompts)[:: options.every]
+    except ValueError as error:
+        parser.error(str(error))
+    return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in found]
