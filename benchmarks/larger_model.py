@@ -1,0 +1,140 @@
+"""Measure methods at the price of a larger model, while texts and drafts stay those of a small one.
+
+    python benchmarks/larger_model.py --prompts spec_bench.jsonl --every 48 --methods lookup,ptp,ptp+lookup
+
+Each call of the small model is followed by the same call of a Qwen3 of the larger shape with random weights, whose
+outputs are not used. So a call costs what the larger one costs, and the small one's on top; acceptance is the small
+model's, whose drafter is cheap beside the larger model, as trained drafters are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from prompt_options import add_prompt_options, first_turns
+from torch import nn
+
+import saltus
+from saltus.core.control.call_cost import CallCost
+from saltus.engine.calibration import measure_call_seconds
+from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact.packed_weight import PackedWeight
+
+SHAPES = {  # of Qwen3: layers, hidden, intermediate, heads, key/value heads
+    "0.6B": (28, 1024, 3072, 16, 8),
+    "1.7B": (28, 2048, 6144, 16, 8),
+}
+
+
+def random_qwen3(shape: str, weights: str) -> Any:
+    """A Qwen3 of this shape; rows of its matrices repeat a few random ones."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers, hidden, intermediate, heads, kv_heads = SHAPES[shape]
+    config = Qwen3Config(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=128, vocab_size=151_936, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model: Any = Qwen3ForCausalLM(config).bfloat16()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    random = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _random(parameter, weights, random))
+    model.tie_weights()
+    return model.eval()
+
+
+def _random(parameter: torch.Tensor, weights: str, random: torch.Generator) -> nn.Parameter:
+    if parameter.ndim == 1:
+        return nn.Parameter(torch.ones(parameter.shape, dtype=torch.bfloat16), requires_grad=False)
+    few = torch.randn(8, parameter.shape[1], generator=random) * 0.02
+    if weights == "bf16":
+        values: Any = few.bfloat16().repeat(parameter.shape[0] // 8, 1)
+    else:
+        format = GGMLQuantizationType[weights.upper()]
+        blocks = np.array(quantize(few.numpy(), format)).view(np.uint8).reshape(8, -1)
+        values = PackedWeight.from_blocks(torch.from_numpy(blocks).repeat(parameter.shape[0] // 8, 1), format)
+    return nn.Parameter(values, requires_grad=False)
+
+
+def add_price(network: Any, larger: CausalNetwork) -> None:
+    """Let each call of a network be followed by the same call of the larger one."""
+    forward, new_kv_cache = network.forward, network.new_kv_cache
+
+    def new_pair() -> Any:
+        kv_cache = new_kv_cache()
+        kv_cache.of_larger = larger.new_kv_cache()
+        return kv_cache
+
+    def forward_both(batch: Any, kv_caches: Any) -> Any:
+        started = time.perf_counter()
+        outputs = forward(batch, kv_caches)
+        plain = [dataclasses.replace(inputs, output_hidden_states=False) for inputs in batch]
+        larger.forward(plain, [kv_cache.of_larger for kv_cache in kv_caches])
+        seconds = time.perf_counter() - started
+        return [dataclasses.replace(one, seconds=seconds) for one in outputs]
+
+    network.forward, network.new_kv_cache = forward_both, new_pair
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_prompt_options(options)
+    options.add_argument("--shape", choices=SHAPES, default="1.7B")
+    options.add_argument("--weights", choices=("bf16", "q4_1", "q8_0"), default="bf16", help="of the larger model")
+    options.add_argument("--methods", default="lookup,ptp,ptp+lookup")
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--whole-trees", type=int, metavar="N", help="verify trees of N nodes, whether it pays or not")
+    args = options.parse_args()
+    prompts = first_turns(options, args)
+    tree = {} if args.whole_trees is None else {"budget": args.whole_trees, "adaptive": False}
+    engine = saltus.load(args.model, "plain", tuned_settings=False, **tree)
+    add_price(engine.network, CausalNetwork(random_qwen3(args.shape, args.weights)))
+    engine.decoder.call_cost = CallCost(measure_call_seconds(engine.network))
+    costs = engine.decoder.call_cost.seconds.items()
+    print("ms a call by rows:", ", ".join(f"{rows}: {1000 * seconds:.0f}" for rows, seconds in costs))
+    methods = ["plain", *args.methods.split(",")]
+    seconds: dict[str, list[float]] = {method: [] for method in methods}
+    decoding: dict[str, list[float]] = {method: [] for method in methods}
+    calls, tokens, same = dict.fromkeys(methods, 0), 0, dict.fromkeys(methods, 0)
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first once more, to warm up
+        expected: list[int] = []
+        for method in methods:
+            engine.decoder.prefix_cache.clear()
+            started = time.perf_counter()
+            answer = engine.generate(
+                prompt, method=method, max_new_tokens=args.max_new_tokens, temperature=args.temperature
+            )
+            spent = time.perf_counter() - started
+            expected = expected or answer.tokens
+            if number:
+                seconds[method].append(spent)
+                decoding[method].append(spent - answer.statistics.prefill_seconds)
+                calls[method] += answer.statistics.calls
+                same[method] += answer.tokens == expected
+        tokens += len(expected) * (number > 0)
+    print(f"{len(prompts)} prompts, {tokens} tokens; speed-up over plain: median by prompt, in all, without prefill")
+    for method in methods:
+        ratios = [one / other for one, other in zip(seconds["plain"], seconds[method], strict=True)]
+        print(
+            f"{method:16} {tokens / sum(seconds[method]):6.1f} tokens/s  {statistics.median(ratios):.2f} × "
+            f" {sum(seconds['plain']) / sum(seconds[method]):.2f} × "
+            f" {sum(decoding['plain']) / sum(decoding[method]):.2f} ×  {tokens / calls[method]:.2f} tokens a call "
+            f" {same[method]} of {len(prompts)} texts the same",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
