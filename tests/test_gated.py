@@ -82,7 +82,7 @@ GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
 def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, lean):
     if lean and name not in LEAN:
-        pytest.skip("no lean path")
+        pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
     network, alone = network_of(model, adapter_for(model), lean), network_of(tiny(name).to(dtype), None, lean)
     batch = [
@@ -139,7 +139,7 @@ def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
 def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, lean):
     if lean and name not in LEAN:
-        pytest.skip("no lean path")
+        pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
     adapter = adapter_for(model)
     network = network_of(model, adapter, lean)

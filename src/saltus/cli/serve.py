@@ -78,7 +78,9 @@ def serve(
     engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
     if max_model_len is not None:
         engine.limit_context(max_model_len)
-    engine.generate("Are you there?", max_new_tokens=8)  # so that the first request does not wait for what is loaded late
+    engine.generate(
+        "Are you there?", max_new_tokens=8
+    )  # so that the first request does not wait for what is loaded late
     limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
     app = make_app(Service(engine, served_model_name or model_options.model, limits), api_key or ())
     logging.basicConfig(format="%(message)s")

@@ -106,9 +106,9 @@ def _group_maxima(weights: np.ndarray) -> np.ndarray:
     """The greatest weight of each group of tokens."""
     found = []
     for start in range(0, len(weights), GROUP_STRIDE * GROUP_SIZE):
-        chapter = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
-        whole = len(chapter) // GROUP_STRIDE * GROUP_STRIDE
-        greatest, rest = chapter[:whole].reshape(-1, GROUP_STRIDE), chapter[whole:]
+        span = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
+        whole = len(span) // GROUP_STRIDE * GROUP_STRIDE
+        greatest, rest = span[:whole].reshape(-1, GROUP_STRIDE), span[whole:]
         greatest = greatest.max(0) if whole else np.zeros(len(rest))
         np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
         found.append(greatest)

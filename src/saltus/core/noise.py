@@ -125,14 +125,14 @@ def _group_constants(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def first_tokens(groups: np.ndarray) -> np.ndarray:
-    """The first token of each group."""
+    """The first token of each group: 1,024 groups share 65,536 consecutive tokens."""
     return (groups >> 10 << 16) | (groups & (GROUP_STRIDE - 1))
 
 
 def num_groups(vocab: int) -> int:
     """The number of groups that hold the tokens 0…vocab − 1."""
-    chapters, rest = divmod(vocab, GROUP_STRIDE * GROUP_SIZE)
-    return chapters * GROUP_STRIDE + min(rest, GROUP_STRIDE)
+    spans, rest = divmod(vocab, GROUP_STRIDE * GROUP_SIZE)
+    return spans * GROUP_STRIDE + min(rest, GROUP_STRIDE)
 
 
 def groups_of(tokens):

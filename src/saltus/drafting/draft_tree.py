@@ -25,7 +25,7 @@ MAX_CANDIDATES = 64  # of a position
 
 @dataclass(frozen=True, eq=False)
 class DrafterTraits:
-    """What a drafter network says about its predictions."""
+    """Properties of a drafter network that its drafts depend on."""
 
     correction: TokenCorrection | None = None
     informed: bool = True  # False: without uniforms its logits are those of distributions at temperature 1

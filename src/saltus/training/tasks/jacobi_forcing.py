@@ -221,8 +221,8 @@ class JacobiTrainingTask(TrainingTask):
         places, noise = len(trajectory.prompt) + 1 + np.arange(len(logits)), Noise(trajectory.seed)
         if trajectory.coupling == "gumbel":
             sampling = Sampling(trajectory.temperature, coupling="gumbel")
-            laws = [token_distribution(row, sampling) for row in logits.cpu()]
-            return np.array([pick_token(law, noise, "text", place) for law, place in zip(laws, places, strict=True)])
+            found = [token_distribution(row, sampling) for row in logits.cpu()]
+            return np.array([pick_token(one, noise, "text", place) for one, place in zip(found, places, strict=True)])
         uniforms = torch.from_numpy(noise.uniforms("text", places)).to(logits.device)
         return pick_tokens(uniforms, logits, trajectory.temperature, trajectory.coupling).cpu().numpy()
 
