@@ -79,9 +79,10 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_writes_the_text_of_plain_decoding(engine, method, settings):
-    for penalty in (1.0, 1.3):
-        plain = engine.generate(PROMPT, method="plain", max_new_tokens=40, repetition_penalty=penalty, **settings)
-        other = engine.generate(PROMPT, method=method, max_new_tokens=40, repetition_penalty=penalty, **settings)
+    openai = {"presence_penalty": 0.5, "frequency_penalty": 0.7, "logit_bias": ((5, 2.0), (9, -50.0))}
+    for penalties in ({}, {"repetition_penalty": 1.3}, openai):
+        plain = engine.generate(PROMPT, method="plain", max_new_tokens=40, **penalties, **settings)
+        other = engine.generate(PROMPT, method=method, max_new_tokens=40, **penalties, **settings)
         assert other.tokens == plain.tokens
         assert other.text == plain.text
 

@@ -301,6 +301,18 @@ def test_greedy_is_the_first_maximum_after_penalty_and_bans(dtype):
     assert [pick(u, token_distribution(logits, Sampling())) for u in (0.0, ALMOST_ONE)] == [1, 1]
 
 
+def test_openais_bias_and_penalties_count_the_text_without_its_prompt():
+    logits, context = torch.tensor([1.0, 2.0, 3.0, 4.0]), np.array([3, 3, 1, 2, 2, 1, 2])  # a prompt of 3 tokens
+    sampling = Sampling(1.0, presence_penalty=0.25, frequency_penalty=0.5, logit_bias=((0, 1.5), (0, 0.5), (99, 1.0)))
+    expected = torch.tensor([3.0, 2.0 - 0.25 - 0.5, 3.0 - 0.25 - 1.5, 4.0]).double().softmax(-1).numpy()
+    assert probabilities(token_distribution(logits, sampling, context, index=4), 4) == pytest.approx(expected)
+    assert probabilities(token_distribution(logits, sampling, context[:3], index=0), 4)[3] == pytest.approx(
+        torch.tensor([3.0, 2.0, 3.0, 4.0]).double().softmax(-1)[3].item()
+    )
+    with pytest.raises(ValueError, match="a bias must be a number"):
+        Sampling(logit_bias=((3, float("nan")),))
+
+
 def test_a_forced_token_is_certain_at_its_index_and_only_there_even_if_banned():
     logits, sampling = rows(50, torch.float32, seed=0), Sampling(1.0, forced_at_index=((2, 7), (4, 9)), banned=(7,))
     assert probabilities(token_distribution(logits, sampling, index=2), 50).tolist() == np.eye(50)[7].tolist()

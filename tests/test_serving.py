@@ -123,6 +123,15 @@ def test_stop_strings_end_a_text_and_are_cut_off(client, engine):
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_openais_penalties_and_bias_are_the_engines(client, engine):
+    settings = {"presence_penalty": 0.5, "frequency_penalty": 0.7}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, seed=3, max_tokens=24, logit_bias={"269": 6, "9": -100}, **settings
+    )
+    expected = alone(engine, seed=3, logit_bias=((269, 6.0), (9, -100.0)), **settings).text
+    assert answer.choices[0].message.content == expected != alone(engine, seed=3).text
+
+
 def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
     def metrics(speculative) -> dict:
         answer = client.chat.completions.create(
@@ -146,8 +155,9 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
         ({"tools": []}, "tools"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"frequency_penalty": 5}, "frequency_penalty"),
+        ({"logit_bias": {"five": 3}}, "logit_bias"),
+        ({"logit_bias": {"-5": 3}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
@@ -303,7 +313,8 @@ def test_a_call_that_fails_is_an_error_for_its_texts_alone(engine, monkeypatch):
 
 
 def test_metrics_have_vllms_names(server, client):
-    client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24)
+    same = {"269": 100}  # always this token, so that lookup's drafts are accepted
+    client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24, logit_bias=same)
     page = httpx.get(server[1] + "/metrics").text
     for name in (
         "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",

@@ -41,7 +41,7 @@ class TargetDistributions:
         if sampling.hole_end_tokens and node >= 0 and sampling.num_forced_after(index - 1, inputs.tokens[node]):
             return one_hot(inputs.tokens[node])
         context = None
-        if sampling.repetition_penalty != 1.0:
+        if sampling.uses_context:
             path = np.array(inputs.path_tokens(node), dtype=np.int64)
             context = np.concatenate([canvas.tokens[canvas.known_positions], path])
         return self._from_logits(self.outputs.logits[node + 1], context, index)

@@ -1,8 +1,9 @@
 """Turn logits into the distribution of the next token, pick from it with a uniform, and invert the pick.
 
 Plain decoding, drafts, verification and training share this one pipeline. Its order and numerics are those of
-Transformers' `generate`: float32; repetition penalty, banned, forced; temperature, top-k, top-p, min-p. It works on
-single rows in NumPy, so that nothing here depends on how rows are batched or on the number of threads.
+Transformers' `generate`: float32; repetition penalty, banned, forced; temperature, top-k, top-p, min-p. OpenAI's bias
+and penalties come first. It works on single rows in NumPy, so that nothing here depends on how rows are batched or on
+the number of threads.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    # added to logits, as OpenAI defines it: −presence for each token of the text so far, without the prompt,
+    # −frequency for each time that it occurs there; and a bias by (token, bias)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
     forced_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token)
     banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
@@ -54,6 +60,10 @@ class Sampling:
         check(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; use 1 to switch it off")
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(math.isfinite(getattr(self, name)), name, "must be a number; use 0 to switch it off")
+        check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")
+        check(not any(math.isnan(bias) for _, bias in self.logit_bias), "logit_bias", "a bias must be a number")
         check(self.coupling in get_args(Coupling), "coupling", f"must be one of {', '.join(get_args(Coupling))}")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
         for name in ("forced_at_index", "banned_at_index", "hole_end_tokens"):
@@ -76,9 +86,15 @@ class Sampling:
     @property
     def token_independent(self) -> bool:
         """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
-        return self.repetition_penalty == 1 and not (
-            self.banned or self.forced_at_index or self.banned_at_index or self.hole_end_tokens
-        )
+        return not (
+            self.uses_context or self.logit_bias or self.banned or self.forced_at_index or self.banned_at_index
+            or self.hole_end_tokens
+        )  # fmt: skip
+
+    @property
+    def uses_context(self) -> bool:
+        """True if the distribution depends on which tokens the text has so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def num_forced_after(self, index: int, token: int) -> int:
         """How many tokens after new token `index` are forced to repeat it, because `token` ends its hole."""
@@ -183,7 +199,7 @@ def token_distribution(
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
-    scores = _penalised(float_row(logits), sampling, context)
+    scores = _penalised(float_row(logits), sampling, context, index)
     if index in sampling._banned_at:
         scores = scores.copy()
         scores[sampling._banned_at[index]] = -np.inf
@@ -379,11 +395,21 @@ def float_row(logits: Tensor) -> np.ndarray:
     return np.ascontiguousarray(logits.numpy(), dtype=np.float32)
 
 
-def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None) -> np.ndarray:
-    """RepetitionPenaltyLogitsProcessor (Keskar et al. 2019), then SuppressTokensLogitsProcessor."""
-    if sampling.repetition_penalty != 1:
-        if context is None:
-            raise ValueError("repetition_penalty needs the text so far; pass it as context")
+def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None, index: int) -> np.ndarray:
+    """OpenAI's bias and penalties; then RepetitionPenaltyLogitsProcessor (Keskar et al. 2019) and bans."""
+    if sampling.uses_context and context is None:
+        raise ValueError("penalties need the text so far; pass it as context")
+    if sampling.logit_bias:
+        scores = scores.copy()
+        known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
+        np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
+    if context is not None and (sampling.presence_penalty or sampling.frequency_penalty):
+        tokens, counts = np.unique(context[len(context) - index :], return_counts=True)
+        scores = scores.copy()
+        scores[tokens] -= np.float32(sampling.presence_penalty) + np.float32(
+            sampling.frequency_penalty
+        ) * counts.astype(np.float32)
+    if context is not None and sampling.repetition_penalty != 1:
         seen, penalty = context[context >= 0], np.float32(sampling.repetition_penalty)
         values = scores[seen]
         scores = scores.copy()

@@ -80,6 +80,9 @@ def infill_request(
     tokenizer, blank = target.tokenizer, target.network.blank_token
     if None in template.hole_lengths and blank is None:
         raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if sampling.get(name):
+            raise ValueError(f"{name} counts the tokens of one continuation, not of holes; use repetition_penalty")
     for piece in template.pieces:
         require_unicode(piece, "the text")
     layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)

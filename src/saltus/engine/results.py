@@ -23,6 +23,9 @@ class SamplingSettings(TypedDict, total=False):
     top_p: float  # 1: off
     min_p: float  # 0: off
     repetition_penalty: float  # 1: off
+    presence_penalty: float  # 0: off; OpenAI's, as are the next two
+    frequency_penalty: float  # 0: off
+    logit_bias: tuple[tuple[int, float], ...]  # (token, what is added to its logit)
     coupling: Coupling  # "probability", "token-order" or "gumbel": which token a position's random numbers pick
     seed: int  # 0; without effect at temperature 0
     logprobs: bool  # False; True: log-probabilities of the tokens, by the softmax of the raw logits

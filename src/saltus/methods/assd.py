@@ -111,7 +111,7 @@ class SelfDrafter:
             self._store_logits(last)
         holes = canvas.open_positions[: min(self.length, room)]
         found = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
-        context = canvas.tokens[canvas.known_positions] if self.sampling.repetition_penalty != 1 else None
+        context = canvas.tokens[canvas.known_positions] if self.sampling.uses_context else None
         latest = canvas.tokens[canvas.order[max(canvas.num_decided - 2, 0) : canvas.num_decided]].tolist()
         for index, hole in enumerate(holes.tolist(), start=canvas.num_decided):
             if hole not in self.hole_logits:

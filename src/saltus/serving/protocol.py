@@ -49,9 +49,9 @@ class SharedFields(Fields):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    logit_bias: dict[str, Literal[0]] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     ignore_eos: bool = False
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer

@@ -72,6 +72,9 @@ def text_request(
         "top_k": max(asked.top_k or 0, 0),
         "min_p": float(asked.min_p or 0.0),
         "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
+        "presence_penalty": float(asked.presence_penalty or 0.0),
+        "frequency_penalty": float(asked.frequency_penalty or 0.0),
+        "logit_bias": tuple((token, float(bias)) for token, bias in (asked.logit_bias or {}).items()),
     }
     try:
         return engine.text_request(
@@ -84,7 +87,10 @@ def text_request(
 
 def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "prompt")
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "seed", "stop", "prompt",
+    )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 
 
