@@ -109,6 +109,17 @@ def test_completions_of_several_prompts_with_echo_and_logprobs(client, engine, s
     assert logprobs == [text.logprobs for text in texts]
 
 
+def test_the_likeliest_tokens_of_each_position(client, engine):
+    settings = {"model": "tiny", "temperature": 0.0, "max_tokens": 6}
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **settings)
+    for entry in chat.choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob) == (entry.token, entry.logprob)
+    assert len(chat.choices[0].logprobs.content) == 6
+    text = client.completions.create(prompt=PROMPT, logprobs=2, **settings).choices[0].logprobs
+    assert [max(likely.values()) for likely in text.top_logprobs] == text.token_logprobs
+
+
 def test_token_ids_are_a_prompt(client, engine):
     tokens = engine.encode(PROMPT, raw=True)
     answer = client.completions.create(model="tiny", prompt=tokens, seed=1, max_tokens=12)
@@ -149,6 +160,25 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
         metrics({"method": "jacoby"})
 
 
+def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
+    words = {token: 30.0 for token in engine.encode(PROMPT, raw=True)}  # a text whose tokens can be told from it
+    settings = {"temperature": 0.7, "seed": 2}
+    expected = alone(engine, max_new_tokens=60, logit_bias=tuple(words.items()), **settings).text
+
+    def ask(**more):
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "logit_bias": words, **settings}
+        answer = client.chat.completions.create(**asked, **more, extra_body={"include_metrics": True})
+        assert answer.choices[0].message.content == expected
+        return answer, answer.model_extra["metrics"]["speculative_decoding"]["mean_acceptance_length"]
+
+    answer, length = ask(prediction={"type": "content", "content": expected})
+    details = answer.usage.completion_tokens_details
+    assert length > 4 > 2 > ask()[1]
+    assert details.accepted_prediction_tokens > 40
+    wrong, _ = ask(prediction={"type": "content", "content": [{"type": "text", "text": "a dog sat on a dog"}]})
+    assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
@@ -163,6 +193,8 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
         ({"seed": 2**64}, "seed"),
         ({"stop": ""}, "stop"),
         ({"n": 0}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),

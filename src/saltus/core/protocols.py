@@ -50,6 +50,15 @@ class UsesHiddenStates(Protocol):
 
 
 @runtime_checkable
+class UsesReferences(Protocol):
+    """A drafter that can copy from other texts than its own."""
+
+    def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
+        """Copy from these tokens, too; with `expected` the new text probably repeats them. Before the first step."""
+        ...
+
+
+@runtime_checkable
 class Network(Protocol):
     """Evaluates forward passes, several texts in one call. A KV cache belongs to one text and one network."""
 

@@ -370,6 +370,17 @@ def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:
     return float(gaps[token]) - math.log(np.exp(gaps).sum(dtype=np.float64))
 
 
+def top_log_probabilities(logits: Float[Tensor, "vocab"], count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens and their log-probabilities, as `log_probability` gives them; likeliest first."""
+    scores = float_row(logits)
+    count = min(count, len(scores))
+    likely = np.argpartition(scores, -count)[-count:]
+    likely = likely[np.lexsort((likely, -scores[likely]))]
+    gaps = scores - scores.max()
+    total = math.log(np.exp(gaps).sum(dtype=np.float64))
+    return [(token, float(gaps[token]) - total) for token in likely.tolist()]
+
+
 def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     """The first maximum, and its probability by the softmax of the raw logits; NaN if these are not finite."""
     scores = float_row(logits)

@@ -15,7 +15,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import TARGET, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network
+from saltus.core.protocols import Drafter, Network, UsesReferences
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
@@ -63,6 +63,8 @@ class DecodingSetup:
             drafter = method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
             limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
             if drafter is not None:
+                if request.prediction and isinstance(drafter, UsesReferences):
+                    drafter.add_reference(request.prediction, True)
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
 

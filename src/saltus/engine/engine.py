@@ -14,7 +14,7 @@ from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
-from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, uses_chat_template
+from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
 from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
@@ -187,6 +187,8 @@ class Engine:
         logprobs: bool = False,
         raw: bool = False,
         ignore_eos: bool = False,
+        prediction: str | None = None,
+        top_logprobs: int = 0,
         **sampling: Any,
     ) -> TextRequest:
         """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
@@ -210,7 +212,13 @@ class Engine:
         continues = () if uses_chat_template(self.tokenizer, prompt, raw) else tokens
         ends = frozenset() if ignore_eos else self.target.end_tokens
         output = TextOutput(Detokenizer(self.tokenizer, continues), ends, check_stop_strings(stop))
-        return TextRequest(prompt, Request(tokens, max_new_tokens, seed, checked, output.add, logprobs), output)
+        request = Request(
+            tokens, max_new_tokens, seed, checked, output.add, logprobs or top_logprobs > 0, top_logprobs=top_logprobs
+        )
+        if prediction:
+            text = require_unicode(prediction, "the prediction")
+            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids
+        return TextRequest(prompt, request, output)
 
     def _infill_request(
         self,

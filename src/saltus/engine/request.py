@@ -10,7 +10,7 @@ import numpy as np
 
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.distributions import Step
-from saltus.core.sampling import Sampling, log_probability
+from saltus.core.sampling import Sampling, log_probability, top_log_probabilities
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,11 @@ class Request:
     logprobs: bool = False
     canvas: Canvas | None = None  # the text with its holes; None: a continuation of the prompt
     on_step: Callable[[Step], None] | None = None  # called after each decoding step
+    top_logprobs: int = 0  # with logprobs: how many of the likeliest tokens to list at each position
+    prediction: Sequence[int] = ()  # tokens that the text is expected to repeat; drafters may copy from them
     calls: list[CallRecord] = field(default_factory=list, init=False)
     log_probabilities: list[float] = field(default_factory=list, init=False)
+    top_log_probabilities: list[list[tuple[int, float]]] = field(default_factory=list, init=False)  # (token, its own)
     calls_by_network: Counter[str] = field(default_factory=Counter, init=False)
     seconds: float = field(default=0.0, init=False)
     ended: bool = field(default=False, init=False)  # by `is_end`
@@ -83,5 +86,10 @@ class Request:
                 for row, token in zip(rows, tokens[: len(tokens) - forced], strict=False)
             ]
             self.log_probabilities += [0.0] * forced
+            if self.top_logprobs:
+                self.top_log_probabilities += [
+                    top_log_probabilities(outputs.logits[row], self.top_logprobs)
+                    for row in rows[: len(tokens) - forced]
+                ]
         if self.on_step is not None:
             self.on_step(step)

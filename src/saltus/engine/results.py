@@ -38,6 +38,7 @@ class Settings(SamplingSettings, total=False):
     stop: str | Sequence[str] | None  # strings that end the text; they are cut off
     raw: bool  # False: a `str` becomes a user message of the chat template, if there is one. True: it stays as it is
     ignore_eos: bool  # False; True: go on after end tokens
+    prediction: str | None  # None; what the text will probably repeat, such as code to be edited: `lookup` drafts it
 
 
 class InfillSettings(SamplingSettings, total=False):

@@ -18,6 +18,7 @@ from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
+END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
@@ -42,13 +43,29 @@ class Lookup:
                 raise ValueError(f"lookup: {name} is {getattr(self, name)}, but must be 1 or more")
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        index = RepeatIndex(self.longest, self.places)
+        return LookupDrafter(RepeatIndex(self.longest, self.places), self.nodes)
 
-        def draft(canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
-            index.read(canvas.decided_prefix)
-            return branches(index.tokens, index.repeats(), self.nodes, room)
 
-        return draft
+@dataclass
+class LookupDrafter:
+    """Drafts one text. References are other texts to copy from: they stand before it, apart from each other."""
+
+    index: RepeatIndex
+    nodes: int
+    expected: int | None = None  # where a text begins that the new one is expected to repeat
+
+    def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
+        """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
+        if expected:
+            self.expected = len(self.index.tokens)
+        self.index.add_reference(tokens)
+
+    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+        self.index.read(canvas.decided_prefix)
+        repeats = self.index.repeats()
+        if last is None and self.expected is not None:
+            repeats.insert(0, (self.expected, self.index.longest))
+        return branches(self.index.tokens, repeats, self.nodes, room)
 
 
 def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int) -> list[Branch]:
@@ -64,6 +81,7 @@ def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: i
         found.append(Branch(tokens, probabilities, "lookup"))
         if len(tokens) == room:
             continue
+        alive = [(at, size) for at, size in alive if at >= len(text) or text[at] != END_OF_REFERENCE]
         ahead = [text[at] if at < len(text) else tokens[at - len(text)] for at, _ in alive]
         for token, vote in votes(ahead, [size for _, size in alive]).items():
             if -negative * vote >= MIN_PATH_PROBABILITY:
@@ -107,10 +125,20 @@ class RepeatIndex:
         self.tokens: list[int] = []
         self._positions: dict[tuple[int, ...], deque[int]] = {}
         self.places = places
+        self._start = 0  # of the text, after the references
+
+    def add_reference(self, tokens: Sequence[int]) -> None:
+        """Index a text that stands before the one to be continued. Before `read`."""
+        assert len(self.tokens) == self._start
+        self._append([*tokens, END_OF_REFERENCE])
+        self._start = len(self.tokens)
 
     def read(self, text: np.ndarray) -> None:
         """Index the new tokens; the text may only grow."""
-        for token in text[len(self.tokens) :].tolist():
+        self._append(text[len(self.tokens) - self._start :].tolist())
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             end = len(self.tokens)
             for size in (1, LONG_REPEAT):
                 if size <= end:

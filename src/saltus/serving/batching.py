@@ -48,6 +48,7 @@ class Part:
     text: str
     calls: tuple[CallRecord, ...]
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[list[tuple[int, float]], ...] = ()
     finish_reason: str | None = None
 
 
@@ -226,8 +227,8 @@ class Batcher:
                 continue
             before = sum(len(call.tokens) for call in request.calls[: job.num_delivered])
             job.num_delivered += len(calls)
-            logprobs = tuple(request.log_probabilities[before:])
-            job.deliver(Part(output.release(request.finished), tuple(calls), logprobs, request.finish_reason))
+            logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
+            job.deliver(Part(output.release(request.finished), tuple(calls), logprobs, top, request.finish_reason))
 
     def _end(self, job: Job, sequences: list[SequenceState], error: ApiError | None = None) -> None:
         if error is not None:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
 
 
 class Fields(BaseModel):
@@ -80,6 +81,13 @@ class Message(BaseModel):
     content: str | list[ContentPart] | None = None
 
 
+class Prediction(Fields):
+    """OpenAI's Predicted Outputs: what the answer will probably repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | list[ContentPart]
+
+
 class ChatCompletionRequest(SharedFields):
     """POST /v1/chat/completions."""
 
@@ -87,8 +95,9 @@ class ChatCompletionRequest(SharedFields):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: TextFormat | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionRequest(SharedFields):
@@ -96,7 +105,7 @@ class CompletionRequest(SharedFields):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(16, ge=0)
-    logprobs: Literal[0] | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
     best_of: Literal[1] | None = None
 

@@ -40,6 +40,7 @@ class _Choice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -47,6 +48,7 @@ class _Choice:
         self.text += part.text
         self.tokens += _tokens(part)
         self.logprobs += part.logprobs
+        self.top_logprobs += part.top_logprobs
         self.calls += part.calls
         self.finish_reason = part.finish_reason
 
@@ -63,7 +65,7 @@ class _ChatForm:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.tokens, choice.logprobs),
+            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
             "finish_reason": choice.finish_reason,
         }
 
@@ -76,18 +78,25 @@ class _ChatForm:
         return {
             "index": choice.index,
             "delta": {"content": part.text} if part.text else {},
-            "logprobs": self._logprobs(_tokens(part), part.logprobs),
+            "logprobs": self._logprobs(_tokens(part), part.logprobs, part.top_logprobs),
             "finish_reason": part.finish_reason,
         }
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
+    ) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts = [self.tokenizer.decode([token]) for token in tokens]
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.tokenizer.decode([token])
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        listed = top or [[]] * len(tokens)
         return {
             "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, logprobs, strict=False)
+                {**entry(token, value), "top_logprobs": [entry(*one) for one in likely]}
+                for token, value, likely in zip(tokens, logprobs, listed, strict=False)
             ],
             "refusal": None,
         }
@@ -105,7 +114,7 @@ class _TextForm:
         return {
             "index": choice.index,
             "text": self.echoes[choice.index] + choice.text,
-            "logprobs": self._logprobs(choice.tokens, choice.logprobs),
+            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
             "finish_reason": choice.finish_reason,
         }
 
@@ -118,17 +127,21 @@ class _TextForm:
         return {
             "index": choice.index,
             "text": part.text,
-            "logprobs": self._logprobs(_tokens(part), part.logprobs),
+            "logprobs": self._logprobs(_tokens(part), part.logprobs, part.top_logprobs),
             "finish_reason": part.finish_reason,
         }
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
+    ) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         texts = [self.tokenizer.decode([token]) for token in tokens[: len(logprobs)]]
         offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        # by text: of tokens that are written alike the likeliest stays
+        listed = [{self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in top]
         return {
-            "tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets,
+            "tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": listed or None, "text_offset": offsets,
         }  # fmt: skip
 
 
@@ -147,9 +160,7 @@ class Service:
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
         messages, limit = conversation(asked.messages), max_tokens_of(asked)
         requests = [
-            await run_in_threadpool(
-                text_request, self.engine, messages, asked, limit, seed + i, logprobs=asked.logprobs, raw=False
-            )
+            await run_in_threadpool(text_request, self.engine, messages, asked, limit, seed + i, raw=False)
             for i in range(asked.n)
         ]
         form = _ChatForm(self.engine.tokenizer, asked.logprobs)
@@ -164,18 +175,17 @@ class Service:
             asked.max_tokens,
         )
         prompts = completion_prompts(asked.prompt)
-        wants_logprobs = asked.logprobs is not None
         requests = [
-            await run_in_threadpool(
-                text_request, self.engine, prompt, asked, limit, seed + i, logprobs=wants_logprobs, raw=True
-            )
+            await run_in_threadpool(text_request, self.engine, prompt, asked, limit, seed + i, raw=True)
             for prompt in prompts
             for i in range(asked.n)
         ]
         echoes = [
             self._echo(prompt) if asked.echo else "" for prompt in prompts for _ in range(asked.n)
         ]  # fmt: skip
-        return Answer(self, _TextForm(self.engine.tokenizer, wants_logprobs, echoes), requests, method, asked)
+        return Answer(
+            self, _TextForm(self.engine.tokenizer, asked.logprobs is not None, echoes), requests, method, asked
+        )
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
@@ -222,8 +232,7 @@ class Answer:
         answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
         answer["usage"] = self._usage()
         if self.asked.include_metrics:
-            calls = [call for choice in self.choices for call in choice.calls]
-            answer["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
+            answer["metrics"] = {"speculative_decoding": speculation_metrics(self._calls())}
         return answer
 
     async def stream(self) -> AsyncIterator[str]:
@@ -283,7 +292,11 @@ class Answer:
             sum(len(choice.request.request.prompt) for choice in each_prompt),
             sum(len(choice.tokens) for choice in self.choices),
             sum(choice.job.cached_tokens for choice in each_prompt if choice.job is not None),
+            self._calls() if getattr(self.asked, "prediction", None) is not None else None,
         )
+
+    def _calls(self) -> list[CallRecord]:
+        return [call for choice in self.choices for call in choice.calls]
 
 
 def _tokens(part: Part) -> list[int]:

@@ -14,6 +14,7 @@ from saltus.serving.protocol import (
     MAX_SEED,
     ChatCompletionRequest,
     CompletionRequest,
+    ContentPart,
     Message,
     SharedFields,
     Speculative,
@@ -26,11 +27,13 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the chat template reads them; the texts of a message's parts are joined."""
     found = []
     for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        found.append({**message.model_dump(exclude_none=True), "content": content or ""})
+        found.append({**message.model_dump(exclude_none=True), "content": joined_text(message.content or "")})
     return found
+
+
+def joined_text(content: str | Sequence[ContentPart]) -> str:
+    """The text of a content that may be given in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -62,11 +65,14 @@ def chosen_seed(asked: SharedFields) -> int:
 
 
 def text_request(
-    engine: Engine, prompt: Any, asked: SharedFields, max_tokens: int | None, seed: int, *, logprobs: bool, raw: bool
+    engine: Engine, prompt: Any, asked: SharedFields, max_tokens: int | None, seed: int, *, raw: bool
 ) -> TextRequest:
     """A request of the engine for one text. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
+    wants_logprobs, top_logprobs = asked_logprobs(asked)
+    prediction = asked.prediction if isinstance(asked, ChatCompletionRequest) else None
     settings = {
+        "prediction": None if prediction is None else joined_text(prediction.content),
         "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
         "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
         "top_k": max(asked.top_k or 0, 0),
@@ -79,10 +85,21 @@ def text_request(
     try:
         return engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
-            stop=asked.stop, logprobs=logprobs, raw=raw, ignore_eos=asked.ignore_eos, **settings,
+            stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
+            **settings,
         )  # fmt: skip
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error
+
+
+def asked_logprobs(asked: SharedFields) -> tuple[bool, int]:
+    """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
+    if isinstance(asked, CompletionRequest):
+        return asked.logprobs is not None, asked.logprobs or 0
+    assert isinstance(asked, ChatCompletionRequest)
+    if asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    return asked.logprobs, asked.top_logprobs or 0
 
 
 def _field_of(message: str) -> str | None:
@@ -94,14 +111,24 @@ def _field_of(message: str) -> str | None:
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts of an answer."""
-    return {
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, predicted: Sequence[CallRecord] | None
+) -> dict[str, Any]:
+    """Token counts of an answer; with the calls of a predicted one, how many draft tokens these accepted."""
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if predicted is not None:
+        drafted = speculation_metrics(predicted)
+        accepted = drafted["num_accepted_draft_tokens"]
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted["num_draft_tokens"] - accepted,
+        }
+    return found
 
 
 def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""Load a server with many clients at once: tokens a second, time to the first token, time between tokens.
+
+    python benchmarks/serve_load.py --prompts spec_bench.jsonl --every 10 --servers auto,plain --clients 1,4,16
+
+Starts `saltus serve` on this machine for each method in turn, or takes servers that run already: --endpoint NAME=URL.
+Clients send one prompt after another (closed loop), the servers take turns, and each combination is measured several
+times. The same prompts give the same texts on all servers of Saltus; the program exits with 1 if they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+from prompt_options import add_prompt_options, first_turns
+
+
+@dataclass
+class Run:
+    """What clients saw of one server."""
+
+    seconds: float
+    tokens: int
+    first: list[float] = field(default_factory=list)  # seconds to each text's first token
+    between: list[float] = field(default_factory=list)  # seconds a token after it, by text
+    texts: dict[int, str] = field(default_factory=dict)  # by prompt
+
+
+@contextmanager
+def own_server(method: str, model: str, max_batch: int) -> Iterator[str]:
+    """The address of a server that is started for this method."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "--model", model]
+    settings = ["--method", method, "--port", str(port), "--max-batch", str(max_batch)]
+    process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            if process.poll() is not None:
+                raise SystemExit(f"the server with {method} ended; try: saltus serve --method {method}")
+            try:
+                httpx.get(f"{url}/health").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(url: str, model: str, prompts: Sequence[str], clients: int, settings: dict) -> Run:
+    """Send all prompts by so many clients, each of which waits for its answer before it sends the next."""
+    waiting: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    for job in enumerate(prompts):
+        waiting.put(job)
+    run, lock = Run(0.0, 0), threading.Lock()
+
+    def client() -> None:
+        with httpx.Client(timeout=600) as http:
+            while True:
+                try:
+                    number, prompt = waiting.get(block=False)
+                except queue.Empty:
+                    return
+                text, tokens, first, last = ask(http, url, model, prompt, settings)
+                with lock:
+                    run.tokens += tokens
+                    run.first.append(first)
+                    run.between += [(last - first) / (tokens - 1)] if tokens > 1 else []
+                    run.texts[number] = text
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+def ask(http: httpx.Client, url: str, model: str, prompt: str, settings: dict) -> tuple[str, int, float, float]:
+    """One streamed answer: its text, its tokens, and the seconds to its first and to its last piece."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "stream": True,
+        "stream_options": {"include_usage": True}, **settings,
+    }  # fmt: skip
+    started, text, tokens, first, last = time.perf_counter(), "", 0, 0.0, 0.0
+    with http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+        if answer.status_code != 200:
+            raise SystemExit(f"{url} answers {answer.status_code}: {answer.read().decode()[:200]}")
+        for line in answer.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in event["choices"]:
+                if piece := choice["delta"].get("content"):
+                    text += piece
+                    last = time.perf_counter() - started
+                    first = first or last
+    return text, tokens, first, last
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_prompt_options(options)
+    options.add_argument("--servers", default="auto,plain", help="methods to serve with, by commas; may be empty")
+    options.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
+    options.add_argument("--clients", default="1,4,16", help="numbers of clients, by commas")
+    options.add_argument("--max-new-tokens", type=int, default=64)
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args()
+    prompts = [one for one in first_turns(options, args) if isinstance(one, str)]
+    settings = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 0}
+    counts = [int(count) for count in args.clients.split(",")]
+    with ExitStack() as stack:
+        servers = {
+            method: stack.enter_context(own_server(method, args.model, max(counts)))
+            for method in filter(None, args.servers.split(","))
+        }
+        own = set(servers)
+        servers |= dict(pair.split("=", 1) for pair in args.endpoint)
+        texts: dict[str, dict[int, str]] = {}
+        print(f"{len(prompts)} prompts, {args.max_new_tokens} tokens each at most, medians of {args.repeats} in turns")
+        print(f"{'clients':>7}  {'server':16} {'tokens/s':>8}  {'first token':>11}  {'between':>8}")
+        for url in servers.values():
+            measure(url, args.model, prompts[:2], 1, settings)  # to warm up
+        for count in counts:
+            runs: dict[str, list[Run]] = {name: [] for name in servers}
+            for _ in range(args.repeats):
+                for name, url in servers.items():
+                    runs[name].append(measure(url, args.model, prompts, count, settings))
+                    texts.setdefault(name, runs[name][-1].texts)
+                    if name in own and runs[name][-1].texts != texts[next(iter(servers))]:
+                        raise SystemExit(f"{name} wrote other texts with {count} clients")
+            for name, measured in runs.items():
+                rate = statistics.median(run.tokens / run.seconds for run in measured)
+                first = statistics.median(value for run in measured for value in run.first)
+                between = statistics.median(value for run in measured for value in run.between)
+                print(f"{count:7}  {name:16} {rate:8.1f}  {1000 * first:8.0f} ms  {1000 * between:5.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
