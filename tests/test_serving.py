@@ -161,7 +161,7 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
 
 
 def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
-    words = {token: 30.0 for token in engine.encode(PROMPT, raw=True)}  # a text whose tokens can be told from it
+    words = dict.fromkeys(engine.encode(PROMPT, raw=True), 30.0)  # a text whose tokens can be told from it
     settings = {"temperature": 0.7, "seed": 2}
     expected = alone(engine, max_new_tokens=60, logit_bias=tuple(words.items()), **settings).text
 
@@ -341,6 +341,20 @@ def test_a_call_that_fails_is_an_error_for_its_texts_alone(engine, monkeypatch):
             broken.setattr(type(engine.network), "forward", lambda *_: 1 / 0)
             assert httpx.post(url + "/v1/completions", json=body).status_code == 500
         assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+        assert service.batcher.num_open == 0
+
+
+def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
+    good = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 1}
+    bad = json.dumps({**good, "logit_bias": {"5": "BIAS"}}).replace('"BIAS"', "1e999")  # an infinite logit
+    expected = alone(engine, PROMPT, raw=True, seed=1, max_new_tokens=40).text
+    with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(httpx.post, url + "/v1/completions", json=good) for _ in range(6)]
+        poisoned = [pool.submit(httpx.post, url + "/v1/completions", content=bad, headers=JSON) for _ in range(3)]
+        assert [answer.result().json()["choices"][0]["text"] for answer in others] == [expected] * 6
+        for answer in poisoned:
+            assert answer.result().status_code == 400
+            assert "infinite logits" in answer.result().json()["error"]["message"]
         assert service.batcher.num_open == 0
 
 

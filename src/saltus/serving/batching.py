@@ -16,7 +16,7 @@ from typing import Any
 
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
-from saltus.core.distributions import Step
+from saltus.core.distributions import DecodeGenerator, Step
 from saltus.core.forward import TARGET, ForwardInputs
 from saltus.core.protocols import Network
 from saltus.core.scheduler import SequenceState, run_batch
@@ -65,6 +65,7 @@ class Job:
     sequence: SequenceState | None = None
     unread: int = 0  # tokens of the prompt to be read before the text is decoded
     num_delivered: int = 0  # of the request's calls
+    failure: Exception | None = None  # what ended its decoding, and no other text's
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +197,7 @@ class Batcher:
         request = job.request.request
         kv_caches = self.prefix_cache.take(request.prompt) if self.prefix_cache is not None else {}
         generator = counting_generator(setup, request, _BatchController(setup, self))
-        job.sequence = SequenceState(generator, kv_caches)
+        job.sequence = SequenceState(_isolated(generator, job), kv_caches)
         if TARGET not in kv_caches:
             kv_caches[TARGET] = self.engine.network.new_kv_cache()
         job.cached_tokens = _shared(kv_caches[TARGET], request.prompt)
@@ -221,6 +222,10 @@ class Batcher:
             request, output = job.request.request, job.request.output
             request.seconds += seconds
             calls = request.calls[job.num_delivered :]
+            if job.failure is not None:
+                status = 400 if isinstance(job.failure, ValueError) else 500
+                self._end(job, sequences, ApiError(status, str(job.failure)))
+                continue
             if job.sequence.pending is None:
                 self._end(job, sequences)
             elif not calls:
@@ -242,6 +247,15 @@ class Batcher:
             if self.prefix_cache is not None and error is None:
                 self.prefix_cache.put(job.request.request.prompt, job.sequence.kv_caches)
             job.sequence = None
+
+
+def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:
+    """The generator; an error in it ends its own text only."""
+    try:
+        yield from generator
+    except Exception as error:
+        log.warning("a text could not be decoded: %s", error)
+        job.failure = error
 
 
 class _BatchController(Controller):
