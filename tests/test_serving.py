@@ -126,6 +126,25 @@ def test_token_ids_are_a_prompt(client, engine):
     assert answer.choices[0].text == alone(engine, PROMPT, raw=True, seed=1, max_new_tokens=12).text
 
 
+def test_responses_whole_and_streamed(client, engine):
+    asked = {"model": "tiny", "input": PROMPT, "instructions": "the dog", "max_output_tokens": 24}
+    messages = [{"role": "system", "content": "the dog"}, {"role": "user", "content": PROMPT}]
+    expected = alone(engine, messages, seed=3)
+    answer = client.responses.create(**asked, extra_body={"seed": 3})
+    assert answer.output_text == expected.text
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.output_tokens == 24
+    with client.responses.stream(**asked, extra_body={"seed": 3}) as stream:
+        events = list(stream)
+    assert (events[-1].type, events[-1].response.output_text) == ("response.incomplete", expected.text)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
+    assert client.responses.create(**{**asked, "input": parts}, extra_body={"seed": 3}).output_text == expected.text
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**asked, previous_response_id="resp_1")
+
+
 def test_stop_strings_end_a_text_and_are_cut_off(client, engine):
     whole = alone(engine, temperature=0.0).text
     stop = whole[5:7]

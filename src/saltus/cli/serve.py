@@ -59,8 +59,8 @@ def serve(
 
         saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
 
-    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize,
-    /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
+    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize,
+    /detokenize, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
     """
     try:
         import uvicorn

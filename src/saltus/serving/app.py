@@ -18,9 +18,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import saltus
+from saltus.serving.answers import Answer
 from saltus.serving.errors import ApiError
-from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from saltus.serving.service import Answer, Service
+from saltus.serving.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from saltus.serving.service import Service
 from saltus.serving.translation import conversation
 
 log = logging.getLogger("saltus.serving")
@@ -56,6 +63,10 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:
         return await _respond(request, await service.complete(asked))
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, asked: ResponsesRequest) -> Response:
+        return await _respond(request, await service.respond(asked))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

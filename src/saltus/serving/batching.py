@@ -51,6 +51,11 @@ class Part:
     top_logprobs: tuple[list[tuple[int, float]], ...] = ()
     finish_reason: str | None = None
 
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that were decided; of some the text is still held back."""
+        return [token for call in self.calls for token in call.tokens]
+
 
 @dataclass(eq=False)
 class Job:

@@ -36,13 +36,11 @@ class TextFormat(Fields):
     type: Literal["text"] = "text"
 
 
-class SharedFields(Fields):
-    """What chat completions and completions have in common."""
+class SamplingFields(Fields):
+    """What all requests of texts have in common."""
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: str | list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -63,6 +61,13 @@ class SharedFields(Fields):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+
+class SharedFields(SamplingFields):
+    """What chat completions and completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
 
 
 class ContentPart(Fields):
@@ -124,3 +129,46 @@ class DetokenizeRequest(Fields):
 
     model: str | None = None
     tokens: list[int]
+
+
+class ResponseContentPart(Fields):
+    """A piece of a message in a response's input, or of an earlier answer."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ResponseMessage(Fields):
+    """A message in a response's input, or an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[ResponseContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseText(Fields):
+    """The form of a response's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
+
+    input: str | list[ResponseMessage] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: ResponseText | None = None
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["auto", "none"] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    # accepted and ignored
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None

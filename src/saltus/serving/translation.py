@@ -16,7 +16,7 @@ from saltus.serving.protocol import (
     CompletionRequest,
     ContentPart,
     Message,
-    SharedFields,
+    SamplingFields,
     Speculative,
 )
 
@@ -59,13 +59,13 @@ def requested_method(asked: bool | Speculative, default: str) -> str:
     return method
 
 
-def chosen_seed(asked: SharedFields) -> int:
+def chosen_seed(asked: SamplingFields) -> int:
     """The seed of the first choice: as asked for, else fresh. The i-th choice has the seed plus i."""
     return int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
 
 
 def text_request(
-    engine: Engine, prompt: Any, asked: SharedFields, max_tokens: int | None, seed: int, *, raw: bool
+    engine: Engine, prompt: Any, asked: SamplingFields, max_tokens: int | None, seed: int, *, raw: bool
 ) -> TextRequest:
     """A request of the engine for one text. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
@@ -92,11 +92,12 @@ def text_request(
         raise ApiError(400, str(error), _field_of(str(error))) from error
 
 
-def asked_logprobs(asked: SharedFields) -> tuple[bool, int]:
+def asked_logprobs(asked: SamplingFields) -> tuple[bool, int]:
     """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
     if isinstance(asked, CompletionRequest):
         return asked.logprobs is not None, asked.logprobs or 0
-    assert isinstance(asked, ChatCompletionRequest)
+    if not isinstance(asked, ChatCompletionRequest):
+        return False, 0
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     return asked.logprobs, asked.top_logprobs or 0

@@ -1,0 +1,108 @@
+"""An answer of the server: the texts that a request asked for, as they arrive from the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from saltus.engine.engine import TextRequest
+from saltus.engine.request import CallRecord
+from saltus.serving.batching import Batcher, Job, Part
+from saltus.serving.errors import ApiError
+from saltus.serving.metrics import ServerMetrics
+from saltus.serving.protocol import SamplingFields
+
+
+@dataclass
+class Choice:
+    """One text of an answer, as far as it has arrived."""
+
+    index: int
+    request: TextRequest
+    job: Job | None = None
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, part: Part) -> None:
+        self.text += part.text
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
+        self.top_logprobs += part.top_logprobs
+        self.calls += part.calls
+        self.finish_reason = part.finish_reason
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What answers need of a server."""
+
+    name: str  # of the model
+    tokenizer: Any
+    batcher: Batcher
+    metrics: ServerMetrics
+
+
+class Answer:
+    """The texts that a request asked for: `whole` or `stream`, one of them once, after `submit`."""
+
+    prefix = ""  # of its id
+
+    def __init__(self, backend: Backend, requests: Sequence[TextRequest], method: str, asked: SamplingFields) -> None:
+        self.backend, self.method, self.asked = backend, method, asked
+        self.choices = [Choice(index, request) for index, request in enumerate(requests)]
+        self.id, self.created = self.prefix + uuid.uuid4().hex, int(time.time())
+        self.parts: asyncio.Queue[tuple[int, Part | ApiError]] = asyncio.Queue()
+
+    def submit(self) -> None:
+        """Queue the texts. Errors: ApiError 429 or 503, before anything of the answer is sent."""
+        loop = asyncio.get_running_loop()
+
+        def deliver_to(index: int) -> Any:
+            return lambda part: loop.call_soon_threadsafe(self.parts.put_nowait, (index, part))
+
+        for choice in self.choices:
+            choice.job = Job(choice.request, self.method, deliver_to(choice.index))
+        self.backend.batcher.submit(*(choice.job for choice in self.choices if choice.job is not None))
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object. Errors: ApiError."""
+        raise NotImplementedError
+
+    def stream(self) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        raise NotImplementedError
+
+    async def arriving(self) -> AsyncIterator[tuple[Choice, Part]]:
+        """Each part as it comes. Leaving this early drops the texts that are not finished."""
+        metrics = self.backend.metrics
+        timers = [metrics.timer() for _ in self.choices]
+        left = len(self.choices)
+        try:
+            while left:
+                index, part = await self.parts.get()
+                if isinstance(part, ApiError):
+                    raise part
+                choice = self.choices[index]
+                if not choice.calls and choice.job is not None:
+                    metrics.count_prompt(len(choice.request.request.prompt), choice.job.cached_tokens)
+                choice.add(part)
+                timers[index].record(part.calls, part.finish_reason)
+                left -= part.finish_reason is not None
+                yield choice, part
+        finally:
+            for choice in self.choices:
+                if choice.finish_reason is None and choice.job is not None:
+                    self.backend.batcher.cancel(choice.job)
+
+    @property
+    def calls(self) -> list[CallRecord]:
+        """The calls of all texts."""
+        return [call for choice in self.choices for call in choice.calls]

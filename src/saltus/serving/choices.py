@@ -1,0 +1,171 @@
+"""The answers of chat completions and completions: choices, whole or as chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from saltus.engine.engine import TextRequest
+from saltus.serving.answers import Answer, Backend, Choice
+from saltus.serving.batching import Part
+from saltus.serving.errors import ApiError
+from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest
+from saltus.serving.translation import speculation_metrics, usage
+
+
+class ChatForm:
+    """The objects of chat completions."""
+
+    def __init__(self, tokenizer: Any, logprobs: bool) -> None:
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return {
+            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "delta": {"content": part.text} if part.text else {},
+            "logprobs": self._logprobs(part.tokens, part.logprobs, part.top_logprobs),
+            "finish_reason": part.finish_reason,
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
+    ) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.tokenizer.decode([token])
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        listed = top or [[]] * len(tokens)
+        return {
+            "content": [
+                {**entry(token, value), "top_logprobs": [entry(*one) for one in likely]}
+                for token, value, likely in zip(tokens, logprobs, listed, strict=False)
+            ],
+            "refusal": None,
+        }
+
+
+class TextForm:
+    """The objects of completions."""
+
+    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
+        self.tokenizer, self.logprobs, self.echoes = tokenizer, logprobs, echoes
+
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": self.echoes[choice.index] + choice.text,
+            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        if not self.echoes[index]:
+            return None
+        return {"index": index, "text": self.echoes[index], "logprobs": None, "finish_reason": None}
+
+    def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": part.text,
+            "logprobs": self._logprobs(part.tokens, part.logprobs, part.top_logprobs),
+            "finish_reason": part.finish_reason,
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
+    ) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        texts = [self.tokenizer.decode([token]) for token in tokens[: len(logprobs)]]
+        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        # by text: of tokens that are written alike the likeliest stays
+        listed = [{self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in top]
+        return {
+            "tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": listed or None, "text_offset": offsets,
+        }  # fmt: skip
+
+
+class ChoicesAnswer(Answer):
+    """An answer in either form."""
+
+    asked: ChatCompletionRequest | CompletionRequest
+
+    def __init__(
+        self,
+        backend: Backend,
+        form: ChatForm | TextForm,
+        requests: Sequence[TextRequest],
+        method: str,
+        asked: ChatCompletionRequest | CompletionRequest,
+    ) -> None:
+        self.form, self.prefix = form, form.prefix
+        super().__init__(backend, requests, method, asked)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        async for _ in self.arriving():
+            pass
+        answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
+        answer["usage"] = self._usage()
+        if self.asked.include_metrics:
+            answer["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
+        return answer
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        options = self.asked.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+
+        def event(choices: list[dict[str, Any]], with_usage: bool = continuous) -> str:
+            chunk = self._object(self.form.chunk_object, choices)
+            if with_usage:
+                chunk["usage"] = self._usage()
+            return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+        try:
+            for choice in self.choices:
+                if (opening := self.form.opening(choice.index)) is not None:
+                    yield event([opening])
+            async for choice, part in self.arriving():
+                if part.text or part.logprobs or part.finish_reason is not None:
+                    yield event([self.form.delta(choice, part)])
+            if options is not None and options.include_usage:
+                yield event([], True)
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.backend.name, "choices": choices,
+        }  # fmt: skip
+
+    def _usage(self) -> dict[str, Any]:
+        each_prompt = self.choices[:: self.asked.n]
+        return usage(
+            sum(len(choice.request.request.prompt) for choice in each_prompt),
+            sum(len(choice.tokens) for choice in self.choices),
+            sum(choice.job.cached_tokens for choice in each_prompt if choice.job is not None),
+            self.calls if getattr(self.asked, "prediction", None) is not None else None,
+        )
