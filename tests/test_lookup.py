@@ -146,3 +146,18 @@ def test_a_text_that_repeats_itself_takes_few_calls():
 def test_options_below_one_are_refused_in_a_line(option: str):
     with pytest.raises(ValueError, match=f"^lookup: {option} is 0, but must be 1 or more$"):
         Lookup(**{option: 0})
+
+
+def test_references_are_copied_from_and_their_ends_are_never_drafted():
+    def longest(*expected: bool, text: list[int]) -> list[int]:
+        drafter = Lookup().drafter(Noise(0), Sampling(), match)
+        for tokens, is_expected in zip(([5, 6, 7, 8], [1, 2, 3]), expected, strict=True):
+            drafter.add_reference(tokens, is_expected)
+        found = drafter(continuation(text, 6), None, 5)
+        assert all(token >= 0 for branch in found for token in branch.tokens)
+        return max((list(branch.tokens) for branch in found), key=len, default=[])
+
+    assert longest(False, True, text=[9, 9, 4]) == [1, 2, 3], "it begins as what is expected"
+    assert longest(False, False, text=[9, 9, 6]) == [7, 8], "and copies from any of them"
+    assert longest(False, False, text=[9, 9, 4]) == []
+    assert longest(False, False, text=[9, 8]) == [], "no draft goes on from one reference to the next"
