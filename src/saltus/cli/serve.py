@@ -22,7 +22,9 @@ def serve(
     model_options: o.ModelOptions,
     method_options: o.MethodOptions,
     host: Annotated[str, _server_option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, _server_option("--port", "-p", min=0, max=65535, help="Where to listen; 0: any.")] = 8000,
+    port: Annotated[
+        int, _server_option("--port", "-p", metavar="PORT", min=0, max=65535, help="Where to listen; 0: any.")
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
         _server_option(
@@ -47,8 +49,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes.
 
-    Texts of many clients are decoded in one batch, each exactly as if it were alone. Ctrl-C or SIGTERM lets what runs
-    finish, a second one stops at once.
+    Texts of many clients are decoded in one batch, each exactly as if it were alone.
+    Ctrl-C or SIGTERM lets what runs finish, a second one stops at once.
 
     [bold]Examples[/bold]
 

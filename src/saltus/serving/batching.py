@@ -166,6 +166,7 @@ class Batcher:
                 rounds = None
                 for job in list(self.running):
                     self._end(job, sequences, ApiError(500, f"a call failed: {error}"))
+        self._take_incoming(block=False)
         for job in [*self.running, *self.waiting]:
             self._end(job, sequences, ApiError(503, "the server is shutting down"))
 
