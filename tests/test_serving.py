@@ -275,6 +275,9 @@ def test_every_answer_has_a_request_id(server):
 def test_bodies_have_a_limit(server):
     answer = httpx.post(server[1] + "/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
     assert answer.status_code == 413
+    pieces = (b" " * 2**20 for _ in range(MAX_BODY_BYTES // 2**20 + 1))  # of a length that is not told before
+    answer = httpx.post(server[1] + "/v1/completions", content=pieces, headers=JSON)
+    assert answer.status_code == 413, answer.text
 
 
 def test_a_prompt_that_is_too_long_is_refused(client):

@@ -33,6 +33,7 @@ from saltus.serving.translation import conversation
 log = logging.getLogger("saltus.serving")
 
 MAX_BODY_BYTES = 16 * 2**20
+TOO_LONG = f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it"
 OPEN_ROUTES = ("/health", "/version", "/metrics", "/load", "/docs", "/openapi.json")  # that need no key
 
 Scope = MutableMapping[str, Any]
@@ -214,7 +215,7 @@ class _Guard:
                 return ApiError(401, "give a valid API key as a bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it")
+            return ApiError(413, TOO_LONG)
         return None
 
 
@@ -227,7 +228,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it")
+            raise HTTPException(413, TOO_LONG)  # the only error that FastAPI lets through here
         return message
 
     return limited
