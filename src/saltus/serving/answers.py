@@ -72,6 +72,12 @@ class Answer:
             choice.job = Job(choice.request, self.method, deliver_to(choice.index))
         self.backend.batcher.submit(*(choice.job for choice in self.choices if choice.job is not None))
 
+    def drop(self) -> None:
+        """Stop decoding the texts that are not finished: nobody waits for them any more."""
+        for choice in self.choices:
+            if choice.finish_reason is None and choice.job is not None and not choice.job.cancelled:
+                self.backend.batcher.cancel(choice.job)
+
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Errors: ApiError."""
         raise NotImplementedError
@@ -98,9 +104,7 @@ class Answer:
                 left -= part.finish_reason is not None
                 yield choice, part
         finally:
-            for choice in self.choices:
-                if choice.finish_reason is None and choice.job is not None:
-                    self.backend.batcher.cancel(choice.job)
+            self.drop()
 
     @property
     def calls(self) -> list[CallRecord]:

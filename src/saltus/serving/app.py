@@ -131,7 +131,9 @@ async def _respond(request: Request, answer: Answer) -> Response:
     """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
     answer.submit()
     if answer.asked.stream:
-        return StreamingResponse(answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(
+            _until_read(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
     whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +143,15 @@ async def _respond(request: Request, answer: Answer) -> Response:
     finally:
         whole.cancel()
         gone.cancel()
+
+
+async def _until_read(answer: Answer) -> AsyncIterator[str]:
+    """The answer's events; a reader that leaves, even before the first text, ends the decoding."""
+    try:
+        async for event in answer.stream():
+            yield event
+    finally:
+        answer.drop()
 
 
 async def _until_gone(request: Request) -> None:
