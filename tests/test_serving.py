@@ -380,6 +380,12 @@ def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
         assert service.batcher.num_open == 0
 
 
+def test_nothing_to_write_is_an_answer(client, engine):
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0}
+    answer = client.completions.create(**asked, echo=True)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (PROMPT, "length")
+
+
 def test_metrics_have_vllms_names(server, client):
     same = {"269": 100}  # always this token, so that lookup's drafts are accepted
     client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24, logit_bias=same)

@@ -152,7 +152,6 @@ def run(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine, parse_method_options
     from saltus.core.sampling import Sampling
-    from saltus.engine.auto_method import resolve_method
     from saltus.evaluation.benchmarks.benchmark_run import Benchmark, open_records
     from saltus.evaluation.reports.environment import run_info
     from saltus.methods import AUTO
@@ -178,7 +177,7 @@ def run(
         "options": option or [],
     }
     if AUTO in names:
-        settings[AUTO] = resolve_method(AUTO, engine.network, engine.decoder.options, engine.decoder.call_cost, rule)
+        settings[AUTO] = engine.decoder.chosen_method(AUTO)
         print_note(f"auto is {settings[AUTO]} here")
     records = open_records(out, _run_plan(engine, suite, run, settings), tasks, run_info(engine, settings), fresh)
     whole = _measure(run, records)

@@ -16,7 +16,7 @@ def _server_option(*names: str, help: str, **settings: object) -> object:
     return typer.Option(*names, help=help, rich_help_panel=SERVER_PANEL, **settings)  # type: ignore[arg-type]
 
 
-@o.with_options()
+@o.with_options(omit=("rule",))  # under `reject` a text would depend on how it is drafted
 def serve(
     *,
     model_options: o.ModelOptions,
@@ -80,9 +80,7 @@ def serve(
     engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
     if max_model_len is not None:
         engine.limit_context(max_model_len)
-    engine.generate(
-        "Are you there?", max_new_tokens=8
-    )  # so that the first request does not wait for what is loaded late
+    engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
     limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
     app = make_app(Service(engine, served_model_name or model_options.model, limits), api_key or ())
     logging.basicConfig(format="%(message)s")

@@ -146,6 +146,11 @@ class Decoder:
             self.setups[method] = self.setups[chosen]
         return self.setups[method]
 
+    def chosen_method(self, method: str) -> str:
+        """The method itself, or what `auto` stands for here."""
+        setup = self.setup(method)
+        return next(name for name, one in self.setups.items() if one is setup)
+
     def _new_setup(self, method: str) -> DecodingSetup:
         options, budget = self.options, self.budget
         if self.tuned_settings is not None and "jacobi" in method.split("+"):

@@ -46,7 +46,7 @@ class PrefixCache:
         """Remove and return the entry that shares the longest prefix with the prompt; empty if none qualifies."""
         best, most = None, 0
         for entry in self.entries:
-            shared = _common_prefix_length(entry[1]["target"].tokens, np.asarray(prompt))
+            shared = common_prefix_length(entry[1]["target"].tokens, np.asarray(prompt))
             if shared > max(entry[0], most):
                 best, most = entry, shared
         if best is None:
@@ -60,7 +60,8 @@ def _num_bytes(kv_cache: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first tokens two texts share."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length

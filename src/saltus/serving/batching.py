@@ -11,8 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+import numpy as np
 
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
@@ -23,7 +24,7 @@ from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.tree import Tree
 from saltus.engine.decoder import DecodingSetup, counting_generator
 from saltus.engine.engine import Engine, TextRequest
-from saltus.engine.prefix_cache import supports_prefix_cache
+from saltus.engine.prefix_cache import common_prefix_length, supports_prefix_cache
 from saltus.engine.request import CallRecord
 from saltus.serving.errors import ApiError
 
@@ -64,7 +65,6 @@ class Job:
     request: TextRequest
     method: str
     deliver: Callable[[Part | ApiError], None]
-    submitted: float = field(default_factory=time.monotonic)
     cancelled: bool = False  # set by any thread: the text is dropped between two calls
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     sequence: SequenceState | None = None
@@ -94,7 +94,6 @@ class Batcher:
         self.lock = threading.Lock()  # of num_open
         self.closed = False
         self.networks: dict[str, Network] = {}
-        self.on_call: Callable[[float], None] = lambda seconds: None
         self.bytes_per_token = _bytes_per_token(engine)
         self.prefix_cache = engine.decoder.prefix_cache if supports_prefix_cache(engine.network) else None
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
@@ -193,8 +192,8 @@ class Batcher:
                 continue
             try:
                 self._start(job)
-            except ValueError as error:
-                self._end(job, [], ApiError(400, str(error)))
+            except Exception as error:
+                self._end(job, [], _as_api_error(error))
 
     def _start(self, job: Job) -> None:
         setup = self.engine.decoder.setup(job.method)
@@ -206,7 +205,11 @@ class Batcher:
         job.sequence = SequenceState(_isolated(generator, job), kv_caches)
         if TARGET not in kv_caches:
             kv_caches[TARGET] = self.engine.network.new_kv_cache()
-        job.cached_tokens = _shared(kv_caches[TARGET], request.prompt)
+        if self.prefix_cache is None:  # then pieces of a prompt may round otherwise than the whole: one call reads it
+            job.unread = 1
+            return
+        known = common_prefix_length(kv_caches[TARGET].tokens, np.asarray(request.prompt))
+        job.cached_tokens = min(known, len(request.prompt) - 1)
         job.unread = len(request.prompt) - job.cached_tokens
 
     def _read_piece(self, job: Job) -> None:
@@ -221,7 +224,6 @@ class Batcher:
         job.unread = len(prompt) - end
 
     def _deliver(self, sequences: list[SequenceState], seconds: float) -> None:
-        self.on_call(seconds)
         for job in list(self.running):
             if job.unread or job.sequence is None:
                 continue
@@ -229,8 +231,7 @@ class Batcher:
             request.seconds += seconds
             calls = request.calls[job.num_delivered :]
             if job.failure is not None:
-                status = 400 if isinstance(job.failure, ValueError) else 500
-                self._end(job, sequences, ApiError(status, str(job.failure)))
+                self._end(job, sequences, _as_api_error(job.failure))
                 continue
             if job.sequence.pending is None:
                 self._end(job, sequences)
@@ -264,6 +265,10 @@ def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:
         job.failure = error
 
 
+def _as_api_error(error: Exception) -> ApiError:
+    return ApiError(400 if isinstance(error, ValueError) else 500, str(error))
+
+
 class _BatchController(Controller):
     """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
 
@@ -293,13 +298,3 @@ def _bytes_per_token(engine: Engine) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * engine.network.model.dtype.itemsize
-
-
-def _shared(kv_cache: Any, prompt: Any) -> int:
-    """How many tokens of the prompt a cache holds."""
-    shared = 0
-    for own, given in zip(kv_cache.tokens, prompt, strict=False):
-        if own != given:
-            break
-        shared += 1
-    return min(shared, len(prompt) - 1)

@@ -14,70 +14,64 @@ from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.serving.translation import speculation_metrics, usage
 
 
-class ChatForm:
-    """The objects of chat completions."""
+class _Form:
+    """What the objects of both have in common."""
+
+    prefix = object = chunk_object = ""
 
     def __init__(self, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Part) -> dict[str, Any]:
+        logprobs = self._logprobs(of) if self.logprobs else None
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
+
+    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatForm(_Form):
+    """The objects of chat completions."""
+
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
-            "finish_reason": choice.finish_reason,
-        }
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return self._entry(choice.index, {"message": message}, choice)
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return {
-            "index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None,
-        }  # fmt: skip
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "delta": {"content": part.text} if part.text else {},
-            "logprobs": self._logprobs(part.tokens, part.logprobs, part.top_logprobs),
-            "finish_reason": part.finish_reason,
-        }
+        return self._entry(choice.index, {"delta": {"content": part.text} if part.text else {}}, part)
 
-    def _logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
-    ) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-
+    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self.tokenizer.decode([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-        listed = top or [[]] * len(tokens)
+        listed = of.top_logprobs or [[]] * len(of.tokens)
         return {
             "content": [
                 {**entry(token, value), "top_logprobs": [entry(*one) for one in likely]}
-                for token, value, likely in zip(tokens, logprobs, listed, strict=False)
+                for token, value, likely in zip(of.tokens, of.logprobs, listed, strict=False)
             ],
             "refusal": None,
         }
 
 
-class TextForm:
+class TextForm(_Form):
     """The objects of completions."""
-
-    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
-        self.tokenizer, self.logprobs, self.echoes = tokenizer, logprobs, echoes
 
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
+    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
+        super().__init__(tokenizer, logprobs)
+        self.echoes = echoes
+
     def choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": self.echoes[choice.index] + choice.text,
-            "logprobs": self._logprobs(choice.tokens, choice.logprobs, choice.top_logprobs),
-            "finish_reason": choice.finish_reason,
-        }
+        return self._entry(choice.index, {"text": self.echoes[choice.index] + choice.text}, choice)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         if not self.echoes[index]:
@@ -85,24 +79,18 @@ class TextForm:
         return {"index": index, "text": self.echoes[index], "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": part.text,
-            "logprobs": self._logprobs(part.tokens, part.logprobs, part.top_logprobs),
-            "finish_reason": part.finish_reason,
-        }
+        return self._entry(choice.index, {"text": part.text}, part)
 
-    def _logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[list[tuple[int, float]]]
-    ) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        texts = [self.tokenizer.decode([token]) for token in tokens[: len(logprobs)]]
+    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
+        texts = [self.tokenizer.decode([token]) for token in of.tokens[: len(of.logprobs)]]
         offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
         # by text: of tokens that are written alike the likeliest stays
-        listed = [{self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in top]
+        listed = [
+            {self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in of.top_logprobs
+        ]
         return {
-            "tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": listed or None, "text_offset": offsets,
+            "tokens": texts, "token_logprobs": list(of.logprobs), "top_logprobs": listed or None,
+            "text_offset": offsets,
         }  # fmt: skip
 
 
