@@ -399,9 +399,7 @@ class ChainToy(HoleToy):
         said = np.zeros(2, dtype=np.float32)
         for table, token in ((self.links.left, tokens[hole - 1]), (self.links.second_left, tokens[hole - 2])):
             said += 0 if token == HOLE else table[token]
-        return torch.from_numpy(
-            self.links.right @ (said * self.links.position_inputs(self.state(hole)[None].numpy())[0, :-1])
-        )
+        return torch.from_numpy(self.links.right @ (said * self.links.position_inputs(self.state(hole)[None])[0, :-1]))
 
 
 @pytest.mark.parametrize("rule", [match, reject])
@@ -418,7 +416,7 @@ def test_links_add_what_a_law_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
     links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
     drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    weights, logits = links.position_inputs(np.ones((1, 3), dtype=np.float32))[0], torch.arange(8.0)
+    weights, logits = links.position_inputs(torch.ones(1, 3))[0], torch.arange(8.0)
     for index, knew, new, wanted in (
         (1, 1, [6], None),  # the token to its left is known
         (1, 0, [6], (6, None)),  # what stands before that is given
@@ -440,7 +438,7 @@ def test_links_that_say_nothing_finite_leave_the_law():
     links = random_links(8, hidden=3)
     links.left[6] = np.inf
     drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    said = _HoleLogits(torch.arange(8.0), 0, links.position_inputs(np.ones((1, 3), dtype=np.float32))[0])
+    said = _HoleLogits(torch.arange(8.0), 0, links.position_inputs(torch.ones(1, 3))[0])
     assert drafter._corrected_logits(said, np.arange(5), 1, [6]) is said.logits
 
 

@@ -388,7 +388,7 @@ def test_links_learn_what_stands_behind_what(tmp_path):
     links = course.module.correction()
     logits, states = (torch.from_numpy(dice.normal(size=(3, size))).float() for size in (300, 32))
     rows = course.module(logits, states, torch.tensor([11, 12, 13]), torch.tensor([10, -1, 12]))
-    weights = links.position_inputs(states.numpy())
+    weights = links.position_inputs(states)
     for number, (left, two) in enumerate(((11, 10), (12, None), (13, 12))):
         row = corrected_logits(links, logits[number].numpy(), weights[number], left, two)
         np.testing.assert_allclose(row, rows[number].detach().numpy(), rtol=1e-4, atol=1e-5)

@@ -20,13 +20,14 @@ from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
 from saltus.drafting import draft_tree, token_correction
-from saltus.drafting.draft_tree import PositionPredictions, likeliest, likely_paths
+from saltus.drafting.draft_tree import PositionPredictions, coupled, likeliest, likely_paths, likely_tokens
 from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
 from saltus.drafting.token_correction import NonlinearCorrection
-from saltus.methods.ptp import Ptp, drafter_predictions
+from saltus.methods.ptp import Ptp
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
+from saltus.networks.draft_models.row_candidates import rows_likely_tokens
 from saltus.networks.loading.drafter_files import (
     METADATA_FILE,
     WEIGHTS_FILES,
@@ -88,7 +89,7 @@ def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
 
 def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = likely_paths(PositionPredictions(logits.numpy()), [], likeliest(2), SOURCE)
+    found = likely_paths(predicted(logits), [], likeliest(2), SOURCE)
     paths = {tuple(branch.tokens): branch.acceptance_probabilities for branch in found}
     assert set(paths) == {(0, 1, 0), (1, 1, 0), (0, 2, 0), (1, 2, 0)}
     assert all(branch.source == SOURCE for branch in found)
@@ -96,9 +97,44 @@ def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_
     assert np.allclose(paths[0, 2, 0], [probabilities[0, 0], probabilities[1, 2], probabilities[2, 0]])
 
 
+def predicted(logits: torch.Tensor) -> PositionPredictions:
+    return PositionPredictions(rows_likely_tokens(logits))
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 1000, 8192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_finds_the_likely_tokens_of_each_row(dtype, vocab):
+    set_seed(3)
+    logits = (4 * torch.randn(4, vocab)).to(dtype)
+    logits[1, :3] = logits[1, 4]
+    logits[2, vocab - 1] = torch.nan
+    logits[3, 0] = torch.inf
+    for row, found in zip(logits, rows_likely_tokens(logits), strict=True):
+        expected = likely_tokens(row.float().numpy())
+        assert found.columns.tolist() == expected.columns.tolist()
+        np.testing.assert_array_equal(found.logits, expected.logits)
+        assert found.rest == pytest.approx(expected.rest, rel=1e-4, abs=1e-4)
+
+
+def test_drafts_of_untruncated_sampling_are_those_of_the_whole_race():
+    """`coupled` has a shortcut for them; a top-k that drops no likely token takes the long way."""
+    set_seed(5)
+    predictions, noise = predicted(3 * torch.randn(3, 60)), Noise(4)
+    for temperature in (0.7, 1.0):
+        short, long = (
+            coupled(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13)) for top_k in (0, 50)
+        )
+        for position in range(3):
+            got, expected = short(predictions, position, []), long(predictions, position, [])
+            assert [token for token, _ in got] == [token for token, _ in expected]
+            assert [chance for _, chance in got] == pytest.approx([chance for _, chance in expected], abs=0.1)
+
+
 def test_broken_predictions_draft_nothing():
     logits = np.array([[3.0, 2.0], [np.nan, 1.0]], dtype=np.float32)
-    assert [list(one.tokens) for one in likely_paths(PositionPredictions(logits), [4, 5], likeliest(2), SOURCE)] == [
+    assert [
+        list(one.tokens) for one in likely_paths(predicted(torch.from_numpy(logits)), [4, 5], likeliest(2), SOURCE)
+    ] == [
         [0],
         [1],
     ]
@@ -113,7 +149,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
         torch.nn.init.normal_(layer.weight, std=0.3)
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
-    predictions = drafter_predictions(outputs, network.traits)
+    predictions = outputs.drafter_data
     branches = likely_paths(predictions, text[-2:].tolist(), likeliest(3), SOURCE)
     assert len(branches) > 3
     for branch in branches:
@@ -149,7 +185,7 @@ def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():
 def test_a_correction_keeps_the_vectors_of_some_tokens_only(monkeypatch):
     monkeypatch.setattr(token_correction, "MAX_TOKEN_VECTORS", 3)
     left, second_left, state, right, embeddings = np.random.default_rng(0).normal(size=(5, 8, 8))
-    correction = NonlinearCorrection(left, second_left, state, right, lambda token: embeddings[token])
+    correction = NonlinearCorrection(left, second_left, lambda h: h, right, lambda token: embeddings[token])
     for token in [*range(8), *range(8)]:
         fresh = replace(correction, token_vectors={})
         given = state[0], token, (token + 1) % 8

@@ -97,6 +97,14 @@ class TokenNoise:
             return least
         return least - math.log1p(-_open_uniforms(_hash_number(token, *self.keys)))
 
+    def exponentials(self, tokens: np.ndarray) -> np.ndarray:
+        """E of each token, but for the rounding of arrays: for drafts, which need not be exact."""
+        groups = groups_of(tokens)
+        values = np.log1p(-_open_uniforms(_hash(tokens.view(np.uint64), *self.keys)))
+        values *= tokens != self.tokens[groups]
+        values += np.log1p(-self.uniforms[groups]) / GROUP_SIZE
+        return -values
+
     def exponential_bounds(self, tokens: np.ndarray) -> np.ndarray:
         """At most E of each token."""
         groups = groups_of(tokens)

@@ -76,6 +76,11 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p drop unlikely tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def has_uniforms(self) -> bool:
         """True if one uniform of a position picks its token, so that a draft model can be given it."""
         return self.coupling != "gumbel"

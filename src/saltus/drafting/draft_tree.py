@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from saltus.core.coupling import PARALLEL_ERROR, draft_tokens
+from saltus.core.coupling import PARALLEL_ERROR, draft_tokens, favoured, largest
+from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling, token_distribution
+from saltus.core.sampling import Sampling, float_row, token_distribution
 from saltus.core.tree import Branch
 from saltus.drafting.token_correction import TokenCorrection
 
@@ -24,11 +25,30 @@ MAX_CANDIDATES = 64  # of a position
 
 
 @dataclass(frozen=True, eq=False)
-class DrafterTraits:
-    """Properties of a drafter network that its drafts depend on."""
+class LikelyTokens:
+    """The likely tokens of one position, without the corrections. Empty where a logit is not a number."""
 
-    correction: TokenCorrection | None = None
-    informed: bool = True  # False: without uniforms its logits are those of distributions at temperature 1
+    columns: Int[np.ndarray, "likely"]  # of the logits, ascending
+    logits: Float[np.ndarray, "likely"]  # relative to the greatest
+    rest: float  # Σ exp of the logits of all other tokens
+
+
+def likely_tokens(row: Float[np.ndarray, "vocab"]) -> LikelyTokens:
+    """The tokens less than MAX_GAP below the greatest logit, at most MAX_CANDIDATES."""
+    greatest = row.max()
+    if not np.isfinite(greatest):
+        return LikelyTokens(np.empty(0, dtype=np.int64), row[:0], 0.0)
+    logits = row - greatest
+    columns = np.flatnonzero(logits > -MAX_GAP)
+    return most_likely(columns, logits[columns], float(np.exp(logits).sum(dtype=np.float64)))
+
+
+def most_likely(columns: np.ndarray, logits: np.ndarray, total: float) -> LikelyTokens:
+    """At most MAX_CANDIDATES of tokens with these logits; `total` is Σ exp of all logits of the position."""
+    if len(columns) > MAX_CANDIDATES:
+        kept = np.sort(np.argpartition(logits, -MAX_CANDIDATES)[-MAX_CANDIDATES:])
+        columns, logits = columns[kept], logits[kept]
+    return LikelyTokens(columns, logits, max(total - float(np.exp(logits).sum(dtype=np.float64)), 0.0))
 
 
 @dataclass(eq=False)
@@ -36,14 +56,15 @@ class PositionPredictions:
     """The distributions that one draft call predicts for the next positions.
 
     With a correction the distribution of a position depends on the two tokens before it. It is then exact for the
-    candidates of the position; other tokens, which are unlikely, keep their uncorrected logits.
+    likely tokens of the position; the others keep their uncorrected logits.
     """
 
-    logits: Float[np.ndarray, "positions vocab"]
+    positions: Sequence[LikelyTokens]
     token_ids: Int[np.ndarray, "vocab"] | None = None  # the ids of the columns; None: 0, 1, …
     correction: TokenCorrection | None = None
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
-    _candidates: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, float]] = field(default_factory=dict, init=False)
+    informed: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
+    _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
         """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
@@ -51,30 +72,29 @@ class PositionPredictions:
         `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
         Empty for logits that are not finite.
         """
-        ids, logits, right, rest = self._position_candidates(position)
+        likely = self.positions[position]
+        if position not in self._candidates:
+            ids = likely.columns if self.token_ids is None else self.token_ids[likely.columns]
+            right = self.correction.right[likely.columns] if self.correction is not None else likely.logits
+            self._candidates[position] = ids, right
+        ids, right = self._candidates[position]
+        logits = likely.logits
         if self.correction is not None and len(ids) and path:
             second_left = path[-2] if len(path) > 1 else None
             sharpness, vector = self.correction.vector(self.position_inputs[position], path[-1], second_left)
             logits = logits * sharpness + right @ vector
             if not np.isfinite(logits).all():
                 return ids[:0], logits[:0], 0.0
-        return ids, logits, rest
+        return ids, logits, likely.rest
 
-    def _position_candidates(self, position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """Ids, logits and correction rows of the candidates, and the summed weight of all other tokens.
 
-        Logits are relative to the largest one.
-        """
-        if position not in self._candidates:
-            row = self.logits[position] - self.logits[position].max()
-            chosen = np.flatnonzero(row > -MAX_GAP)
-            if len(chosen) > MAX_CANDIDATES:
-                chosen = np.sort(chosen[np.argpartition(row[chosen], -MAX_CANDIDATES)[-MAX_CANDIDATES:]])
-            rest = float(np.exp(row).sum(dtype=np.float64) - np.exp(row[chosen]).sum(dtype=np.float64))
-            right = self.correction.right[chosen] if self.correction is not None else row
-            ids = chosen if self.token_ids is None else self.token_ids[chosen]
-            self._candidates[position] = ids, row[chosen], right, max(rest, 0.0)
-        return self._candidates[position]
+def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
+    """What the queries of a draft call predict, as their network says or else by their logits."""
+    if isinstance(outputs.drafter_data, PositionPredictions):
+        return outputs.drafter_data
+    ids = outputs.token_ids
+    likely = [likely_tokens(row) for row in float_row(outputs.logits[1:])]
+    return PositionPredictions(likely, None if ids is None else ids.cpu().numpy())
 
 
 Chooser = Callable[[PositionPredictions, int, Sequence[int]], list[tuple[int, float]]]
@@ -104,14 +124,20 @@ def coupled(choices: int, sampling: Sampling, noise: Noise, positions: np.ndarra
     """
     truncation = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "coupling")}
     sampling = Sampling(**truncation)
+    log_noise: dict[int, np.ndarray] = {}  # of a position's likely tokens
 
     def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, _ = predictions.candidates(position, path)
         if not len(ids):
             return []
-        found = token_distribution(torch.from_numpy(logits), sampling)
-        found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-        return draft_tokens(found, noise, "text", positions[position], choices, PARALLEL_ERROR)
+        if sampling.truncates or sampling.coupling != "gumbel":
+            found = token_distribution(torch.from_numpy(logits), sampling)
+            found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
+            return draft_tokens(found, noise, "text", positions[position], choices, PARALLEL_ERROR)
+        if position not in log_noise:
+            numbers = noise.of_tokens("text", positions[position], int(ids[-1]) + 1)
+            log_noise[position] = np.log(numbers.exponentials(ids))
+        return favoured(ids, logits / sampling.temperature - log_noise[position], choices, PARALLEL_ERROR)
 
     return choose
 
@@ -131,17 +157,8 @@ def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: 
         if path:
             leaves.pop(path[:-1], None)
             leaves[path] = chances
-        if number < MAX_NODES and len(path) < len(predictions.logits):
+        if number < MAX_NODES and len(path) < len(predictions.positions):
             for token, chance in choose(predictions, len(path), root + path):
                 if -reached * chance >= MIN_PATH_PROBABILITY:
                     heapq.heappush(queue, (reached * chance, (*path, token), (*chances, chance)))
     return [Branch(path, chances, source) for path, chances in leaves.items()]
-
-
-def largest(row: np.ndarray, count: int) -> np.ndarray:
-    """The indices of the largest values, of equal ones the first. For a few this is faster than sorting."""
-    left, found = row.copy(), []
-    for _ in range(min(count, len(row))):
-        found.append(int(left.argmax()))
-        left[found[-1]] = -math.inf
-    return np.array(found)

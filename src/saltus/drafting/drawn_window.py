@@ -21,8 +21,7 @@ class DrawnWindow:
 
 def can_draw_window(sampling: Sampling) -> bool:
     """True if the settings are a temperature and no more; a truncated mixture is not a mixture of truncated parts."""
-    untruncated = sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
-    return not sampling.greedy and untruncated and sampling.token_independent
+    return not sampling.greedy and not sampling.truncates and sampling.token_independent
 
 
 def draft_drawn_window(

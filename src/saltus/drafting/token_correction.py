@@ -13,6 +13,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
+from torch import Tensor
+
+from saltus.core.sampling import float_row
 
 MAX_TOKEN_VECTORS = 4096  # tokens whose vectors are kept: 8 MB at rank 256
 
@@ -24,7 +27,7 @@ class TokenCorrection(Protocol):
     @property
     def right(self) -> Float[np.ndarray, "vocab rank"]: ...
 
-    def position_inputs(self, hidden_states: Float[np.ndarray, "positions hidden"]) -> np.ndarray:
+    def position_inputs(self, hidden_states: Float[Tensor, "positions hidden"]) -> np.ndarray:
         """[positions, …]: what the correction needs of each position."""
         ...
 
@@ -51,10 +54,10 @@ class PairwiseCorrection:
     gate: Float[np.ndarray, "hidden weights"]  # a weight for each component of the rank, and the sharpness
 
     def position_inputs(
-        self, hidden_states: Float[np.ndarray, "positions hidden"]
+        self, hidden_states: Float[Tensor, "positions hidden"]
     ) -> Float[np.ndarray, "positions weights"]:
         """The weights of each position; the last column is the sharpness."""
-        return 1 + hidden_states @ self.gate
+        return np.stack([1 + row @ self.gate for row in float_row(hidden_states)])
 
     def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
         """The sharpness and the vector [rank] of one position."""
@@ -71,16 +74,14 @@ class NonlinearCorrection:
 
     left: Float[np.ndarray, "rank hidden"]  # A
     second_left: Float[np.ndarray, "rank hidden"]  # B
-    state: Float[np.ndarray, "rank hidden"]  # G
+    project: Callable[[Float[Tensor, "positions hidden"]], Float[Tensor, "positions rank"]]  # by G
     right: Float[np.ndarray, "vocab rank"]
     embed: Callable[[int], Float[np.ndarray, "hidden"]]  # e: of a token id of the target
     token_vectors: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # A·e and B·e
 
-    def position_inputs(
-        self, hidden_states: Float[np.ndarray, "positions hidden"]
-    ) -> Float[np.ndarray, "positions rank"]:
+    def position_inputs(self, hidden_states: Float[Tensor, "positions hidden"]) -> Float[np.ndarray, "positions rank"]:
         """G·h of each position."""
-        return hidden_states @ self.state.T
+        return float_row(self.project(hidden_states))
 
     def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
         """The sharpness, which is 1, and the vector [rank] of one position."""

@@ -148,11 +148,8 @@ class SelfDrafter:
         if queries := last.inputs.query_chain(-1):
             weights: Sequence[np.ndarray | None] = [None] * len(queries)
             if self.pairwise_correction is not None and outputs.hidden_states is not None:
-                weights = list(
-                    self.pairwise_correction.position_inputs(
-                        float_row(outputs.hidden_states[[query + 1 for query in queries]])
-                    )
-                )
+                asked = outputs.hidden_states[[query + 1 for query in queries]]
+                weights = list(self.pairwise_correction.position_inputs(asked))
             for hole, query, own in zip(canvas.open_positions[: len(queries)].tolist(), queries, weights, strict=True):
                 self.hole_logits[hole] = _HoleLogits(outputs.logits[query + 1], canvas.num_decided, own)
         for hole in canvas.open_positions[: len(last.tokens)].tolist():

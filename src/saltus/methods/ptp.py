@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
-from saltus.core.sampling import Coupling, Sampling, float_row
-from saltus.drafting.draft_tree import DrafterTraits, PositionPredictions, coupled, likeliest, likely_paths
+from saltus.core.sampling import Coupling, Sampling
+from saltus.drafting.draft_tree import coupled, likeliest, likely_paths, position_predictions
 from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
@@ -75,26 +74,16 @@ class Ptp:
             inputs = ForwardInputs(canvas, network_name="ptp", hidden_states=hidden_states)
             inputs = with_query_chains(inputs, [(-1, query_uniforms(uniforms, form))], sampling.temperature)
             outputs = yield inputs
-            traits = outputs.drafter_data if isinstance(outputs.drafter_data, DrafterTraits) else DrafterTraits()
+            predictions = position_predictions(outputs)
             if rule is match and not sampling.greedy and not sampling.has_uniforms:
                 choose = coupled(self.choices, sampling, noise, canvas.open_positions)
             else:
-                choose = likeliest(self.choices, 1.0 if traits.informed or sampling.greedy else sampling.temperature)
+                of_this_temperature = predictions.informed or sampling.greedy
+                choose = likeliest(self.choices, 1.0 if of_this_temperature else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
-            return likely_paths(drafter_predictions(outputs, traits), text, choose, SOURCE)
+            return likely_paths(predictions, text, choose, SOURCE)
 
         return draft
-
-
-def drafter_predictions(outputs: ForwardOutputs, traits: DrafterTraits) -> PositionPredictions:
-    """What a drafter's queries predict."""
-    correction, ids = traits.correction, outputs.token_ids
-    inputs: Sequence[np.ndarray] | np.ndarray = ()
-    if correction is not None:
-        assert outputs.hidden_states is not None
-        inputs = correction.position_inputs(float_row(outputs.hidden_states[1:]))
-    logits = float_row(outputs.logits[1:])
-    return PositionPredictions(logits, None if ids is None else ids.cpu().numpy(), correction, inputs)
 
 
 @dataclass(frozen=True)

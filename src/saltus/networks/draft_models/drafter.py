@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.drafting.draft_tree import DrafterTraits
+from saltus.drafting.draft_tree import PositionPredictions
 from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.networks.draft_models.row_candidates import rows_likely_tokens
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
@@ -173,18 +175,28 @@ class DraftNetwork:
         self.context_layers = ContextLayers(self.model.llama)
         correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
         self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
-        self.traits = DrafterTraits(correction, self.model.shape.informed)
+        self.correction = correction
+        self.token_ids = self.model.tokens.cpu().numpy()
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
-        weights = [module.left, module.second_left, module.state, module.output]
-        left, second_left, state, output = (layer.weight.detach().cpu().float().numpy() for layer in weights)
+        weights = [module.left, module.second_left, module.output]
+        left, second_left, output = (layer.weight.detach().cpu().float().numpy() for layer in weights)
         unembedding = self.model.llama.lm_head.weight.detach().cpu().float().numpy()
 
         def embed(token: int) -> np.ndarray:
             one = nn.functional.embedding(torch.tensor([token], device=self.device), self.model.embeddings[0])
             return rms_normalized(one.float())[0].cpu().numpy()
 
-        return NonlinearCorrection(left, second_left, state, unembedding @ output, embed)
+        project = partial(self._linear, module.state)
+        return NonlinearCorrection(left, second_left, project, unembedding @ output, embed)
+
+    def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return linear(x, [layer.weight], [None])[0] if self.device.type == "cpu" else layer(x)
+
+    def _predictions(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
+        inputs = () if self.correction is None else self.correction.position_inputs(hidden_states)
+        informed = self.model.shape.informed
+        return PositionPredictions(rows_likely_tokens(logits), self.token_ids, self.correction, inputs, informed)
 
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
@@ -224,13 +236,13 @@ class DraftNetwork:
         layers = (*self.model.shape.taps, None)
         states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
         features = self.model.context_features(states, tokens)
-        fuse = self.model.fuse
-        context = linear(features, [fuse.weight], [None])[0] if self.device.type == "cpu" else fuse(features)
+        context = self._linear(self.model.fuse, features)
         queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
         rows = torch.cat([context, queries.to(context.dtype)])
         logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(queries) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
+        predictions = self._predictions(logits[1:], states[1:])
         seconds = time.perf_counter() - started
         return ForwardOutputs(
-            logits, states, seconds, end - past, end - past + len(queries), self.model.tokens, self.traits
+            logits, states, seconds, end - past, end - past + len(queries), self.model.tokens, predictions
         )

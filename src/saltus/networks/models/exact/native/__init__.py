@@ -98,6 +98,16 @@ class Norm(ctypes.Structure):
     ]
 
 
+class NearGreatest(ctypes.Structure):
+    """The struct `NearGreatest` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "places", "values", "counts", "totals")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("gap", REAL),
+    ]
+
+
 @lru_cache(maxsize=1)
 def load_kernels() -> ctypes.CDLL | None:
     """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""

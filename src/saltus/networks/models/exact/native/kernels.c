@@ -56,6 +56,16 @@ typedef struct {
   float epsilon;
 } Norm;
 
+typedef struct {
+  const void *x;     // [rows, size], dense
+  int32_t *places;   // [rows, size]: of values less than `gap` below the row's greatest, ascending
+  float *values;     // [rows, size]: those values less the greatest
+  int64_t *counts;   // [rows]: how many; 0 where the greatest is not finite
+  float *totals;     // [rows]: Σ exp(value − greatest) of all values
+  int64_t rows, size;
+  float gap;
+} NearGreatest;
+
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
 // of attention_lanes.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
 static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
