@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saltus.core.canvas import Canvas
+from saltus.core.constraint import Constraint, restricted
 from saltus.core.coupling import draft_tokens, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
@@ -27,6 +28,7 @@ class TargetDistributions:
     outputs: ForwardOutputs
     sampling: Sampling
     noise: Noise
+    constraint: Constraint | None = None  # of a continuation
     _distributions: dict[int, Distribution] = field(default_factory=dict)
     _picks: dict[int, int] = field(default_factory=dict)
 
@@ -44,7 +46,10 @@ class TargetDistributions:
         if sampling.uses_context:
             path = np.array(inputs.path_tokens(node), dtype=np.int64)
             context = np.concatenate([canvas.tokens[canvas.known_positions], path])
-        return self._from_logits(self.outputs.logits[node + 1], context, index)
+        row = self.outputs.logits[node + 1]
+        if self.constraint is not None:
+            row = restricted(row, self.constraint.allowed([*canvas.new_tokens.tolist(), *inputs.path_tokens(node)]))
+        return self._from_logits(row, context, index)
 
     def _from_logits(self, row: Tensor, context: np.ndarray | None, index: int) -> Distribution:
         if self.outputs.token_ids is None:
@@ -76,7 +81,7 @@ class TargetDistributions:
     def pick(self, node: int) -> int:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
-            if self.sampling.plain_argmax and node < self.inputs.num_draft_tokens:
+            if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
                 found = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
                 ids = self.outputs.token_ids
                 tokens = found if ids is None else ids.cpu().numpy()[found]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from saltus.core.canvas import Canvas
+from saltus.core.constraint import Constraint, constrained_branches
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
@@ -30,11 +31,13 @@ def speculate(
     rule: Rule = match,
     controller: Controller | None = None,
     stop: StopCondition | None = None,
+    constraint: Constraint | None = None,
 ) -> DecodeGenerator:
     """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft).
 
     `on_step` gets each step after its tokens have filled the canvas (`Step.canvas` is the one before); the text is the
-    tokens of all steps. `stop` may end it early. Without a controller up to 16 draft tokens are verified in each call.
+    tokens of all steps. `stop` may end it early. A `constraint` restricts a continuation; what it forces is drafted, too,
+    where anything is. Without a controller up to 16 draft tokens are verified in each call.
     """
     controller = controller or Controller(adaptive=False)
     hidden_states = any(isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states for drafter in drafters)
@@ -53,6 +56,8 @@ def speculate(
                 drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
                 draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
             branches += drafts
+        if constraint is not None and drafters and room:
+            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist())
         offered = grow_tree(
             branches, controller.budget, room, controller.calibrated_probability, controller.calibrated_payoff
         )
@@ -69,7 +74,7 @@ def speculate(
         other_seconds = time.perf_counter() - started - waited
         outputs = yield inputs
         started = time.perf_counter()
-        distributions = TargetDistributions(inputs, outputs, sampling, noise)
+        distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
         tokens, node = rule(inputs, distributions)
         forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
         tokens = np.append(tokens, tokens[-1:].repeat(forced))

@@ -227,7 +227,7 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
     drafters, noise = setup.new_drafters(request), Noise(request.seed)
     generator = speculate(
         request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
-        request.stop,
+        request.stop, request.constraint,
     )  # fmt: skip
     outputs: ForwardOutputs | None = None
     while True:

@@ -15,6 +15,7 @@ from saltus.engine.auto_method import resolve_method
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
+from saltus.engine.grammar import Grammar
 from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
@@ -189,6 +190,7 @@ class Engine:
         ignore_eos: bool = False,
         prediction: str | None = None,
         top_logprobs: int = 0,
+        grammar: Grammar | None = None,
         **sampling: Any,
     ) -> TextRequest:
         """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
@@ -215,6 +217,10 @@ class Engine:
         request = Request(
             tokens, max_new_tokens, seed, checked, output.add, logprobs or top_logprobs > 0, top_logprobs=top_logprobs
         )
+        if grammar is not None:
+            if ignore_eos:
+                raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
+            request.constraint = grammar.constraint(self.tokenizer, self.target.end_tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
             request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids

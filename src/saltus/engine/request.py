@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from saltus.core.canvas import Canvas, continuation
+from saltus.core.constraint import Constraint
 from saltus.core.distributions import Step
 from saltus.core.sampling import Sampling, log_probability, top_log_probabilities
 
@@ -38,6 +39,7 @@ class Request:
     canvas: Canvas | None = None  # the text with its holes; None: a continuation of the prompt
     on_step: Callable[[Step], None] | None = None  # called after each decoding step
     top_logprobs: int = 0  # with logprobs: how many of the likeliest tokens to list at each position
+    constraint: Constraint | None = None  # on the new tokens
     prediction: Sequence[int] = ()  # tokens that the text is expected to repeat; drafters may copy from them
     calls: list[CallRecord] = field(default_factory=list, init=False)
     log_probabilities: list[float] = field(default_factory=list, init=False)

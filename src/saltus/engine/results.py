@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar
 
 from saltus.core.sampling import Coupling
+from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
 
@@ -38,6 +39,7 @@ class Settings(SamplingSettings, total=False):
     stop: str | Sequence[str] | None  # strings that end the text; they are cut off
     raw: bool  # False: a `str` becomes a user message of the chat template, if there is one. True: it stays as it is
     ignore_eos: bool  # False; True: go on after end tokens
+    grammar: Grammar | None  # None; what the whole text must be, such as `Grammar.json_schema({...})`
     prediction: str | None  # None; what the text will probably repeat, such as code to be edited: `lookup` drafts it
 
 

@@ -1,0 +1,67 @@
+"""Restrict a text to what a grammar allows, and draft what it leaves no choice about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from saltus.core.tree import Branch
+
+SOURCE = "grammar"
+FORCED_PROBABILITY = 0.9  # that the target takes a forced token: it may write the same characters in other tokens
+
+
+class Constraint(Protocol):
+    """Which tokens a continuation may have next. A text is the tokens after the prompt.
+
+    What it answers depends on the text alone, whatever it was asked before.
+    """
+
+    def allowed(self, text: Sequence[int]) -> Bool[np.ndarray, "vocab"] | None:
+        """The tokens that may follow; None if all may, as after a text that is forbidden or has ended."""
+        ...
+
+    def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of the tokens may follow the text, one after the other."""
+        ...
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        """The usual tokens of the characters that must come next."""
+        ...
+
+
+def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] | None) -> Float[Tensor, "logits"]:
+    """Logits, −∞ for tokens that are not allowed; also for those beyond the vocabulary."""
+    if allowed is None:
+        return row
+    found = torch.full_like(row, -torch.inf)
+    places = torch.from_numpy(np.flatnonzero(allowed[: len(row)])).to(row.device)
+    found[places] = row[places]
+    return found
+
+
+def constrained_branches(branches: Sequence[Branch], constraint: Constraint, text: Sequence[int]) -> list[Branch]:
+    """Branches up to the first token that is not allowed, and what is forced after the text and after each of them.
+
+    Sampled branches (with `distributions`) stay as they are, since `reject` must try what was sampled.
+    """
+    found: list[Branch] = []
+    ends: dict[tuple[int, ...], None] = {(): None}
+    for branch in branches:
+        if branch.distributions is None:
+            count = constraint.num_allowed(text, branch.tokens)
+            payoffs = None if branch.payoffs is None else branch.payoffs[:count]
+            branch = Branch(branch.tokens[:count], branch.acceptance_probabilities[:count], branch.source, None, payoffs)
+            ends[tuple(branch.tokens)] = None
+        found.append(branch)
+    for end in ends:
+        if len(forced := constraint.forced([*text, *end])):
+            # The tokens up to there keep the probabilities of their own drafter.
+            chances = [*[0.0] * len(end), *[FORCED_PROBABILITY] * len(forced)]
+            found.append(Branch((*end, *forced), chances, SOURCE))
+    return found
