@@ -201,7 +201,7 @@ def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"tools": []}, "tools"),
+        ({"functions": []}, "functions"),
         ({"temperature": 3}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"frequency_penalty": 5}, "frequency_penalty"),
@@ -215,7 +215,7 @@ def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"stream_options": {"include": True}}, "stream_options"),

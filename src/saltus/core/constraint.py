@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ SOURCE = "grammar"
 FORCED_PROBABILITY = 0.9  # that the target takes a forced token: it may write the same characters in other tokens
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """Which tokens a continuation may have next. A text is the tokens after the prompt.
 
@@ -56,7 +57,9 @@ def constrained_branches(branches: Sequence[Branch], constraint: Constraint, tex
         if branch.distributions is None:
             count = constraint.num_allowed(text, branch.tokens)
             payoffs = None if branch.payoffs is None else branch.payoffs[:count]
-            branch = Branch(branch.tokens[:count], branch.acceptance_probabilities[:count], branch.source, None, payoffs)
+            branch = Branch(
+                branch.tokens[:count], branch.acceptance_probabilities[:count], branch.source, None, payoffs
+            )
             ends[tuple(branch.tokens)] = None
         found.append(branch)
     for end in ends:

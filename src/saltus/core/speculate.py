@@ -36,8 +36,8 @@ def speculate(
     """Decode one text. Under `match` neither drafters nor controller can change it (PTP, Alg. 1 with any draft).
 
     `on_step` gets each step after its tokens have filled the canvas (`Step.canvas` is the one before); the text is the
-    tokens of all steps. `stop` may end it early. A `constraint` restricts a continuation; what it forces is drafted, too,
-    where anything is. Without a controller up to 16 draft tokens are verified in each call.
+    tokens of all steps. `stop` may end it early. A `constraint` restricts a continuation, and where anything is drafted
+    so is what it forces. Without a controller up to 16 draft tokens are verified in each call.
     """
     controller = controller or Controller(adaptive=False)
     hidden_states = any(isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states for drafter in drafters)

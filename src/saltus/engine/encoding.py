@@ -8,13 +8,16 @@ from typing import Any
 from jinja2 import TemplateError
 
 from saltus.engine.results import PromptLike
+from saltus.engine.tool_calls import readable_messages
 from saltus.networks.loading.checkpoints import first_line
 
 
-def encode_prompt(tokenizer: Any, prompt: PromptLike | Any, raw: bool, model_name: str) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, prompt: PromptLike | Any, raw: bool, model_name: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
 
-    With `raw` a prompt may be token ids itself.
+    With `raw` a prompt may be token ids itself. `tools` are what the answer may call, as OpenAI describes them.
     """
     if raw and is_tokens(prompt):
         tokens: Any = prompt
@@ -28,7 +31,7 @@ def encode_prompt(tokenizer: Any, prompt: PromptLike | Any, raw: bool, model_nam
     if not prompt:
         raise ValueError("the prompt is empty; write at least a word")
     if uses_chat_template(tokenizer, prompt, raw):
-        text = require_unicode(_apply_chat_template(tokenizer, prompt, model_name), "the prompt")
+        text = require_unicode(_apply_chat_template(tokenizer, prompt, model_name, tools), "the prompt")
         tokens = tokenizer(text, add_special_tokens=False).input_ids
     else:
         tokens = tokenizer(require_unicode(str(prompt), "the prompt")).input_ids
@@ -42,15 +45,20 @@ def uses_chat_template(tokenizer: Any, prompt: PromptLike, raw: bool) -> bool:
     return not isinstance(prompt, str) or (not raw and bool(tokenizer.chat_template))
 
 
-def _apply_chat_template(tokenizer: Any, prompt: PromptLike, model_name: str) -> str:
+def _apply_chat_template(
+    tokenizer: Any, prompt: PromptLike, model_name: str, tools: Sequence[Mapping[str, Any]]
+) -> str:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not tokenizer.chat_template:
         raise ValueError(f"{model_name} has no chat template for messages; give the prompt as one str")
-    unfinished = messages[-1].get("role") == "assistant"
+    unfinished = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+    if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+        messages = readable_messages(messages, tools, tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished
-        )
+            messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished,
+            tools=list(tools) or None,
+        )  # fmt: skip
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"the chat template of {model_name} refuses these messages ({first_line(error)});"

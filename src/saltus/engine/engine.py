@@ -191,6 +191,7 @@ class Engine:
         prediction: str | None = None,
         top_logprobs: int = 0,
         grammar: Grammar | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
         **sampling: Any,
     ) -> TextRequest:
         """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
@@ -201,7 +202,8 @@ class Engine:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
         Noise(seed)  # refuses a negative seed
-        tokens, context = encode_prompt(self.tokenizer, prompt, raw, self.target.name), self.target.context_length
+        tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools)
+        context = self.target.context_length
         if context is not None:
             if len(tokens) > context:
                 raise ValueError(

@@ -40,6 +40,7 @@ class Settings(SamplingSettings, total=False):
     raw: bool  # False: a `str` becomes a user message of the chat template, if there is one. True: it stays as it is
     ignore_eos: bool  # False; True: go on after end tokens
     grammar: Grammar | None  # None; what the whole text must be, such as `Grammar.json_schema({...})`
+    tools: Sequence[Mapping[str, Any]]  # (); functions that the answer to messages may call, as OpenAI describes them
     prediction: str | None  # None; what the text will probably repeat, such as code to be edited: `lookup` drafts it
 
 

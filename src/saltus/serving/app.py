@@ -171,6 +171,8 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     names = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
+    elif first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
     elif first["type"] == "json_invalid" or not names:
         message, names = "the body is not a JSON object (of content type application/json)", []
     else:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.tool_calls import ToolCallReader
 from saltus.serving.answers import Answer, Backend, Choice
 from saltus.serving.batching import Part
 from saltus.serving.errors import ApiError
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest
+from saltus.serving.structured import Tools, call_object
 from saltus.serving.translation import speculation_metrics, usage
 
 
@@ -35,8 +39,17 @@ class ChatForm(_Form):
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, tokenizer: Any, logprobs: bool, tools: Tools) -> None:
+        super().__init__(tokenizer, logprobs)
+        self.tools = tools
+        self.readers: dict[int, ToolCallReader | None] = {}  # by choice
+        self.num_calls: Counter[int] = Counter()  # by choice
+
     def choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        text, calls = self._read(choice.index, choice.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return self._entry(choice.index, {"message": message}, choice)
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -44,7 +57,29 @@ class ChatForm(_Form):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
-        return self._entry(choice.index, {"delta": {"content": part.text} if part.text else {}}, part)
+        text, calls = self._read(choice.index, part.text, last=part.finish_reason is not None)
+        first = self.num_calls[choice.index] - len(calls)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
+        return self._entry(choice.index, {"delta": delta}, part)
+
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Part) -> dict[str, Any]:
+        entry = super()._entry(index, body, of)
+        if entry["finish_reason"] == "stop" and self.num_calls[index]:
+            entry["finish_reason"] = "tool_calls"
+        return entry
+
+    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a choice without its calls, and these."""
+        if index not in self.readers:
+            self.readers[index] = self.tools.reader()
+        reader = self.readers[index]
+        if reader is None:
+            return text, []
+        content, calls = reader.read(text, last)
+        self.num_calls[index] += len(calls)
+        return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
     def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:

@@ -6,15 +6,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from saltus.serving.fields import Fields
+from saltus.serving.structured import FlatJsonSchemaFormat, GrammarFields, JsonObjectFormat, TextFormat, ToolFields
+
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
-
-
-class Fields(BaseModel):
-    """A JSON object without fields that nobody knows."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Fields):
@@ -28,12 +25,6 @@ class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = None
-
-
-class TextFormat(Fields):
-    """The only format of answers."""
-
-    type: Literal["text"] = "text"
 
 
 class SamplingFields(Fields):
@@ -63,7 +54,7 @@ class SamplingFields(Fields):
     prompt_cache_key: str | None = None
 
 
-class SharedFields(SamplingFields):
+class SharedFields(SamplingFields, GrammarFields):
     """What chat completions and completions have in common."""
 
     stream_options: StreamOptions | None = None
@@ -93,7 +84,7 @@ class Prediction(Fields):
     content: str | list[ContentPart]
 
 
-class ChatCompletionRequest(SharedFields):
+class ChatCompletionRequest(SharedFields, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -101,7 +92,6 @@ class ChatCompletionRequest(SharedFields):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: TextFormat | None = None
     prediction: Prediction | None = None
 
 
@@ -153,7 +143,7 @@ class ResponseMessage(Fields):
 class ResponseText(Fields):
     """The form of a response's text."""
 
-    format: TextFormat | None = None
+    format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = Field(None, discriminator="type")
     verbosity: str | None = None
 
 

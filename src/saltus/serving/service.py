@@ -14,6 +14,7 @@ from saltus.serving.errors import ApiError
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from saltus.serving.responses import ResponseAnswer, response_messages
+from saltus.serving.structured import Tools
 from saltus.serving.translation import (
     chosen_seed,
     completion_prompts,
@@ -38,12 +39,13 @@ class Service:
         """The answer to a conversation."""
         self.check_model(asked.model)
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
-        messages, limit = conversation(asked.messages), max_tokens_of(asked)
+        messages, limit, tools = conversation(asked.messages), max_tokens_of(asked), Tools(self.engine, asked)
+        settings = {"raw": False, "grammar": await run_in_threadpool(tools.grammar, asked), "tools": tools.offered}
         requests = [
-            await run_in_threadpool(text_request, self.engine, messages, asked, limit, seed + i, raw=False)
+            await run_in_threadpool(text_request, self.engine, messages, asked, limit, seed + i, **settings)
             for i in range(asked.n)
         ]
-        form = ChatForm(self.engine.tokenizer, asked.logprobs)
+        form = ChatForm(self.engine.tokenizer, asked.logprobs, tools)
         return ChoicesAnswer(self.backend, form, requests, method, asked)
 
     async def respond(self, asked: ResponsesRequest) -> Answer:
@@ -60,8 +62,9 @@ class Service:
         self.check_model(asked.model)
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
         prompts, limit = completion_prompts(asked.prompt), asked.max_tokens
+        settings = {"raw": True, "grammar": await run_in_threadpool(asked.grammar, self.engine)}
         requests = [
-            await run_in_threadpool(text_request, self.engine, prompt, asked, limit, seed + i, raw=True)
+            await run_in_threadpool(text_request, self.engine, prompt, asked, limit, seed + i, **settings)
             for prompt in prompts
             for i in range(asked.n)
         ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.grammar import Grammar
 from saltus.engine.request import CallRecord
 from saltus.methods import make_methods
 from saltus.serving.errors import ApiError
@@ -65,7 +66,15 @@ def chosen_seed(asked: SamplingFields) -> int:
 
 
 def text_request(
-    engine: Engine, prompt: Any, asked: SamplingFields, max_tokens: int | None, seed: int, *, raw: bool
+    engine: Engine,
+    prompt: Any,
+    asked: SamplingFields,
+    max_tokens: int | None,
+    seed: int,
+    *,
+    raw: bool,
+    grammar: Grammar | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> TextRequest:
     """A request of the engine for one text. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
@@ -86,7 +95,7 @@ def text_request(
         return engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
             stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
-            **settings,
+            grammar=grammar, tools=tools, **settings,
         )  # fmt: skip
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error
@@ -107,7 +116,7 @@ def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "stop", "prompt",
+        "logit_bias", "seed", "stop", "prompt", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 

@@ -1,0 +1,11 @@
+"""The base of all JSON objects that the server reads."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Fields(BaseModel):
+    """A JSON object without fields that nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())

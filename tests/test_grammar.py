@@ -1,0 +1,187 @@
+"""Texts that follow a grammar: the same with every method, complete, and with forced tokens drafted."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import saltus
+from saltus.core.constraint import FORCED_PROBABILITY, SOURCE, constrained_branches, restricted
+from saltus.core.tree import Branch
+from saltus.engine.grammar import Grammar
+from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, readable_messages, tool_grammar
+
+PROMPT = "the cat sat on the mat and the cat sat on"
+SCHEMA = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["cat", "dog"]}, "number": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["animal", "number"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": (Grammar.json_schema(SCHEMA), lambda text: json.loads(text).keys() == {"animal", "number"}),
+    "regex": (Grammar.regex("[0-9]{4}-[a-c]{2}"), lambda text: re.fullmatch("[0-9]{4}-[a-c]{2}", text)),
+    "choice": (Grammar.choice(["the cat", 'a "dog"']), lambda text: text in ("the cat", 'a "dog"')),
+    "lark": (Grammar.lark('start: "a" start | "b"'), lambda text: re.fullmatch("a*b?", text)),
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "wait", "description": "Do nothing."}},
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder, partners) -> saltus.Engine:
+    return saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_every_method_writes_the_same_complete_text(engine, name, temperature):
+    grammar, is_complete = GRAMMARS[name]
+    settings = {"grammar": grammar, "temperature": temperature, "max_new_tokens": 60, "seed": 2}
+    expected = engine.generate(PROMPT, method="plain", **settings)
+    assert is_complete(expected.text)
+    assert expected.finish_reason == "stop" or name == "lark"
+    for method in ("lookup", "jacobi", "small_model", "small_model+lookup"):
+        assert engine.generate(PROMPT, method=method, **settings).tokens == expected.tokens
+    if name != "lark":
+        assert engine.generate(PROMPT, method="lookup", **settings).statistics.calls < expected.statistics.calls
+
+
+def test_texts_of_a_batch_have_grammars_of_their_own(engine):
+    settings = {"grammar": GRAMMARS["schema"][0], "temperature": 1.0, "max_new_tokens": 60}
+    prompts = [PROMPT, "a dog", "the mat"]
+    assert [one.tokens for one in engine.generate(prompts, **settings)] == [
+        engine.generate(prompt, method="plain", **settings).tokens for prompt in prompts
+    ]
+
+
+def test_by_rejection_texts_are_complete(tiny_folder, partners):
+    engine = saltus.load(str(tiny_folder()), "small_model", options=partners, rule="reject")
+    for seed in range(3):
+        found = engine.generate(PROMPT, grammar=GRAMMARS["schema"][0], temperature=1.0, max_new_tokens=60, seed=seed)
+        assert GRAMMARS["schema"][1](found.text)
+
+
+def test_a_constraint_depends_on_the_text_alone(engine):
+    """Asked in any order, also about texts that it forbids and about ended ones."""
+    end = engine.target.end_tokens
+    tokens = engine.tokenizer('{"animal": "dog", "number": 12}', add_special_tokens=False).input_ids
+    constraint = GRAMMARS["schema"][0].constraint(engine.tokenizer, end)
+    for count in [5, 2, len(tokens), 0, 7]:
+        fresh = GRAMMARS["schema"][0].constraint(engine.tokenizer, end)
+        np.testing.assert_array_equal(constraint.allowed(tokens[:count]), fresh.allowed(tokens[:count]))
+        assert constraint.forced(tokens[:count]) == fresh.forced(tokens[:count])
+        assert constraint.num_allowed(tokens[:count], tokens[count:]) == len(tokens) - count
+        assert constraint.allowed([tokens[-1], *tokens[:count]]) is None
+        assert constraint.num_allowed(tokens[:count], [tokens[0]]) == (count == 0)
+    assert set(np.flatnonzero(constraint.allowed(tokens))) == set(end)
+    assert constraint.forced(tokens) == (min(end),)
+    assert constraint.allowed([*tokens, min(end)]) is None
+
+
+class _OnlyAscending:
+    """The next token is greater than the last; 7 is forced after 5."""
+
+    def allowed(self, text):
+        return np.arange(10) > (text[-1] if len(text) else -1)
+
+    def num_allowed(self, text, tokens):
+        chain = [*text[-1:], *tokens]
+        falls = [place for place in range(1, len(chain)) if chain[place] <= chain[place - 1]]
+        return (falls[0] if falls else len(chain)) - len(text[-1:])
+
+    def forced(self, text):
+        return [7] if len(text) and text[-1] == 5 else []
+
+
+def test_branches_end_before_what_is_forbidden_and_go_on_with_what_is_forced():
+    branches = [Branch([3, 5], [0.5, 0.4], "a"), Branch([4, 4, 6], [0.3, 0.2, 0.1], "b"), Branch([1], [0.9], "c")]
+    found = constrained_branches(branches, _OnlyAscending(), [2])
+    assert [list(one.tokens) for one in found] == [[3, 5], [4], [], [3, 5, 7]]
+    assert (found[3].source, list(found[3].acceptance_probabilities)) == (SOURCE, [0.0, 0.0, FORCED_PROBABILITY])
+    assert [list(one.tokens) for one in constrained_branches([], _OnlyAscending(), [5])] == [[7]]
+
+
+def test_restricted_logits_keep_what_is_allowed_and_nothing_beyond_the_vocabulary():
+    row = torch.arange(6.0)
+    found = restricted(row, np.array([True, False, True, False]))
+    assert found.tolist() == [0.0, -np.inf, 2.0, -np.inf, -np.inf, -np.inf]
+    assert restricted(row, None) is row
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grammar.json_schema({"type": "nonsense"}), lambda: Grammar.json_schema("{"),
+        lambda: Grammar.regex("("), lambda: Grammar.choice([]), lambda: Grammar.lark("start: what"),
+        lambda: Grammar.regex("a" * 300_000),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_in_one_line(engine, make):
+    with pytest.raises(ValueError, match=r"JSON schema|grammar|choice") as error:
+        engine.generate(PROMPT, grammar=make(), max_new_tokens=4)
+    assert "\n" not in str(error.value)
+
+
+def test_a_grammar_needs_an_end(engine):
+    with pytest.raises(ValueError, match="contradict"):
+        engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)
+
+
+# Calls of tools.
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_required_calls_follow_the_schemas(engine, several):
+    grammar = tool_grammar(TOOLS[:1], "required", several, engine.tokenizer)
+    text = engine.generate(PROMPT, grammar=grammar, temperature=1.0, max_new_tokens=400, seed=1).text
+    content, calls = ToolCallReader(HERMES).read(text, last=True)
+    assert not content
+    assert len(calls) == 1 or several
+    for call in calls:
+        assert call.name == "look"
+        assert json.loads(call.arguments).keys() == {"animal", "number"}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5, 1000])
+def test_calls_are_read_wherever_the_text_is_cut(cut):
+    text = (
+        'I <tool> look.\n\n<tool_call>\n{"name": "look", "arguments": {"a": "</b>"}}\n</tool_call>\n'
+        '<tool_call>{"name": "wait", "arguments": {}}</tool_call>\n<tool_call>no JSON</tool_call> Done <'
+    )
+    reader = ToolCallReader(HERMES)
+    pieces = [text[start : start + cut] for start in range(0, len(text), cut)]
+    found = [reader.read(piece, last=place == len(pieces) - 1) for place, piece in enumerate(pieces)]
+    assert "".join(content for content, _ in found) == "I <tool> look.<tool_call>no JSON</tool_call> Done <"
+    assert [call for _, calls in found for call in calls] == [ToolCall("look", '{"a": "</b>"}'), ToolCall("wait", "{}")]
+
+
+@pytest.mark.parametrize("text", ["plain <b> text\n\nwith lines\n", "<tool_call>", "{}", "\n"])
+def test_text_without_calls_stays_as_it_is(text):
+    for form in (HERMES, LLAMA):
+        reader = ToolCallReader(form)
+        found = [reader.read(letter) for letter in text]
+        assert "".join(content for content, _ in [*found, reader.read("", last=True)]) == text
+
+
+def test_llamas_calls_are_whole_answers():
+    reader = ToolCallReader(LLAMA)
+    assert reader.read('{"name": "look", ') == ("", [])
+    assert reader.read('"parameters": {"a": 1}}', last=True) == ("", [ToolCall("look", '{"a": 1}')])
+
+
+def test_a_template_without_tools_is_told_about_them_in_text(engine):
+    conversation = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "content": "a cat"},
+    ]
+    system, user, call, result = readable_messages(conversation, TOOLS, engine.tokenizer)
+    assert '"name": "wait"' in system["content"]
+    assert user == conversation[0]
+    assert call["content"] == '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
+    assert result == {"role": "user", "content": "<tool_response>\na cat\n</tool_response>"}
