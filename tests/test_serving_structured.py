@@ -145,3 +145,83 @@ def test_the_clients_own_parsing(client: openai.OpenAI):  # noqa: F811
         model="tiny", messages=MESSAGES, max_tokens=100, seed=1, response_format=Animal
     )
     assert 0 <= answer.choices[0].message.parsed.number <= 9
+
+
+# Responses.
+
+
+def flat(tool: dict) -> dict:
+    return {"type": "function", "parameters": {}, **tool["function"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_a_function(client, engine, stream):  # noqa: F811
+    asked = {"model": "tiny", "input": PROMPT, "tools": [flat(TOOLS[0])], "tool_choice": "required"}
+    asked |= {"max_output_tokens": 400, "parallel_tool_calls": False, "extra_body": {"seed": 2}}
+    if stream:
+        events = list(client.responses.create(**asked, stream=True))
+        response = events[-1].response
+        assert [event.type.removeprefix("response.") for event in events] == [
+            "created", "in_progress", "output_item.added", "function_call_arguments.delta",
+            "function_call_arguments.done", "output_item.done", "completed",
+        ]  # fmt: skip
+        assert [event.sequence_number for event in events] == [*range(len(events))]
+        assert events[3].delta == events[4].arguments == response.output[0].arguments
+    else:
+        response = client.responses.create(**asked)
+    (call,) = response.output
+    assert (call.type, call.name) == ("function_call", "look")
+    assert json.loads(call.arguments).keys() == {"animal", "number"}
+    assert response.output_text == ""
+    messages = [{"role": "user", "content": PROMPT}]
+    grammar = tool_grammar(TOOLS[:1], "required", False, engine.tokenizer)
+    text = alone(engine, messages, seed=2, max_new_tokens=400, grammar=grammar, tools=[TOOLS[0]]).text
+    assert call.arguments in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_in_a_form(client, engine, stream):  # noqa: F811
+    form = {"type": "json_schema", "name": "animal", "schema": SCHEMA, "strict": True}
+    asked = {"model": "tiny", "input": PROMPT, "text": {"format": form}, "max_output_tokens": 60}
+    answer = client.responses.create(**asked, extra_body={"seed": 5}, stream=stream)
+    response = list(answer)[-1].response if stream else answer
+    messages = [{"role": "user", "content": PROMPT}]
+    expected = alone(engine, messages, seed=5, max_new_tokens=60, grammar=Grammar.json_schema(SCHEMA)).text
+    assert response.output_text == expected
+    assert response.text.format.name == "animal"
+
+
+def test_a_response_reads_earlier_calls(client, engine):  # noqa: F811
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"animal": "cat"}'}
+    items = [
+        {"role": "user", "content": PROMPT},
+        call, {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a cat"},
+    ]  # fmt: skip
+    response = client.responses.create(
+        model="tiny",
+        input=items,
+        tools=[flat(TOOLS[0])],
+        tool_choice="none",
+        max_output_tokens=8,
+        extra_body={"seed": 1},
+    )
+    function = {"name": "look", "arguments": call["arguments"]}
+    calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
+    messages = [
+        items[0], {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "a cat"},
+    ]  # fmt: skip
+    assert response.output_text == alone(engine, messages, seed=1, max_new_tokens=8).text
+
+
+def test_a_response_that_contradicts_itself_is_refused(server):  # noqa: F811
+    for fields, named in (
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": [flat(TOOLS[0])], "tool_choice": {"type": "function", "name": "run"}}, "run"),
+        ({"tools": [flat(TOOLS[0])], "text": {"format": {"type": "json_object"}}}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
+    ):
+        answer = httpx.post(f"{server[1]}/v1/responses", headers=JSON, json={"input": PROMPT, **fields})
+        assert answer.status_code == 400, fields
+        assert named in f"{answer.json()['error']}"

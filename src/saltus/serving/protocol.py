@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from saltus.serving.fields import Fields
-from saltus.serving.structured import FlatJsonSchemaFormat, GrammarFields, JsonObjectFormat, TextFormat, ToolFields
+from saltus.serving.structured import (
+    MAX_TOOLS,
+    FlatJsonSchemaFormat,
+    Function,
+    FunctionName,
+    GrammarFields,
+    JsonObjectFormat,
+    NamedTool,
+    TextFormat,
+    Tool,
+    ToolFields,
+)
 
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
@@ -140,6 +151,27 @@ class ResponseMessage(Fields):
     status: str | None = None
 
 
+class ResponseCall(Fields):
+    """An earlier call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseCallOutput(Fields):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ResponseContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
 class ResponseText(Fields):
     """The form of a response's text."""
 
@@ -147,18 +179,45 @@ class ResponseText(Fields):
     verbosity: str | None = None
 
 
+class ResponseTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ResponseNamedTool(Fields):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
 
-    input: str | list[ResponseMessage] = Field(min_length=1)
+    input: str | list[ResponseCall | ResponseCallOutput | ResponseMessage] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: ResponseText | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
+    parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     # accepted and ignored
-    parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     reasoning: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesRequest:
+        self.tool_fields()
+        return self
+
+    def tool_fields(self) -> ToolFields:
+        """The tools as chat completions describe them. Errors: ValueError."""
+        tools = [
+            Tool(function=Function(**tool.model_dump(exclude={"type"}, exclude_none=True))) for tool in self.tools or ()
+        ]
+        named = self.tool_choice
+        choice = NamedTool(function=FunctionName(name=named.name)) if isinstance(named, ResponseNamedTool) else named
+        return ToolFields.checked(tools, choice, self.parallel_tool_calls)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from saltus.serving.answers import Answer
+from pydantic import BaseModel
+
+from saltus.engine.engine import TextRequest
+from saltus.engine.tool_calls import ToolCall
+from saltus.serving.answers import Answer, Backend
 from saltus.serving.errors import ApiError
-from saltus.serving.protocol import ResponsesRequest
+from saltus.serving.protocol import ResponseCall, ResponseCallOutput, ResponseContentPart, ResponsesRequest
+from saltus.serving.structured import Tools
 from saltus.serving.translation import speculation_metrics
 
 ROLES = {"developer": "system"}  # as chat templates name them
@@ -16,67 +21,122 @@ ROLES = {"developer": "system"}  # as chat templates name them
 
 def response_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
     """The conversation of a request, as the chat template reads it."""
-    messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    messages: list[dict[str, Any]] = []
+    if asked.instructions:
+        messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         return [*messages, {"role": "user", "content": asked.input}]
-    for message in asked.input:
-        content = message.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        messages.append({"role": ROLES.get(message.role, message.role), "content": text})
+    for item in asked.input:
+        if isinstance(item, ResponseCall):
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            if messages and messages[-1].get("role") == "assistant":  # calls of one answer belong together
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif isinstance(item, ResponseCallOutput):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        else:
+            messages.append({"role": ROLES.get(item.role, item.role), "content": _text(item.content)})
     return messages
 
 
+def _text(content: str | list[ResponseContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class ResponseAnswer(Answer):
-    """An answer with one message."""
+    """An answer with a message, calls of functions, or both."""
 
     prefix = "resp_"
     asked: ResponsesRequest
 
+    def __init__(
+        self, backend: Backend, requests: Sequence[TextRequest], method: str, asked: ResponsesRequest, tools: Tools
+    ) -> None:
+        super().__init__(backend, requests, method, asked)
+        self.tools, self.reader = tools, tools.reader()
+        self.items: list[dict[str, Any]] = []  # of the output
+        self.message: dict[str, Any] | None = None  # among them
+
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
+            pass
+        for _ in self._add(self.choices[0].text, last=True):
             pass
         return self._response()
 
     async def stream(self) -> AsyncIterator[str]:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         number = 0
 
-        def event(kind: str, **fields: Any) -> str:
+        def event(kind: str, fields: dict[str, Any]) -> str:
             nonlocal number
             number += 1
-            data = {"type": kind, "sequence_number": number - 1, **fields}
-            return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+            data = {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
+            return f"event: response.{kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
-        started = self._response("in_progress")
-        yield event("response.created", response=started)
-        yield event("response.in_progress", response=started)
-        yield event("response.output_item.added", output_index=0, item=self._message("in_progress", []))
-        yield event("response.content_part.added", **place, part=self._part(""))
+        started = {"response": self._response("in_progress")}
+        yield event("created", started)
+        yield event("in_progress", started)
         try:
             async for _, part in self.arriving():
-                if part.text:
-                    yield event("response.output_text.delta", **place, delta=part.text, logprobs=[])
+                for kind, fields in self._add(part.text, last=part.finish_reason is not None):
+                    yield event(kind, fields)
         except ApiError as error:
             failed = {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}
-            yield event("response.failed", response=failed)
+            yield event("failed", {"response": failed})
             return
-        text = self.choices[0].text
-        yield event("response.output_text.done", **place, text=text, logprobs=[])
-        yield event("response.content_part.done", **place, part=self._part(text))
         whole = self._response()
-        yield event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield event(f"response.{whole['status']}", response=whole)
+        yield event(whole["status"], {"response": whole})
 
-    @property
-    def _item_id(self) -> str:
-        return "msg_" + self.id.removeprefix(self.prefix)
+    def _add(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Put text into the output's items; the events of that: kinds and fields."""
+        content, calls = (text, []) if self.reader is None else self.reader.read(text, last)
+        if content or (last and not calls and not self.items):
+            yield from self._add_text(content)
+        for call in calls:
+            yield from self._add_call(call)
+        if last and self.message is not None:
+            part, place = self.message["content"][0], self._place()
+            yield "output_text.done", {**place, "text": part["text"], "logprobs": []}
+            yield "content_part.done", {**place, "part": part}
+            self.message["status"] = "completed" if self.choices[0].finish_reason == "stop" else "incomplete"
+            yield "output_item.done", {"output_index": place["output_index"], "item": self.message}
 
-    @staticmethod
-    def _part(text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _add_text(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self.message is None:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self.message = {
+                "id": self._item_id("msg"), "type": "message", "role": "assistant", "status": "in_progress",
+                "content": [part],
+            }  # fmt: skip
+            yield "output_item.added", {"output_index": len(self.items), "item": {**self.message, "content": []}}
+            self.items.append(self.message)
+            yield "content_part.added", {**self._place(), "part": dict(part)}
+        if text:
+            self.message["content"][0]["text"] += text
+            yield "output_text.delta", {**self._place(), "delta": text, "logprobs": []}
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _add_call(self, call: ToolCall) -> Iterator[tuple[str, dict[str, Any]]]:
+        item = {
+            "id": self._item_id("fc"), "type": "function_call", "call_id": self._item_id("call"), "name": call.name,
+            "arguments": call.arguments, "status": "completed",
+        }  # fmt: skip
+        place = {"item_id": item["id"], "output_index": len(self.items)}
+        self.items.append(item)
+        added = {**item, "arguments": "", "status": "in_progress"}
+        yield "output_item.added", {"output_index": place["output_index"], "item": added}
+        yield "function_call_arguments.delta", {**place, "delta": call.arguments}
+        yield "function_call_arguments.done", {**place, "name": call.name, "arguments": call.arguments}
+        yield "output_item.done", {"output_index": place["output_index"], "item": item}
+
+    def _item_id(self, kind: str) -> str:
+        return f"{kind}_{len(self.items)}{self.id.removeprefix(self.prefix)}"
+
+    def _place(self) -> dict[str, Any]:
+        """Where the message's text is."""
+        assert self.message is not None
+        return {"item_id": self.message["id"], "output_index": self.items.index(self.message), "content_index": 0}
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         """The response as far as it has arrived; without a status it is finished."""
@@ -89,19 +149,19 @@ class ResponseAnswer(Answer):
             "created_at": self.created,
             "status": status,
             "model": self.backend.name,
-            "output": [self._message(status, [self._part(choice.text)])] if finished else [],
+            "output": self.items if finished else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [],
+            "text": {"format": _dumped(asked.text.format) if asked.text and asked.text.format else {"type": "text"}},
+            "tool_choice": _dumped(asked.tool_choice) or "auto",
+            "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in asked.tools or ()],
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": self._usage() if finished else None,
@@ -120,3 +180,8 @@ class ResponseAnswer(Answer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read + written,
         }
+
+
+def _dumped(given: BaseModel | str | None) -> Any:
+    """A part of the request as it was given."""
+    return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, BaseModel) else given

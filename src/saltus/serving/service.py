@@ -6,7 +6,7 @@ import time
 
 from starlette.concurrency import run_in_threadpool
 
-from saltus.engine.engine import Engine
+from saltus.engine.engine import Engine, TextRequest
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.batching import Batcher, Limits
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
@@ -14,7 +14,7 @@ from saltus.serving.errors import ApiError
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from saltus.serving.responses import ResponseAnswer, response_messages
-from saltus.serving.structured import Tools
+from saltus.serving.structured import Tools, checked_grammar, format_grammar
 from saltus.serving.translation import (
     chosen_seed,
     completion_prompts,
@@ -40,7 +40,11 @@ class Service:
         self.check_model(asked.model)
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
         messages, limit, tools = conversation(asked.messages), max_tokens_of(asked), Tools(self.engine, asked)
-        settings = {"raw": False, "grammar": await run_in_threadpool(tools.grammar, asked), "tools": tools.offered}
+        settings = {
+            "raw": False,
+            "grammar": await run_in_threadpool(lambda: tools.grammar(asked.grammar(self.engine))),
+            "tools": tools.offered,
+        }
         requests = [
             await run_in_threadpool(text_request, self.engine, messages, asked, limit, seed + i, **settings)
             for i in range(asked.n)
@@ -52,10 +56,16 @@ class Service:
         """The answer in the form of OpenAI's responses."""
         self.check_model(asked.model)
         method, messages = requested_method(asked.speculative, self.engine.method), response_messages(asked)
-        request = await run_in_threadpool(
-            text_request, self.engine, messages, asked, asked.max_output_tokens, chosen_seed(asked), raw=False
-        )
-        return ResponseAnswer(self.backend, [request], method, asked)
+        tools, form = Tools(self.engine, asked.tool_fields()), asked.text.format if asked.text else None
+
+        def make() -> TextRequest:
+            of_text = None if form is None else checked_grammar(self.engine, "text.format", format_grammar, form)
+            settings = {"raw": False, "grammar": tools.grammar(of_text), "tools": tools.offered}
+            return text_request(
+                self.engine, messages, asked, asked.max_output_tokens, chosen_seed(asked), **settings
+            )  # fmt: skip
+
+        return ResponseAnswer(self.backend, [await run_in_threadpool(make)], method, asked, tools)
 
     async def complete(self, asked: CompletionRequest) -> Answer:
         """Continuations of texts."""

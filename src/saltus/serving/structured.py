@@ -13,6 +13,8 @@ from saltus.engine.tool_calls import ToolCall, ToolCallReader, tool_format, tool
 from saltus.serving.errors import ApiError
 from saltus.serving.fields import Fields
 
+MAX_TOOLS = 128
+
 
 class TextFormat(Fields):
     """Any text."""
@@ -140,9 +142,15 @@ class NamedTool(Fields):
 class ToolFields(Fields):
     """Tools and whether to call them."""
 
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
+
+    @classmethod
+    def checked(cls, tools: list[Tool], choice: Any, parallel: bool | None) -> ToolFields:
+        """The fields given one by one. Errors: ValueError, and no ValidationError."""
+        made = cls.model_construct(tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
+        return made._check()
 
     @model_validator(mode="after")
     def _check(self) -> ToolFields:
@@ -171,9 +179,8 @@ class Tools:
         self.required = choice == "required" or isinstance(choice, NamedTool)
         self.several = asked.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
-    def grammar(self, asked: GrammarFields) -> Grammar | None:
-        """The grammar of an answer: of its calls, or without tools of its text. Errors: ApiError 400."""
-        of_text = asked.grammar(self.engine)
+    def grammar(self, of_text: Grammar | None) -> Grammar | None:
+        """The grammar of an answer: of its calls, or without tools that of its text. Errors: ApiError 400."""
         if not self._callable:
             return of_text
         if of_text is not None:
