@@ -24,9 +24,9 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @contextmanager
-def serving(engine, limits=None, **settings):
+def serving(engine, limits=None, remember_bytes=0, **settings):
     """A service, and the address that it listens on."""
-    service = Service(engine, "tiny", limits or Limits())
+    service = Service(engine, "tiny", limits or Limits(), remember_bytes)
     server = uvicorn.Server(uvicorn.Config(make_app(service, **settings), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

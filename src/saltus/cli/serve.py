@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Annotated
 
 import typer
@@ -46,6 +47,12 @@ def serve(
     kv_memory: Annotated[
         float, _server_option("--kv-memory", metavar="GB", min=0.001, help="For the keys and values of texts.")
     ] = 4.0,
+    remember: Annotated[
+        str | None,
+        _server_option(
+            "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes.
 
@@ -77,13 +84,24 @@ def serve(
     from saltus.serving.batching import Limits
     from saltus.serving.service import Service
 
+    remember_bytes = _num_bytes(remember) if remember else 0
     engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
     if max_model_len is not None:
         engine.limit_context(max_model_len)
     engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
     limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
-    app = make_app(Service(engine, served_model_name or model_options.model, limits), api_key or ())
+    service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
+    app = make_app(service, api_key or ())
     logging.basicConfig(format="%(message)s")
     logging.getLogger("saltus.serving").setLevel(logging.INFO)
     print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+
+
+def _num_bytes(size: str) -> int:
+    """The bytes of a size such as 64MB, or ValueError."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
+    if found is None or found[2] not in units:
+        raise ValueError(f"--remember is {size!r}, but must be a size such as 64MB")
+    return int(float(found[1]) * units[found[2]])

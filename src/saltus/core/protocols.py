@@ -59,6 +59,13 @@ class UsesReferences(Protocol):
 
 
 @runtime_checkable
+class UsesMemory(Protocol):
+    """A drafter that can copy from earlier answers."""
+
+    memory: Any  # an AnswerMemory, or None; set before the first step
+
+
+@runtime_checkable
 class Network(Protocol):
     """Evaluates forward passes, several texts in one call. A KV cache belongs to one text and one network."""
 

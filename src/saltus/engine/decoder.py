@@ -15,7 +15,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import TARGET, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network, UsesReferences
+from saltus.core.protocols import Drafter, Network, UsesMemory, UsesReferences
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
@@ -65,6 +65,8 @@ class DecodingSetup:
             if drafter is not None:
                 if request.prediction and isinstance(drafter, UsesReferences):
                     drafter.add_reference(request.prediction, True)
+                if request.memory is not None and isinstance(drafter, UsesMemory):
+                    drafter.memory = request.memory
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
 

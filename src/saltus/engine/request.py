@@ -12,6 +12,7 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.constraint import Constraint
 from saltus.core.distributions import Step
 from saltus.core.sampling import Sampling, log_probability, top_log_probabilities
+from saltus.drafting.answer_memory import AnswerMemory
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Request:
     top_logprobs: int = 0  # with logprobs: how many of the likeliest tokens to list at each position
     constraint: Constraint | None = None  # on the new tokens
     prediction: Sequence[int] = ()  # tokens that the text is expected to repeat; drafters may copy from them
+    memory: AnswerMemory | None = None  # earlier answers; drafters may copy from them
     calls: list[CallRecord] = field(default_factory=list, init=False)
     log_probabilities: list[float] = field(default_factory=list, init=False)
     top_log_probabilities: list[list[tuple[int, float]]] = field(default_factory=list, init=False)  # (token, its own)

@@ -16,9 +16,12 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
+from saltus.drafting.answer_memory import AnswerMemory
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
+REMEMBERED = "lookup/remembered"  # the source of drafts from earlier answers
+REMEMBERED_PLACES = 8  # latest occurrences in earlier answers that are used
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
@@ -53,6 +56,7 @@ class LookupDrafter:
     index: RepeatIndex
     nodes: int
     expected: int | None = None  # where a text begins that the new one is expected to repeat
+    memory: AnswerMemory | None = None
 
     def add_reference(self, tokens: Sequence[int], expected: bool) -> None:
         """Copy from these tokens, too; with `expected` the new text probably begins as they do."""
@@ -65,10 +69,17 @@ class LookupDrafter:
         repeats = self.index.repeats()
         if last is None and self.expected is not None:
             repeats.insert(0, (self.expected, self.index.longest))
-        return branches(self.index.tokens, repeats, self.nodes, room)
+        found = branches(self.index.tokens, repeats, self.nodes, room)
+        if self.memory is not None:
+            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.longest) :]
+            for tokens, repeats in self.memory.repeats(text, self.index.longest, REMEMBERED_PLACES):
+                found += branches(tokens, repeats, self.nodes, room, REMEMBERED)
+        return found
 
 
-def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int) -> list[Branch]:
+def branches(
+    text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int, source: str = "lookup"
+) -> list[Branch]:
     """The `nodes` most likely continuations, most likely first, none longer than `room`.
 
     A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
@@ -78,7 +89,7 @@ def branches(text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: i
     pushed = 0
     while heap and len(found) <= nodes:
         negative, _, tokens, probabilities, alive = heapq.heappop(heap)
-        found.append(Branch(tokens, probabilities, "lookup"))
+        found.append(Branch(tokens, probabilities, source))
         if len(tokens) == room:
             continue
         alive = [(at, size) for at, size in alive if at >= len(text) or text[at] != END_OF_REFERENCE]
@@ -125,17 +136,17 @@ class RepeatIndex:
         self.tokens: list[int] = []
         self._positions: dict[tuple[int, ...], deque[int]] = {}
         self.places = places
-        self._start = 0  # of the text, after the references
+        self.start = 0  # of the text, after the references
 
     def add_reference(self, tokens: Sequence[int]) -> None:
         """Index a text that stands before the one to be continued. Before `read`."""
-        assert len(self.tokens) == self._start
+        assert len(self.tokens) == self.start
         self._append([*tokens, END_OF_REFERENCE])
-        self._start = len(self.tokens)
+        self.start = len(self.tokens)
 
     def read(self, text: np.ndarray) -> None:
         """Index the new tokens; the text may only grow."""
-        self._append(text[len(self.tokens) - self._start :].tolist())
+        self._append(text[len(self.tokens) - self.start :].tolist())
 
     def _append(self, tokens: Sequence[int]) -> None:
         for token in tokens:

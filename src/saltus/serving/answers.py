@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from saltus.drafting.answer_memory import AnswerMemory
 from saltus.engine.engine import TextRequest
 from saltus.engine.request import CallRecord
 from saltus.serving.batching import Batcher, Job, Part
@@ -60,6 +61,11 @@ class Answer:
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self.id, self.created = self.prefix + uuid.uuid4().hex, int(time.time())
         self.parts: asyncio.Queue[tuple[int, Part | ApiError]] = asyncio.Queue()
+
+    def draft_from(self, memory: AnswerMemory) -> None:
+        """Draft the texts from earlier answers, too, and remember them. Before `submit`."""
+        for choice in self.choices:
+            choice.request.request.memory = memory
 
     def submit(self) -> None:
         """Queue the texts. Errors: ApiError 429 or 503, before anything of the answer is sent."""

@@ -36,6 +36,8 @@ MAX_BODY_BYTES = 16 * 2**20
 TOO_LONG = f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it"
 OPEN_ROUTES = ("/health", "/version", "/metrics", "/load", "/docs", "/openapi.json")  # that need no key
 
+KEY_IN_SCOPE = "saltus.api_key"
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -57,17 +59,22 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RecursionError)(_too_deep)
 
+    async def respond(request: Request, answer: Answer) -> Response:
+        if service.memories is not None:
+            answer.draft_from(service.memories.of(request.scope.get(KEY_IN_SCOPE, "")))
+        return await _respond(request, answer)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
-        return await _respond(request, await service.chat(asked))
+        return await respond(request, await service.chat(asked))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await _respond(request, await service.complete(asked))
+        return await respond(request, await service.complete(asked))
 
     @app.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await _respond(request, await service.respond(asked))
+        return await respond(request, await service.respond(asked))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -212,7 +219,7 @@ class _Guard:
             await send(message)
 
         try:
-            if (refusal := self._refusal(scope["path"], headers)) is not None:
+            if (refusal := self._refusal(scope, headers)) is not None:
                 return await JSONResponse(refusal.body(), refusal.status)(scope, receive, send_with_id)
             await self.app(scope, _limited(receive), send_with_id)
         finally:
@@ -220,12 +227,14 @@ class _Guard:
             line = {"request_id": request_id.decode(), "method": scope["method"], "path": scope["path"]}
             log.info(json.dumps({**line, "status": status, "seconds": seconds}))
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if self.api_keys and path not in OPEN_ROUTES:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        """Why a request is not answered; one with a valid key is noted to come from it."""
+        if self.api_keys and scope["path"] not in OPEN_ROUTES:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             known = [hmac.compare_digest(key, each) for each in self.api_keys]  # all of them, in constant time
             if scheme.lower() != b"bearer" or not any(known):
                 return ApiError(401, "give a valid API key as a bearer token", code="invalid_api_key")
+            scope[KEY_IN_SCOPE] = key.decode()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
             return ApiError(413, TOO_LONG)

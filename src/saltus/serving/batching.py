@@ -247,12 +247,15 @@ class Batcher:
             job.deliver(error)
         if job in self.running:
             self.running.remove(job)
+        request = job.request.request
+        if request.memory is not None and request.calls and error is None:
+            request.memory.add(request.prompt, request.tokens)
         with self.lock:
             self.num_open -= 1
         if job.sequence is not None:
             sequences[:] = [one for one in sequences if one is not job.sequence]
             if self.prefix_cache is not None and error is None:
-                self.prefix_cache.put(job.request.request.prompt, job.sequence.kv_caches)
+                self.prefix_cache.put(request.prompt, job.sequence.kv_caches)
             job.sequence = None
 
 

@@ -6,6 +6,7 @@ import time
 
 from starlette.concurrency import run_in_threadpool
 
+from saltus.drafting.answer_memory import AnswerMemories
 from saltus.engine.engine import Engine, TextRequest
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.batching import Batcher, Limits
@@ -28,8 +29,9 @@ from saltus.serving.translation import (
 class Service:
     """One model, its batch, and its metrics."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
+    def __init__(self, engine: Engine, name: str, limits: Limits, remember_bytes: int = 0) -> None:
         self.engine, self.name = engine, name
+        self.memories = AnswerMemories(remember_bytes) if remember_bytes else None  # of earlier answers, by API key
         self.batcher = Batcher(engine, limits)
         self.metrics = ServerMetrics(name, self.batcher)
         self.started = int(time.time())
