@@ -38,13 +38,13 @@ class Run:
 
 
 @contextmanager
-def own_server(method: str, model: str, max_batch: int) -> Iterator[str]:
+def own_server(method: str, model: str, max_batch: int, more: Sequence[str] = ()) -> Iterator[str]:
     """The address of a server that is started for this method."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "--model", model]
-    settings = ["--method", method, "--port", str(port), "--max-batch", str(max_batch)]
+    settings = ["--method", method, "--port", str(port), "--max-batch", str(max_batch), *more]
     process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from saltus.core.sampling import Sampling
     from saltus.engine.engine import Engine, load
+    from saltus.engine.grammar import Grammar
     from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
     from saltus.integrations.transformers_generate import custom_generate
     from saltus.networks.loading.fetching import SourceError
@@ -15,6 +16,7 @@ __all__ = [
     "Chunk",
     "Engine",
     "Generation",
+    "Grammar",
     "InfillStream",
     "Infilling",
     "Sampling",
@@ -28,6 +30,7 @@ __all__ = [
 _MODULES = {
     "Engine": "engine.engine",
     "load": "engine.engine",
+    "Grammar": "engine.grammar",
     "Sampling": "core.sampling",
     "SourceError": "networks.loading.fetching",
     "custom_generate": "integrations.transformers_generate",

@@ -1,0 +1,58 @@
+"""How much faster does a server answer questions that it was asked before, slightly edited, with `--remember`?
+
+    python benchmarks/repeated_questions.py --prompts spec_bench.jsonl --every 15
+
+Two servers of Saltus take turns, one with `--remember 64MB`: each is asked all questions, and then each question with
+an edit. The texts of both must be the same. Tokens a second of one client, prefill included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from contextlib import ExitStack
+
+import httpx
+from prompt_options import add_prompt_options, first_turns
+from serve_load import ask, own_server
+
+EDITS = (lambda text: f"{text} Thank you.", lambda text: f"Hello. {text}", lambda text: text.replace(".", " .", 1))
+SERVERS = {"with": ("--remember", "64MB"), "without": ()}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_prompt_options(options)
+    options.add_argument("--method", default="auto")
+    options.add_argument("--max-new-tokens", type=int, default=128)
+    options.add_argument("--temperature", type=float, default=0.0)
+    args = options.parse_args()
+    prompts = [one for one in first_turns(options, args) if isinstance(one, str)]
+    edited = [EDITS[number % len(EDITS)](prompt) for number, prompt in enumerate(prompts)]
+    settings = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 0}
+    with ExitStack() as stack, httpx.Client(timeout=600) as http:
+        urls = {
+            name: stack.enter_context(own_server(args.method, args.model, 4, more)) for name, more in SERVERS.items()
+        }
+        for url in urls.values():
+            ask(http, url, args.model, "Who are you?", settings)  # to warm up
+        rates: dict[tuple[str, int], list[float]] = {}
+        for number, questions in enumerate((prompts, edited), start=1):
+            for question in questions:
+                texts = set()
+                for name, url in urls.items():
+                    text, tokens, _, last = ask(http, url, args.model, question, settings)
+                    texts.add(text)
+                    rates.setdefault((name, number), []).append(tokens / last)
+                if len(texts) > 1:
+                    raise SystemExit(f"the servers wrote different texts to {question[:60]!r}")
+    print(f"{len(prompts)} questions, {args.max_new_tokens} tokens each at most, medians")
+    for number in (1, 2):
+        own = {name: rates[name, number] for name in SERVERS}
+        ratio = statistics.median(a / b for a, b in zip(own["with"], own["without"], strict=True))
+        medians = {name: statistics.median(values) for name, values in own.items()}
+        print(f"pass {number}: {medians['with']:.1f} tokens/s with, {medians['without']:.1f} without, {ratio:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
