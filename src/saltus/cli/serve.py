@@ -68,7 +68,7 @@ def serve(
 
         saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
 
-    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize,
+    [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /infill, /v1/models, /tokenize,
     /detokenize, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
     """
     try:

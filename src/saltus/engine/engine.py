@@ -15,8 +15,9 @@ from saltus.engine.auto_method import resolve_method
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
+from saltus.engine.fim import fim_prompt
 from saltus.engine.grammar import Grammar
-from saltus.engine.infill import InfillOutput, InfillRequest, infill_request
+from saltus.engine.infill import FimRequest, InfillRequest, fim_layout, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
 from saltus.engine.request import Request
@@ -160,7 +161,7 @@ class Engine:
         rounds = self._run([one.request], method)
 
         def chunks() -> Generator[Chunk]:
-            output = InfillOutput(one.layout, self.tokenizer)
+            output = one.writer()
             for index, tokens in _new_tokens(one.request, rounds):
                 yield Chunk(output.add(tokens), tokens, index, one.request.finish_reason)
 
@@ -192,17 +193,30 @@ class Engine:
         top_logprobs: int = 0,
         grammar: Grammar | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        suffix: str | None = None,
+        files: Sequence[tuple[str, str]] = (),
         **sampling: Any,
     ) -> TextRequest:
         """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
 
+        With a `suffix` a model with fill-in-the-middle tokens writes what stands between the prompt and the suffix;
+        `files` (name, text) are other files that it reads before.
         Errors: ValueError of one line.
         """
         checked = Sampling(**sampling)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
         Noise(seed)  # refuses a negative seed
-        tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools)
+        ends = frozenset() if ignore_eos else self.target.end_tokens
+        if suffix is None:
+            tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools)
+            chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
+            continues = () if chat else tokens
+        else:
+            if not isinstance(prompt, str):
+                raise ValueError("with a suffix the prompt is the text before it, as a str")
+            fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
+            tokens, continues, ends = fim.tokens, fim.before, ends | (frozenset() if ignore_eos else fim.end_tokens)
         context = self.target.context_length
         if context is not None:
             if len(tokens) > context:
@@ -212,9 +226,7 @@ class Engine:
                 )
             max_new_tokens = min(max_new_tokens, context - len(tokens))
         if is_tokens(prompt):
-            prompt, raw = self.tokenizer.decode(tokens), True
-        continues = () if uses_chat_template(self.tokenizer, prompt, raw) else tokens
-        ends = frozenset() if ignore_eos else self.target.end_tokens
+            prompt = self.tokenizer.decode(tokens)
         output = TextOutput(Detokenizer(self.tokenizer, continues), ends, check_stop_strings(stop))
         request = Request(
             tokens, max_new_tokens, seed, checked, output.add, logprobs or top_logprobs > 0, top_logprobs=top_logprobs
@@ -237,16 +249,19 @@ class Engine:
         seed: int = 0,
         logprobs: bool = False,
         **sampling: Any,
-    ) -> InfillRequest:
-        if not self.network.any_subset:
-            raise ValueError(
-                f"{self.target.name} writes from left to right and sees nothing after a hole; give infill an"
-                " any-subset model, such as stories, or let generate continue the text"
-            )
+    ) -> InfillRequest | FimRequest:
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
+        if not self.network.any_subset:
+            return self._fim_request(as_template(text, suffix), open_tokens, seed=seed, logprobs=logprobs, **sampling)
         template = as_template(text, suffix)
         return infill_request(self.target, template, suffix is not None, open_tokens, seed, logprobs, sampling)
+
+    def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
+        before, *_, after = template.pieces
+        one = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
+        layout = fim_layout(template, fim_prompt(self.tokenizer, self.target.name, before, after).before, max_tokens)
+        return FimRequest(layout, one.request, one.output)
 
 
 def _each(given: Any, many: bool, what: str, make: Callable[[Any], Any]) -> list[Any]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from saltus.core.canvas import continuation
 from saltus.core.sampling import Sampling
-from saltus.engine.detokenizer import Detokenizer
+from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.encoding import require_unicode
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end_rules, tokenize_template
 from saltus.engine.request import Request
@@ -55,6 +56,10 @@ class InfillRequest:
     request: Request
     tokenizer: Any
 
+    def writer(self) -> InfillOutput:
+        """What turns the tokens of calls into the whole text, piece by piece."""
+        return InfillOutput(self.layout, self.tokenizer)
+
     def infilling(self) -> Infilling:
         """The result as far as it has been decoded."""
         request, output = self.request, InfillOutput(self.layout, self.tokenizer)
@@ -95,3 +100,49 @@ def infill_request(
     given = canvas.tokens[canvas.given_positions].tolist()
     request = Request(given, len(canvas.order), seed, Sampling(**settings), logprobs=logprobs, canvas=canvas)
     return InfillRequest(layout, request, tokenizer)
+
+
+@dataclass
+class FimRequest:
+    """A text with one hole that a causal model fills by its fill-in-the-middle prompt."""
+
+    layout: InfillLayout
+    request: Request
+    output: TextOutput  # of the middle
+    started: bool = field(default=False, init=False)  # to write the text
+
+    def writer(self) -> FimRequest:
+        """What turns the tokens of calls into the whole text, piece by piece."""
+        return self
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What calls up to now add to the whole text, the given pieces next to the hole included."""
+        before, after = self.layout.pieces
+        finished = self.request.finish_reason is not None
+        added = ("" if self.started else before) + self.output.release(finished) + (after if finished else "")
+        self.started = True
+        return added
+
+    def infilling(self) -> Infilling:
+        """The result as far as it has been decoded."""
+        request, text = self.request, self.output.text
+        before = self.layout.canvas.tokens[self.layout.canvas.given_positions].tolist()
+        detokenizer, parts = Detokenizer(self.output.detokenizer.tokenizer, before), []
+        for token in request.tokens:
+            parts.append("" if token in self.output.end_tokens else detokenizer.add(token))
+        return Infilling(
+            self.layout, self.layout.text([text]), [text], [parts], request.tokens, list(request.calls),
+            request.log_probabilities if request.logprobs else None, statistics_of(request),
+        )  # fmt: skip
+
+
+def fim_layout(template: InfillTemplate, before: Sequence[int], max_tokens: int) -> InfillLayout:
+    """The layout of a template with one open hole. Errors: ValueError for another one."""
+    if template.hole_lengths != (None,):
+        raise ValueError(
+            "a causal model fills one hole and ends it itself: mark it [[…]], and leave out others; an any-subset model"
+            " such as stories fills several, of any length"
+        )
+    return InfillLayout(
+        continuation(before, max_tokens), (range(len(before), len(before) + max_tokens),), template.pieces
+    )

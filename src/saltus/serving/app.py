@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 import saltus
 from saltus.serving.answers import Answer
 from saltus.serving.errors import ApiError
+from saltus.serving.infill import InfillRequest
 from saltus.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -75,6 +76,10 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
     @app.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
         return await respond(request, await service.respond(asked))
+
+    @app.post("/infill")
+    async def infill(request: Request, asked: InfillRequest) -> Response:
+        return await respond(request, await service.infill(asked))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

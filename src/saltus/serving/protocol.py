@@ -113,6 +113,7 @@ class CompletionRequest(SharedFields):
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
+    suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
     best_of: Literal[1] | None = None
 
 

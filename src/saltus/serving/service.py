@@ -12,6 +12,7 @@ from saltus.serving.answers import Answer, Backend
 from saltus.serving.batching import Batcher, Limits
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.serving.errors import ApiError
+from saltus.serving.infill import InfillAnswer, InfillRequest
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from saltus.serving.responses import ResponseAnswer, response_messages
@@ -74,7 +75,7 @@ class Service:
         self.check_model(asked.model)
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
         prompts, limit = completion_prompts(asked.prompt), asked.max_tokens
-        settings = {"raw": True, "grammar": await run_in_threadpool(asked.grammar, self.engine)}
+        settings = {"raw": True, "suffix": asked.suffix, "grammar": await run_in_threadpool(asked.grammar, self.engine)}
         requests = [
             await run_in_threadpool(text_request, self.engine, prompt, asked, limit, seed + i, **settings)
             for prompt in prompts
@@ -86,6 +87,16 @@ class Service:
         return ChoicesAnswer(
             self.backend, TextForm(self.engine.tokenizer, asked.logprobs is not None, echoes), requests, method, asked
         )
+
+    async def infill(self, asked: InfillRequest) -> Answer:
+        """What stands between two texts, in llama.cpp's form."""
+        self.check_model(asked.model)
+        settings = {"suffix": asked.input_suffix, "files": [(one.filename, one.text) for one in asked.input_extra]}
+        limit, seed = asked.n_predict if asked.n_predict >= 0 else None, chosen_seed(asked)
+        request = await run_in_threadpool(
+            text_request, self.engine, asked.input_prefix + asked.prompt, asked, limit, seed, raw=True, **settings
+        )
+        return InfillAnswer(self.backend, [request], requested_method(asked.speculative, self.engine.method), asked)
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)

@@ -75,6 +75,8 @@ def text_request(
     raw: bool,
     grammar: Grammar | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    suffix: str | None = None,
+    files: Sequence[tuple[str, str]] = (),
 ) -> TextRequest:
     """A request of the engine for one text. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
@@ -95,10 +97,11 @@ def text_request(
         return engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
             stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
-            grammar=grammar, tools=tools, **settings,
+            grammar=grammar, tools=tools, suffix=suffix, files=files, **settings,
         )  # fmt: skip
     except ValueError as error:
-        raise ApiError(400, str(error), _field_of(str(error))) from error
+        field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
+        raise ApiError(400, str(error), field) from error
 
 
 def asked_logprobs(asked: SamplingFields) -> tuple[bool, int]:
@@ -116,7 +119,7 @@ def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "stop", "prompt", "grammar",
+        "logit_bias", "seed", "stop", "suffix", "prompt", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 

@@ -1,0 +1,115 @@
+"""Fill-in-the-middle prompts: causal models that were trained to write what stands between two texts.
+
+A prompt holds the text before the hole and the text after it, each behind a token of its own (Bavarian et al. 2022).
+The model continues with the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saltus.engine.encoding import require_unicode
+
+KNOWN_MODELS = "Qwen2.5-Coder, StarCoder2, CodeLlama, DeepSeek-Coder or Granite Code"
+SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, where a model has no token for files
+PROJECT = "project"  # the name of the repository, where a model wants one
+
+
+@dataclass(frozen=True)
+class FimFormat:
+    """The tokens of a family of models, as its model cards give them."""
+
+    before: str  # stands before the text before the hole
+    after: str  # stands before the text after the hole
+    middle: str  # the model continues behind it
+    ends: tuple[str, ...] = ()  # tokens that end the middle, besides the model's end tokens
+    file: str = ""  # stands before a file's name
+    repository: str = ""  # stands before the repository's name
+
+
+FORMATS = (
+    FimFormat(  # Qwen2.5-Coder, Granite 4, CodeGemma (without the last two)
+        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
+        ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>", "<|cursor|>"),
+        "<|file_sep|>", "<|repo_name|>",
+    ),
+    FimFormat(  # StarCoder, StarCoder2, Granite Code
+        "<fim_prefix>", "<fim_suffix>", "<fim_middle>",
+        ("<|endoftext|>", "<fim_pad>", "<file_sep>", "<repo_name>", "<filename>", "<reponame>"),
+        "<file_sep>", "<repo_name>",
+    ),
+    FimFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),  # CodeLlama
+    FimFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)),  # DeepSeek-Coder
+)  # fmt: skip
+
+
+def find_fim_format(tokenizer: Any) -> FimFormat | None:
+    """The format whose tokens the tokenizer has; None if it has none."""
+    known = tokenizer.get_vocab()
+    return next((one for one in FORMATS if {one.before, one.after, one.middle} <= known.keys()), None)
+
+
+@dataclass(frozen=True)
+class FimPrompt:
+    """The tokens of a prompt."""
+
+    tokens: list[int]
+    before: list[int]  # the text before the hole alone
+    end_tokens: frozenset[int]
+
+
+def fim_prompt(
+    tokenizer: Any, model_name: str, before: str, after: str, files: Sequence[tuple[str, str]] = ()
+) -> FimPrompt:
+    """The prompt for a hole between two texts, after other files (name, text). Errors: ValueError of one line."""
+    found = find_fim_format(tokenizer)
+    if found is None:
+        raise ValueError(
+            f"{model_name} writes from left to right and has no fill-in-the-middle tokens; give a code model that has"
+            f" them ({KNOWN_MODELS}), or an any-subset model, such as stories"
+        )
+    vocab = tokenizer.get_vocab()
+    begin = tokenizer("").input_ids[:1] if tokenizer.bos_token_id is not None else []
+    tokens = begin if begin == [tokenizer.bos_token_id] else []
+    tokens = [*tokens, *_context_tokens(tokenizer, found, files)]
+    own = _encode(tokenizer, before)
+    tokens += [vocab[found.before], *own, vocab[found.after], *_encode(tokenizer, after), vocab[found.middle]]
+    ends = {vocab[name] for name in found.ends if name in vocab}
+    return FimPrompt(tokens, own, frozenset(ends | {vocab[name] for name in (found.before, found.after, found.middle)}))
+
+
+def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, str]]) -> list[int]:
+    """Other files, as models with tokens for files read a repository, else as snippets (llama.cpp's form)."""
+    vocab, tokens = tokenizer.get_vocab(), []
+    if files and form.repository in vocab and form.file in vocab:
+        tokens += [vocab[form.repository], *_encode(tokenizer, f"{PROJECT}\n")]
+    for name, text in files:
+        if form.file in vocab:
+            tokens += [vocab[form.file], *_encode(tokenizer, f"{name}\n{text}\n")]
+        else:
+            tokens += _encode(tokenizer, SNIPPET + text)
+    if files and form.file in vocab:
+        tokens += [vocab[form.file], *_encode(tokenizer, "current\n")]
+    return tokens
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a part of a text: special tokens that are spelled out stay text, and no space is put before it."""
+    require_unicode(text, "the text")
+    if not text:
+        return []
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids)
+
+    mark = encode("\n")
+    whole = encode("\n" + text)
+    # Tokenizers of Llama 2's kind put a space before a text, so it is read behind a line break.
+    return whole[len(mark) :] if whole[: len(mark)] == mark and _puts_space_before(tokenizer) else encode(text)
+
+
+def _puts_space_before(tokenizer: Any) -> bool:
+    tokens = tokenizer("a", add_special_tokens=False).input_ids
+    return tokenizer.convert_ids_to_tokens(tokens)[0].startswith("▁")

@@ -1,0 +1,158 @@
+"""Causal models with fill-in-the-middle tokens: prompts of each family, and the routes that fill."""
+
+import json
+import shutil
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+import saltus
+from conftest import space_tokenizer
+from saltus.engine.fim import FORMATS, fim_prompt, find_fim_format
+from test_serving import JSON, serving
+
+BEFORE, AFTER = "the cat sat on the ", " and the cat sat on the log and the mat"
+NAMES = ("qwen", "starcoder", "codellama", "deepseek")
+TOKENS = {name: (form.before, form.after, form.middle) for name, form in zip(NAMES, FORMATS, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def coder(tiny_folder, tmp_path_factory, partners):
+    """An engine whose tokenizer has the tokens of a family, and more of its tokens."""
+
+    def load(family: str, *more: str) -> saltus.Engine:
+        folder = tmp_path_factory.mktemp(family) / "model"
+        shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=2048), folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS[family], *more]})
+        tokenizer.save_pretrained(folder)
+        return saltus.load(str(folder), "lookup", options=partners, adaptive=False)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def engine(coder) -> saltus.Engine:
+    return coder("qwen", "<|file_sep|>", "<|repo_name|>")
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_each_family_has_its_tokens_around_the_texts(coder, family):
+    engine = coder(family)
+    tokenizer, form = engine.tokenizer, find_fim_format(engine.tokenizer)
+    prompt = fim_prompt(tokenizer, "it", BEFORE, AFTER)
+    before, after, middle = tokenizer.convert_tokens_to_ids([form.before, form.after, form.middle])
+    text = [tokenizer(part, add_special_tokens=False).input_ids for part in (BEFORE, AFTER)]
+    assert prompt.tokens == [before, *text[0], after, *text[1], middle]
+    assert {before, after, middle} <= prompt.end_tokens
+    filled = engine.infill(f"{BEFORE}[[…]]{AFTER}", open_tokens=12, temperature=1.0, seed=2)
+    assert filled.text == BEFORE + filled.fillings[0] + AFTER
+    assert "".join(filled.token_texts[0]) == filled.fillings[0]
+
+
+def test_special_tokens_in_a_text_stay_text(engine):
+    prompt = fim_prompt(engine.tokenizer, "it", "a <|fim_middle|> b", "<|fim_suffix|>")
+    ids = engine.tokenizer.convert_tokens_to_ids(TOKENS["qwen"])
+    assert [prompt.tokens.count(token) for token in ids] == [1, 1, 1]
+
+
+def test_tokenizers_that_put_a_space_before_a_text_do_not_change_it():
+    tokenizer = space_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS["codellama"])})
+    prompt = fim_prompt(tokenizer, "it", "the cat", "sat the")
+    texts = tokenizer.convert_ids_to_tokens(prompt.tokens)
+    at = texts.index("▁<SUF>")
+    assert "".join(texts[texts.index("▁<PRE>") + 1 : at]) == "the▁cat"
+    assert "".join(texts[at + 1 : -1]) == "sat▁the"
+
+
+def test_other_files_come_before(engine, coder):
+    prompt = fim_prompt(engine.tokenizer, "it", BEFORE, AFTER, [("a.py", "the log"), ("b.py", "the mat")])
+    text = engine.tokenizer.decode(prompt.tokens)
+    assert text.startswith("<|repo_name|>project\n<|file_sep|>a.py\nthe log\n<|file_sep|>b.py\nthe mat\n<|file_sep|>")
+    assert text.endswith(f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{AFTER}<|fim_middle|>")
+    other = coder("codellama")
+    assert "--- snippet ---" in other.tokenizer.decode(
+        fim_prompt(other.tokenizer, "it", BEFORE, AFTER, [("a.py", "the log")]).tokens
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "T=1"])
+def test_every_method_fills_alike_and_lookup_drafts_from_both_sides(engine, temperature):
+    settings = {"open_tokens": 40, "temperature": temperature, "seed": 1}
+    plain = engine.infill(f"{BEFORE}[[…]]{AFTER}", method="plain", **settings)
+    for method in ("lookup", "jacobi", "jacobi+lookup"):
+        assert engine.infill(f"{BEFORE}[[…]]{AFTER}", method=method, **settings).tokens == plain.tokens
+    chunks = list(engine.stream_infill(f"{BEFORE}[[…]]{AFTER}", **settings))
+    assert "".join(chunk.text for chunk in chunks) == plain.text
+    assert engine.infill(BEFORE, suffix=AFTER, **settings).text == plain.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a [[8]] b", "one hole"), ("a [[…]] b [[…]]", "one hole"), ("nothing", "no hole")],
+)
+def test_what_a_causal_model_cannot_fill_is_refused(engine, text, message):
+    with pytest.raises(ValueError, match=message):
+        engine.infill(text)
+
+
+def test_a_model_without_the_tokens_says_which_have_them(tiny_folder):
+    with pytest.raises(ValueError, match=r"Qwen2\.5-Coder"):
+        saltus.load(str(tiny_folder())).infill("a [[…]] b")
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as (_, address):
+        yield address
+
+
+def test_the_route_fills_as_the_engine_does(url, engine):
+    asked = {"input_prefix": "the cat sat ", "prompt": "on the ", "input_suffix": AFTER, "n_predict": 12, "seed": 3}
+    answer = httpx.post(f"{url}/infill", headers=JSON, json=asked).json()
+    settings = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 3}
+    expected = engine.infill(BEFORE, suffix=AFTER, open_tokens=12, method="plain", **settings)
+    assert answer["content"] == expected.fillings[0]
+    assert answer["tokens_predicted"] == len(expected.tokens)
+    assert answer["stop"]
+    assert answer["timings"]["predicted_n"] == len(expected.tokens)
+    lines = httpx.post(f"{url}/infill", headers=JSON, json={**asked, "stream": True}).text.split("\n\n")
+
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert "".join(chunk["content"] for chunk in chunks) == expected.fillings[0]
+    assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_an_editors_plug_in_gets_the_fields_that_it_wants(url):
+    asked = {
+        "input_prefix": BEFORE, "input_suffix": AFTER, "input_extra": [{"text": "a", "filename": "b", "time": 1.5}],
+        "prompt": "", "n_predict": 8, "n_indent": 0, "top_k": 40, "top_p": 0.99, "stream": False,
+        "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 500,
+        "response_fields": ["content", "timings/prompt_n", "timings/predicted_ms", "truncated", "tokens_cached"],
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/infill", headers=JSON, json=asked).json()
+    assert answer.keys() == set(asked["response_fields"])
+    warm = httpx.post(f"{url}/infill", headers=JSON, json={**asked, "n_predict": 0}).json()
+    assert warm["content"] == ""
+    wrong = httpx.post(f"{url}/infill", headers=JSON, json={**asked, "temprature": 1})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temprature")
+
+
+def test_completions_with_a_suffix(url, engine):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    asked = {"model": "tiny", "prompt": BEFORE, "max_tokens": 12, "seed": 3}
+    answer = client.completions.create(**asked, suffix=AFTER)
+    expected = engine.infill(BEFORE, suffix=AFTER, open_tokens=12, temperature=1.0, seed=3)
+    assert answer.choices[0].text == expected.fillings[0]
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(**{**asked, "prompt": [5, 6]}, suffix=AFTER)
+
+
+def test_a_server_whose_model_cannot_fill_says_so(tiny_folder):
+    with serving(saltus.load(str(tiny_folder()), "lookup")) as (_, address):
+        answer = httpx.post(f"{address}/infill", headers=JSON, json={"input_prefix": "a", "input_suffix": "b"})
+        assert answer.status_code == 400
+        assert "fill-in-the-middle" in answer.json()["error"]["message"]
