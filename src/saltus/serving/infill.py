@@ -96,7 +96,7 @@ class InfillAnswer(Answer):
         read = calls[0].context_tokens_read if calls else 0
         timings = {
             **_timing("prompt", read, calls[0].seconds if calls else 0.0),
-            **_timing("predicted", len(choice.tokens), sum(call.seconds for call in calls[1:])),
+            **_timing("predicted", len(choice.tokens), sum((call.seconds for call in calls[1:]), 0.0)),
         }
         kind = "limit" if choice.finish_reason == "length" else "word" if self._ended_by_word() else "eos"
         found |= {
