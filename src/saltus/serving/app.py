@@ -10,14 +10,16 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import saltus
+from saltus.engine.fim import find_fim_format
 from saltus.serving.answers import Answer
 from saltus.serving.errors import ApiError
 from saltus.serving.infill import InfillRequest
@@ -35,7 +37,15 @@ log = logging.getLogger("saltus.serving")
 
 MAX_BODY_BYTES = 16 * 2**20
 TOO_LONG = f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it"
-OPEN_ROUTES = ("/health", "/version", "/metrics", "/load", "/docs", "/openapi.json")  # that need no key
+PAGE, PAGE_FILES = Path(__file__).with_name("page"), ("style.css", "script.js")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
+OPEN_ROUTES = (  # that need no key
+    "/", *(f"/page/{name}" for name in PAGE_FILES),
+    "/health", "/version", "/metrics", "/load", "/docs", "/openapi.json",
+)  # fmt: skip
 
 KEY_IN_SCOPE = "saltus.api_key"
 
@@ -64,6 +74,16 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         if service.memories is not None:
             answer.draft_from(service.memories.of(request.scope.get(KEY_IN_SCOPE, "")))
         return await _respond(request, answer)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404, f"there is no file {name!r}")
+        return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
@@ -94,6 +114,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         return {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
             "max_model_len": service.engine.target.context_length,
+            "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
         }  # fmt: skip
 
     @app.post("/tokenize")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.request import CallRecord
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.serving.answers import Answer, Backend, Choice
 from saltus.serving.batching import Part
@@ -160,8 +161,14 @@ class ChoicesAnswer(Answer):
         options = self.asked.stream_options
         continuous = options is not None and options.continuous_usage_stats
 
-        def event(choices: list[dict[str, Any]], with_usage: bool = continuous) -> str:
+        silent: list[list[CallRecord]] = [[] for _ in self.choices]  # calls whose text is still held back
+
+        def event(
+            choices: list[dict[str, Any]], with_usage: bool = continuous, calls: Sequence[CallRecord] | None = None
+        ) -> str:
             chunk = self._object(self.form.chunk_object, choices)
+            if calls is not None and self.asked.include_metrics:
+                chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
             if with_usage:
                 chunk["usage"] = self._usage()
             return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
@@ -171,10 +178,12 @@ class ChoicesAnswer(Answer):
                 if (opening := self.form.opening(choice.index)) is not None:
                     yield event([opening])
             async for choice, part in self.arriving():
+                silent[choice.index] += part.calls
                 if part.text or part.logprobs or part.finish_reason is not None:
-                    yield event([self.form.delta(choice, part)])
+                    yield event([self.form.delta(choice, part)], continuous, silent[choice.index])
+                    silent[choice.index] = []
             if options is not None and options.include_usage:
-                yield event([], True)
+                yield event([], True, self.calls)
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
         yield "data: [DONE]\n\n"

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.request import CallRecord
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.errors import ApiError
 from saltus.serving.fields import Fields
@@ -73,17 +74,17 @@ class InfillAnswer(Answer):
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
             pass
-        return self._selected(self._object(self.choices[0].text, True))
+        return self._selected(self._object(self.choices[0].text, True, self.calls))
 
     async def stream(self) -> AsyncIterator[str]:
         try:
             async for _, part in self.arriving():
-                stop = part.finish_reason is not None
-                yield f"data: {json.dumps(self._selected(self._object(part.text, stop)), ensure_ascii=False)}\n\n"
+                found = self._selected(self._object(part.text, part.finish_reason is not None, part.calls))
+                yield f"data: {json.dumps(found, ensure_ascii=False)}\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
 
-    def _object(self, content: str, stop: bool) -> dict[str, Any]:
+    def _object(self, content: str, stop: bool, new_calls: Sequence[CallRecord]) -> dict[str, Any]:
         """llama.cpp's object, with what it says of a finished text at the end only."""
         choice = self.choices[0]
         request, calls = choice.request.request, choice.calls
@@ -91,6 +92,8 @@ class InfillAnswer(Answer):
             "index": 0, "content": content, "tokens": [], "id_slot": -1, "stop": stop,
             "tokens_predicted": len(choice.tokens), "tokens_evaluated": len(request.prompt),
         }  # fmt: skip
+        if self.asked.include_metrics:
+            found["metrics"] = {"speculative_decoding": speculation_metrics(new_calls)}
         if not stop:
             return found
         read = calls[0].context_tokens_read if calls else 0
@@ -104,8 +107,6 @@ class InfillAnswer(Answer):
             "has_new_line": "\n" in choice.text, "timings": timings,
             "tokens_cached": choice.job.cached_tokens if choice.job is not None else 0,
         }  # fmt: skip
-        if self.asked.include_metrics:
-            found["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
         return found
 
     def _ended_by_word(self) -> bool:

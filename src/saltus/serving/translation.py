@@ -153,6 +153,8 @@ def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
     for count in accepted:
         histogram[max(count, 0)] += 1
     return {
+        "num_calls": len(calls),
+        "num_tokens": sum(len(call.tokens) for call in calls),
         "mean_acceptance_length": 1 + sum(accepted) / len(calls) if calls else 0.0,
         "draft_acceptance_rate": sum(verified) / drafted if drafted else 0.0,
         "acceptance_histogram": histogram,
