@@ -150,10 +150,16 @@ class ToolFields(Fields):
     def checked(cls, tools: list[Tool], choice: Any, parallel: bool | None) -> ToolFields:
         """The fields given one by one. Errors: ValueError, and no ValidationError."""
         made = cls.model_construct(tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
-        return made._check()
+        made.check()
+        return made
 
     @model_validator(mode="after")
-    def _check(self) -> ToolFields:
+    def _valid(self) -> ToolFields:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse what contradicts itself. Errors: ValueError."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have one name")
@@ -161,7 +167,6 @@ class ToolFields(Fields):
             raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is required, but there are no tools")
-        return self
 
 
 class Tools:
