@@ -40,7 +40,8 @@ def infill(
 ) -> None:
     """Fill the holes of a text, several tokens a call, from the joint distribution of the missing tokens.
 
-    [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself.
+    [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself. A code model
+    with fill-in-the-middle tokens fills one [bold][[…]][/bold].
 
     [bold]Examples[/bold]
 
@@ -51,6 +52,8 @@ def infill(
         saltus infill --method plain "The cat [[6]] the mouse."
 
         saltus infill --file story.txt --json
+
+        saltus infill -m Qwen/Qwen2.5-Coder-0.5B --open 64 --file program.py
 
     [bold]With --json[/bold] the text is one object: text, fillings, tokens, method, calls,
     tokens_per_call, seconds, tokens_per_second, accepted (tokens that each call decided).
