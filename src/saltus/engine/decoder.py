@@ -15,13 +15,15 @@ from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import TARGET, ForwardOutputs
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network, UsesMemory, UsesReferences
+from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory, UsesReferences
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
+from saltus.drafting.hidden_state_drafter import MAX_UNREAD
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
+from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import Request
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.methods import Method, UsesTrainedModel, make_methods
@@ -69,6 +71,11 @@ class DecodingSetup:
                     drafter.memory = request.memory
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
         return made
+
+    def num_unread_states(self, request: Request) -> int:
+        """Tokens at the end of a prompt that the target should read itself: drafters read their hidden states."""
+        drafters = self.new_drafters(request)
+        return MAX_UNREAD if any(isinstance(each, UsesHiddenStates) for each in drafters) else 0
 
     def controller(self, batch_size: int) -> Controller:
         """The controller for `batch_size` requests at once.
@@ -168,7 +175,7 @@ class Decoder:
         method: str,
         *,
         batch_size: int | None = None,
-        prefix_cache: PrefixCache | bool = True,
+        prefix_cache: PrefixCache | PrefixTree | bool = True,
     ) -> Generator[list[Request]]:
         """Decode requests, `batch_size` at once; yields after each round of calls those that it finished.
 
@@ -182,7 +189,10 @@ class Decoder:
 
 
 def run_requests(
-    setup: DecodingSetup, requests: Sequence[Request], batch_size: int = 16, prefix_cache: PrefixCache | None = None
+    setup: DecodingSetup,
+    requests: Sequence[Request],
+    batch_size: int = 16,
+    prefix_cache: PrefixCache | PrefixTree | None = None,
 ) -> Generator[list[Request]]:
     """`Decoder.run` with a given setup: waiting requests join as soon as others finish (continuous batching)."""
     waiting = deque(request for request in requests if request.max_new_tokens > 0)
@@ -197,13 +207,13 @@ def run_requests(
     def admit() -> None:
         while waiting and len(sequences) < batch_size:
             request = waiting.popleft()
-            kv_caches = prefix_cache.take(request.prompt) if prefix_cache else {}
+            kv_caches = prefix_cache.take(request.prompt) if prefix_cache is not None else {}
             sequences.append(SequenceState(counting_generator(setup, request, controller), kv_caches))
             running.append((sequences[-1], request))
 
     def retire(sequence: SequenceState, request: Request) -> Request:
         running.remove((sequence, request))
-        if prefix_cache:
+        if prefix_cache is not None:
             prefix_cache.put(request.prompt, sequence.kv_caches)
         return request
 

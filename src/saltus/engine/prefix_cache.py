@@ -20,13 +20,13 @@ def supports_prefix_cache(network: TargetNetwork) -> bool:
 class PrefixCache:
     """The KV caches of the latest requests, at most `max_entries` of them and `max_bytes` in all.
 
-    The latest one is kept whatever its size.
+    The latest one is kept whatever its size. An entry is taken whole, by one text that continues it, such as the next
+    turn of a conversation: a prompt that contains the entry's prompt and goes on. `PrefixTree` shares and copies.
     """
 
     max_entries: int = 4
     max_bytes: int = 2**30
-    whole_prompts: bool = True  # reuse an entry only for a prompt that contains the entry's whole prompt and goes on
-    entries: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (least shared tokens, caches by network)
+    entries: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (length of prompt, caches by network)
 
     def clear(self) -> None:
         """Forget all entries."""
@@ -35,7 +35,7 @@ class PrefixCache:
     def put(self, prompt: Sequence[int], kv_caches: dict[str, Any]) -> None:
         """Keep the KV caches of a request; drops the oldest entries beyond the limits."""
         if "target" in kv_caches:
-            self.entries.append((len(prompt) if self.whole_prompts else 0, kv_caches))
+            self.entries.append((len(prompt), kv_caches))
         while len(self.entries) > self.max_entries or (len(self.entries) > 1 and self._num_bytes() > self.max_bytes):
             del self.entries[0]
 

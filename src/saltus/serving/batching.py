@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import DecodeGenerator, Step
@@ -24,7 +22,8 @@ from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.tree import Tree
 from saltus.engine.decoder import DecodingSetup, counting_generator
 from saltus.engine.engine import Engine, TextRequest
-from saltus.engine.prefix_cache import common_prefix_length, supports_prefix_cache
+from saltus.engine.prefix_cache import supports_prefix_cache
+from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import CallRecord
 from saltus.serving.errors import ApiError
 
@@ -39,7 +38,7 @@ class Limits:
 
     max_batch: int = 16  # texts decoded at once
     max_queue: int = 256  # texts that wait
-    max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values
+    max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values; a quarter more is for texts to come
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Job:
     method: str
     deliver: Callable[[Part | ApiError], None]
     cancelled: bool = False  # set by any thread: the text is dropped between two calls
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
     sequence: SequenceState | None = None
     unread: int = 0  # tokens of the prompt to be read before the text is decoded
     num_delivered: int = 0  # of the request's calls
@@ -95,7 +94,7 @@ class Batcher:
         self.closed = False
         self.networks: dict[str, Network] = {}
         self.bytes_per_token = _bytes_per_token(engine)
-        self.prefix_cache = engine.decoder.prefix_cache if supports_prefix_cache(engine.network) else None
+        self.prefix_tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_cache(engine.network) else None
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
 
     def start(self) -> None:
@@ -199,28 +198,29 @@ class Batcher:
         setup = self.engine.decoder.setup(job.method)
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
-        request = job.request.request
-        kv_caches = self.prefix_cache.take(request.prompt) if self.prefix_cache is not None else {}
-        generator = counting_generator(setup, request, _BatchController(setup, self))
-        job.sequence = SequenceState(_isolated(generator, job), kv_caches)
-        if TARGET not in kv_caches:
-            kv_caches[TARGET] = self.engine.network.new_kv_cache()
-        if self.prefix_cache is None:  # then pieces of a prompt may round otherwise than the whole: one call reads it
-            job.unread = 1
-            return
-        known = common_prefix_length(kv_caches[TARGET].tokens, np.asarray(request.prompt))
-        job.cached_tokens = min(known, len(request.prompt) - 1)
-        job.unread = len(request.prompt) - job.cached_tokens
+        job.sequence = SequenceState(
+            _isolated(counting_generator(setup, job.request.request, _BatchController(setup, self)), job)
+        )
+        job.unread = len(job.request.request.prompt)
 
     def _read_piece(self, job: Job) -> None:
         """Read the next tokens of a prompt into the job's cache; the last of them are left to its first call."""
         assert job.sequence is not None
+        if self.prefix_tree is None:  # then pieces of a prompt may round otherwise than the whole: one call reads it
+            job.unread = 0
+            return
+        prompt, kv_caches = job.request.request.prompt, job.sequence.kv_caches
+        if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
+            setup = self.engine.decoder.setup(job.method)
+            kv_caches |= self.prefix_tree.take(prompt[: -1 - setup.num_unread_states(job.request.request)])
+            kv_caches.setdefault(TARGET, self.engine.network.new_kv_cache())
+            job.cached_tokens = len(kv_caches[TARGET].tokens)
+            job.unread -= job.cached_tokens
         if job.unread <= PREFILL_ROWS:
             job.unread = 0
             return
-        prompt = job.request.request.prompt
         end = len(prompt) - job.unread + PREFILL_ROWS
-        self.engine.network.forward([ForwardInputs(continuation(prompt[:end], 1))], [job.sequence.kv_caches[TARGET]])
+        self.engine.network.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
         job.unread = len(prompt) - end
 
     def _deliver(self, sequences: list[SequenceState], seconds: float) -> None:
@@ -233,6 +233,8 @@ class Batcher:
             if job.failure is not None:
                 self._end(job, sequences, _as_api_error(job.failure))
                 continue
+            if self.prefix_tree is not None and calls and not job.num_delivered:  # the prompt has just been read
+                self.prefix_tree.put(request.prompt, job.sequence.kv_caches)
             if job.sequence.pending is None:
                 self._end(job, sequences)
             elif not calls:
@@ -254,8 +256,8 @@ class Batcher:
             self.num_open -= 1
         if job.sequence is not None:
             sequences[:] = [one for one in sequences if one is not job.sequence]
-            if self.prefix_cache is not None and error is None:
-                self.prefix_cache.put(request.prompt, job.sequence.kv_caches)
+            if self.prefix_tree is not None and error is None:
+                self.prefix_tree.put(request.prompt, job.sequence.kv_caches)
             job.sequence = None
 
 

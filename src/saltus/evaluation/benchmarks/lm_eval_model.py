@@ -304,13 +304,13 @@ class SaltusLMBase:
 
     def _generate(self, requests: Sequence[LmEvalRequest]) -> Iterator[LmEvalRequest]:
         """Yield each request as it finishes. Prompts are sorted, so that shared prefixes are read once."""
-        from saltus.engine.prefix_cache import PrefixCache
+        from saltus.engine.prefix_tree import PrefixTree
 
         waiting = sorted(requests, key=lambda job: list(job.request.prompt))
         by_request = {id(job.request): job for job in waiting}
-        prefix_cache = PrefixCache(whole_prompts=False)  # prompts share their few-shot examples
+        prefix_tree = PrefixTree()  # prompts share their few-shot examples
         for finished in self.engine.decoder.run(
-            [job.request for job in waiting], self.engine.method, batch_size=self.batch_size, prefix_cache=prefix_cache
+            [job.request for job in waiting], self.engine.method, batch_size=self.batch_size, prefix_cache=prefix_tree
         ):
             yield from (by_request[id(request)] for request in finished)
 

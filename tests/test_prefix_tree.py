@@ -1,0 +1,104 @@
+"""The tree of prefixes: what it returns is what was put, within its bounds, and texts share what they read."""
+
+import queue
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import saltus
+from conftest import TEMPLATE
+from saltus.engine.engine import Engine
+from saltus.engine.prefix_tree import PrefixTree
+from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.serving.batching import Batcher, Job, Limits
+
+LAYERS, HEADS, DIM = 2, 1, 4
+BYTES_PER_TOKEN = 2 * LAYERS * HEADS * DIM * 4
+
+
+def cache_of(tokens: list[int]) -> KVCache:
+    """A KV cache whose keys at a place are made of the tokens up to there, as a causal model's are."""
+    keys = torch.zeros(LAYERS, HEADS, len(tokens) + 3, DIM)
+    for at in range(len(tokens)):
+        keys[:, :, at] = hash(tuple(tokens[: at + 1])) % 1_000_003
+    return KVCache(np.array(tokens, dtype=np.int64), keys, -keys)
+
+
+texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
+
+
+@given(texts, st.lists(st.integers(0, 2), max_size=9), st.integers(0, 40))
+@settings(deadline=None, max_examples=200)
+def test_what_is_taken_is_the_longest_known_prefix(put, asked, max_tokens):
+    tree = PrefixTree(max_tokens * BYTES_PER_TOKEN)
+    whole = PrefixTree()
+    for text in put:
+        for each in (tree, whole):
+            each.put(text, {"target": cache_of(text)})
+        assert tree.num_bytes <= tree.max_bytes
+    known = {tuple(text[:length]) for text in put for length in range(1, len(text) + 1)}
+    assert whole.num_bytes == len(known) * BYTES_PER_TOKEN  # each prefix once
+    longest = max((length for length in range(len(asked) + 1) if tuple(asked[:length]) in known), default=0)
+    for each, exact in ((whole, True), (tree, False)):
+        found = each.take(asked).get("target")
+        length = 0 if found is None else len(found.tokens)
+        assert length == longest if exact else length <= longest
+        if found is not None:
+            expected = cache_of(asked[:length])
+            assert found.tokens.tolist() == asked[:length]
+            assert torch.equal(found.keys[:, :, :length], expected.keys[:, :, :length])
+            assert torch.equal(found.values[:, :, :length], expected.values[:, :, :length])
+
+
+def test_what_was_not_used_for_longest_is_dropped_first():
+    tree = PrefixTree(6 * BYTES_PER_TOKEN)
+    for text in ([1, 2, 3], [1, 2, 4], [5, 6]):
+        tree.put(text, {"target": cache_of(text)})
+    assert tree.num_bytes == 6 * BYTES_PER_TOKEN
+    tree.take([1, 2, 3])
+    tree.put([7, 8], {"target": cache_of([7, 8])})
+    lengths = [len(tree.take(text)["target"].tokens) if tree.take(text) else 0 for text in ([1, 2, 3], [1, 2, 4], [5])]
+    assert lengths == [3, 2, 0]
+
+
+def test_a_copy_is_taken_so_that_texts_do_not_write_into_each_other():
+    tree = PrefixTree()
+    tree.put([1, 2], {"target": cache_of([1, 2])})
+    tree.take([1, 2])["target"].keys[:] = 0
+    assert tree.take([1, 2])["target"].keys[:, :, :2].any()
+    tree.clear()
+    assert (tree.take([1, 2]), tree.num_bytes) == ({}, 0)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder, partners) -> Engine:
+    made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+def test_several_texts_of_one_prompt_read_it_once(engine):
+    prompt = "the cat sat on the mat and the cat sat on the log and the"
+    length = len(engine.encode(prompt, raw=True))
+    parts: queue.SimpleQueue = queue.SimpleQueue()
+    jobs = [
+        Job(engine.text_request(prompt, raw=True, seed=seed, max_new_tokens=8, temperature=1.0), "lookup", parts.put)
+        for seed in range(4)
+    ]
+    batcher = Batcher(engine, Limits())
+    batcher.submit(*jobs)
+    batcher.start()
+    try:
+        ended = 0
+        while ended < 4:
+            ended += parts.get(timeout=30).finish_reason is not None
+    finally:
+        batcher.close()
+    assert [job.cached_tokens for job in jobs] == [0] + 3 * [length - 1]
+    assert [job.request.request.calls[0].context_tokens_read for job in jobs] == [length] + 3 * [1]
+    for seed, job in enumerate(jobs):
+        alone = engine.generate(prompt, raw=True, method="plain", seed=seed, max_new_tokens=8, temperature=1.0)
+        assert job.request.request.tokens == alone.tokens
