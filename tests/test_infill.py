@@ -2,8 +2,10 @@
 
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.engine.infill import InfillOutput
-from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, parse_template, tokenize_template
+from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, parse_template, tokenize_template
 from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.training.data.infill_texts import read_programs
@@ -33,6 +35,7 @@ from saltus.training.tasks.any_subset import (
     span_holes,
 )
 from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
+from test_serving import serving
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
 
@@ -525,3 +528,71 @@ def test_a_stream_of_an_infilling_is_its_text(filler: str, method: str):
     assert 0 < len(left.infilling.tokens) <= 8
     with pytest.raises(ValueError, match="lone surrogate"):
         engine.infill("the \udc00 [[2]]")
+
+
+@pytest.fixture(scope="module")
+def filler_server(filler):
+    with serving(saltus.load(filler, "assd", adaptive=False, tuned_settings=False)) as (service, url):
+        yield service.engine, url
+
+
+PARTS = ["the cat ", " on the mat and ", " sat", " there"]
+ASKED = {
+    "parts": PARTS,
+    "hole_lengths": [4, None, 3],
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "seed": 3,
+}
+
+
+@pytest.mark.parametrize("speculative", [True, False, {"method": "assd"}])
+def test_a_server_fills_several_holes_as_the_engine_does(filler_server, speculative):
+    engine, url = filler_server
+    template = InfillTemplate(tuple(PARTS), (4, None, 3))
+    request = engine.infill_request(template, verbatim=True, temperature=1.0, seed=3)
+    for _ in engine.decoder.run([request.request], "plain"):
+        pass
+    expected = request.infilling()
+    asked = {**ASKED, "speculative": speculative}
+    answer = httpx.post(f"{url}/infill", json=asked).json()
+    assert answer["fillings"] == expected.fillings
+    assert PARTS[0] + answer["content"] + PARTS[-1] == expected.text
+    lines = httpx.post(f"{url}/infill", json={**asked, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert "".join(chunk["content"] for chunk in chunks) == answer["content"]
+    assert chunks[-1]["fillings"] == expected.fillings
+
+
+def test_texts_with_holes_do_not_depend_on_what_runs_beside_them(filler_server):
+    _, url = filler_server
+
+    def ask(seed: int) -> str:
+        return httpx.post(f"{url}/infill", json={**ASKED, "seed": seed}, timeout=60).json()["content"]
+
+    alone = [ask(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"parts": ["a"]}, "parts"),
+        ({"parts": ["a", "b"], "hole_lengths": [1, 2]}, "1 holes"),
+        ({"parts": ["a", "b"], "hole_lengths": [0]}, "length 0"),
+        ({"parts": ["a", "b"], "input_prefix": "c"}, "either"),
+        ({"hole_lengths": [1]}, "parts"),
+        ({"parts": ["a", "b"], "stop": "x"}, "stop"),
+        ({"parts": ["a", "b"], "hole_lengths": [10**6]}, "holes have"),
+        ({"parts": ["a", "b"], "presence_penalty": 1.0}, "presence_penalty"),
+        ({"parts": ["a \ud800", "b"]}, "surrogate"),
+    ],
+)
+def test_a_wrong_text_with_holes_is_refused(filler_server, fields, says):
+    body = json.dumps(fields)
+    answer = httpx.post(f"{filler_server[1]}/infill", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (400, True), answer.text

@@ -60,6 +60,9 @@ class TextRequest:
         )  # fmt: skip
 
 
+AnyRequest = TextRequest | InfillRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
+
+
 @dataclass
 class Engine:
     """A model with a decoding method, as `load` makes it. Not for several threads at once."""
@@ -147,7 +150,7 @@ class Engine:
         of `InfillSettings`. Errors: ValueError of one line, also for a model that reads left to right only.
         """
         many = not isinstance(text, str | InfillTemplate)
-        requests = _each(text, many, "text", lambda one: self._infill_request(one, **settings))
+        requests = _each(text, many, "text", lambda one: self.infill_request(one, **settings))
         for _ in self._run([one.request for one in requests], method):
             pass
         results = [one.infilling() for one in requests]
@@ -157,7 +160,7 @@ class Engine:
         self, text: str | InfillTemplate, *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> InfillStream:
         """`infill` for one text, one chunk a call. The chunks' texts together are the whole filled text."""
-        one = self._infill_request(text, **settings)
+        one = self.infill_request(text, **settings)
         rounds = self._run([one.request], method)
 
         def chunks() -> Generator[Chunk]:
@@ -240,7 +243,7 @@ class Engine:
             request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids
         return TextRequest(prompt, request, output)
 
-    def _infill_request(
+    def infill_request(
         self,
         text: str | InfillTemplate,
         *,
@@ -248,14 +251,21 @@ class Engine:
         open_tokens: int = DEFAULT_OPEN_TOKENS,
         seed: int = 0,
         logprobs: bool = False,
+        verbatim: bool = False,
         **sampling: Any,
     ) -> InfillRequest | FimRequest:
+        """What `infill` decodes for a text, for callers that decode it themselves. Errors: ValueError of one line.
+
+        With `verbatim` a space before a hole stays, as it does with a `suffix`.
+        """
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
         if not self.network.any_subset:
             return self._fim_request(as_template(text, suffix), open_tokens, seed=seed, logprobs=logprobs, **sampling)
         template = as_template(text, suffix)
-        return infill_request(self.target, template, suffix is not None, open_tokens, seed, logprobs, sampling)
+        return infill_request(
+            self.target, template, verbatim or suffix is not None, open_tokens, seed, logprobs, sampling
+        )
 
     def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
         before, *_, after = template.pieces

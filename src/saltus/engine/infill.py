@@ -23,6 +23,7 @@ class InfillOutput:
 
     layout: InfillLayout
     tokenizer: Any
+    whole: bool = True  # `add` also returns the texts before the first hole and after the last one
     token_texts: list[list[str]] = field(init=False)  # for each hole the text that each of its tokens adds
     _positions: Iterator[tuple[int, int]] = field(init=False)  # (hole, position) of the tokens to come
 
@@ -39,11 +40,11 @@ class InfillOutput:
             span = self.layout.hole_spans[hole]
             if at == span.start:
                 self._detokenizer = Detokenizer(self.tokenizer, self._tokens[:at].tolist())
-                added += self.layout.pieces[hole]
+                added += self.layout.pieces[hole] if hole or self.whole else ""
             self._tokens[at] = token
             self.token_texts[hole].append(self._detokenizer.add(token))
             added += self.token_texts[hole][-1]
-            if at == span.stop - 1 and hole == len(self.layout.hole_spans) - 1:
+            if self.whole and at == span.stop - 1 and hole == len(self.layout.hole_spans) - 1:
                 added += self.layout.pieces[-1]
         return added
 
@@ -55,6 +56,20 @@ class InfillRequest:
     layout: InfillLayout
     request: Request
     tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self._between, self._num_released = InfillOutput(self.layout, self.tokenizer, whole=False), 0
+
+    @property
+    def output(self) -> InfillRequest:
+        """What `release` is a method of, as for other requests."""
+        return self
+
+    def release(self, finished: bool) -> str:
+        """What was decided since the last release: the text from the first hole to the last, given pieces included."""
+        new = self.request.tokens[self._num_released :]
+        self._num_released += len(new)
+        return self._between.add(new)
 
     def writer(self) -> InfillOutput:
         """What turns the tokens of calls into the whole text, piece by piece."""

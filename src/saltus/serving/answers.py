@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saltus.drafting.answer_memory import AnswerMemory
-from saltus.engine.engine import TextRequest
+from saltus.engine.engine import AnyRequest
 from saltus.engine.request import CallRecord
 from saltus.serving.batching import Batcher, Job, Part
 from saltus.serving.errors import ApiError
@@ -23,7 +23,7 @@ class Choice:
     """One text of an answer, as far as it has arrived."""
 
     index: int
-    request: TextRequest
+    request: AnyRequest
     job: Job | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Answer:
 
     prefix = ""  # of its id
 
-    def __init__(self, backend: Backend, requests: Sequence[TextRequest], method: str, asked: SamplingFields) -> None:
+    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: SamplingFields) -> None:
         self.backend, self.method, self.asked = backend, method, asked
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self.id, self.created = self.prefix + uuid.uuid4().hex, int(time.time())

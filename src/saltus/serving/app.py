@@ -115,6 +115,7 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
             "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
             "max_model_len": service.engine.target.context_length,
             "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
+            "several_holes": service.engine.network.any_subset,
         }  # fmt: skip
 
     @app.post("/tokenize")

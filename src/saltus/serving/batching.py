@@ -21,7 +21,7 @@ from saltus.core.protocols import Network
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.tree import Tree
 from saltus.engine.decoder import DecodingSetup, counting_generator
-from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.engine import AnyRequest, Engine
 from saltus.engine.prefix_cache import supports_prefix_cache
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import CallRecord
@@ -61,7 +61,7 @@ class Part:
 class Job:
     """One text for the engine's thread. `deliver` gets Parts, and at last one with a finish reason, or an error."""
 
-    request: TextRequest
+    request: AnyRequest
     method: str
     deliver: Callable[[Part | ApiError], None]
     cancelled: bool = False  # set by any thread: the text is dropped between two calls

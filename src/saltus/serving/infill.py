@@ -8,7 +8,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from saltus.engine.engine import TextRequest
+from saltus.drafting.answer_memory import AnswerMemory
+from saltus.engine.engine import AnyRequest, TextRequest
+from saltus.engine.infill import InfillRequest as InfillHoles
+from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.errors import ApiError
@@ -39,6 +42,8 @@ class InfillRequest(SamplingFields):
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""  # what follows the prefix
+    parts: list[str] | None = Field(None, min_length=2, max_length=257)  # the texts around holes, in place of the two
+    hole_lengths: list[int | None] | None = None  # of the holes between parts, in tokens; null: the model ends it
     input_extra: list[ExtraFile] = Field(default_factory=list, max_length=1024)
     n_predict: int = Field(128, ge=-1)  # −1: as many tokens as the context holds
     repeat_penalty: float | None = Field(None, gt=0)
@@ -50,6 +55,24 @@ class InfillRequest(SamplingFields):
         return (
             {name: value for name, value in given.items() if name not in IGNORED} if isinstance(given, dict) else given
         )
+
+    @model_validator(mode="after")
+    def _of_one_form(self) -> InfillRequest:
+        if self.parts is None:
+            if self.hole_lengths is not None:
+                raise ValueError("hole_lengths are of the holes between parts; give parts, too")
+            return self
+        if self.input_prefix or self.input_suffix or self.prompt:
+            raise ValueError("give either parts, or input_prefix and input_suffix")
+        if self.hole_lengths is not None and len(self.hole_lengths) != len(self.parts) - 1:
+            raise ValueError(f"{len(self.parts)} parts have {len(self.parts) - 1} holes between them")
+        return self
+
+    def template(self) -> InfillTemplate:
+        """The text with its holes. Errors: ValueError."""
+        if self.parts is None:
+            return InfillTemplate((self.input_prefix + self.prompt, self.input_suffix), (None,))
+        return InfillTemplate(tuple(self.parts), tuple(self.hole_lengths or [None] * (len(self.parts) - 1)))
 
     @model_validator(mode="after")
     def _with_defaults(self) -> InfillRequest:
@@ -64,12 +87,16 @@ class InfillRequest(SamplingFields):
 
 
 class InfillAnswer(Answer):
-    """The text in one hole."""
+    """The text in one hole, or from the first hole to the last."""
 
     asked: InfillRequest
 
-    def __init__(self, backend: Backend, requests: Sequence[TextRequest], method: str, asked: InfillRequest) -> None:
+    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: InfillRequest) -> None:
         super().__init__(backend, requests, method, asked)
+
+    def draft_from(self, memory: AnswerMemory) -> None:
+        if isinstance(self.choices[0].request, TextRequest):  # tokens of holes do not follow on those given
+            super().draft_from(memory)
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.arriving():
@@ -101,6 +128,8 @@ class InfillAnswer(Answer):
             **_timing("prompt", read, calls[0].seconds if calls else 0.0),
             **_timing("predicted", len(choice.tokens), sum((call.seconds for call in calls[1:]), 0.0)),
         }
+        if isinstance(choice.request, InfillHoles):
+            found["fillings"] = choice.request.infilling().fillings
         kind = "limit" if choice.finish_reason == "length" else "word" if self._ended_by_word() else "eos"
         found |= {
             "model": self.backend.name, "stop_type": kind, "stopping_word": "", "truncated": False,
@@ -111,7 +140,8 @@ class InfillAnswer(Answer):
 
     def _ended_by_word(self) -> bool:
         choice = self.choices[0]
-        return not choice.tokens or choice.tokens[-1] not in choice.request.output.end_tokens
+        ends = choice.request.output.end_tokens if isinstance(choice.request, TextRequest) else ()
+        return not choice.tokens or choice.tokens[-1] not in ends
 
     def _selected(self, found: dict[str, Any]) -> dict[str, Any]:
         """The fields that the client wants, under the names that it gave."""

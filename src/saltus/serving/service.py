@@ -8,6 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from saltus.drafting.answer_memory import AnswerMemories
 from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.batching import Batcher, Limits
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
@@ -21,6 +22,7 @@ from saltus.serving.translation import (
     chosen_seed,
     completion_prompts,
     conversation,
+    infill_request,
     max_tokens_of,
     requested_method,
     text_request,
@@ -89,14 +91,29 @@ class Service:
         )
 
     async def infill(self, asked: InfillRequest) -> Answer:
-        """What stands between two texts, in llama.cpp's form."""
+        """What stands between two texts, in llama.cpp's form, or in the holes between several."""
         self.check_model(asked.model)
-        settings = {"suffix": asked.input_suffix, "files": [(one.filename, one.text) for one in asked.input_extra]}
-        limit, seed = asked.n_predict if asked.n_predict >= 0 else None, chosen_seed(asked)
-        request = await run_in_threadpool(
-            text_request, self.engine, asked.input_prefix + asked.prompt, asked, limit, seed, raw=True, **settings
-        )
-        return InfillAnswer(self.backend, [request], requested_method(asked.speculative, self.engine.method), asked)
+        method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
+        try:
+            template = asked.template()
+        except ValueError as error:
+            raise ApiError(400, str(error), "parts") from error
+        if self.engine.network.any_subset:
+            if asked.stop:
+                raise ApiError(400, "the holes of this model have no stop strings; leave out stop", "stop")
+            given = "n_predict" in asked.model_fields_set and asked.n_predict > 0
+            open_tokens = asked.n_predict if given else DEFAULT_OPEN_TOKENS
+            request = await run_in_threadpool(infill_request, self.engine, template, asked, open_tokens, seed)
+        else:
+            if template.hole_lengths != (None,):
+                raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")
+            before, after = template.pieces
+            files = [(one.filename, one.text) for one in asked.input_extra]
+            limit = asked.n_predict if asked.n_predict >= 0 else None
+            request = await run_in_threadpool(
+                text_request, self.engine, before, asked, limit, seed, raw=True, suffix=after, files=files
+            )
+        return InfillAnswer(self.backend, [request], method, asked)
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from saltus.engine.engine import Engine, TextRequest
+from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.grammar import Grammar
+from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.methods import make_methods
 from saltus.serving.errors import ApiError
@@ -83,16 +84,8 @@ def text_request(
     wants_logprobs, top_logprobs = asked_logprobs(asked)
     prediction = asked.prediction if isinstance(asked, ChatCompletionRequest) else None
     settings = {
-        "prediction": None if prediction is None else joined_text(prediction.content),
-        "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
-        "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
-        "top_k": max(asked.top_k or 0, 0),
-        "min_p": float(asked.min_p or 0.0),
-        "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
-        "presence_penalty": float(asked.presence_penalty or 0.0),
-        "frequency_penalty": float(asked.frequency_penalty or 0.0),
-        "logit_bias": tuple((token, float(bias)) for token, bias in (asked.logit_bias or {}).items()),
-    }
+        **sampling_settings(asked), "prediction": None if prediction is None else joined_text(prediction.content)
+    }  # fmt: skip
     try:
         return engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
@@ -102,6 +95,32 @@ def text_request(
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
+
+
+def infill_request(
+    engine: Engine, template: InfillTemplate, asked: SamplingFields, open_tokens: int, seed: int
+) -> AnyRequest:
+    """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
+    try:
+        return engine.infill_request(
+            template, open_tokens=open_tokens, seed=seed % (MAX_SEED + 1), verbatim=True, **sampling_settings(asked)
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), _field_of(str(error))) from error
+
+
+def sampling_settings(asked: SamplingFields) -> dict[str, Any]:
+    """How to sample, as the engine is told."""
+    return {
+        "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
+        "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
+        "top_k": max(asked.top_k or 0, 0),
+        "min_p": float(asked.min_p or 0.0),
+        "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
+        "presence_penalty": float(asked.presence_penalty or 0.0),
+        "frequency_penalty": float(asked.frequency_penalty or 0.0),
+        "logit_bias": tuple((token, float(bias)) for token, bias in (asked.logit_bias or {}).items()),
+    }
 
 
 def asked_logprobs(asked: SamplingFields) -> tuple[bool, int]:

@@ -9,11 +9,15 @@ const EXAMPLES = {
   ],
   fill: ["def add(a, b):\n    [[…]]\n\nprint(add(2, 3))\n", "for name in names:\n    [[…]]\n    print(greeting)\n"],
 };
-const HOLE = /\[\[\s*(?:…|\.\.\.)\s*\]\]/;
+const STORIES = [
+  "Once upon a time there was a [[6]]. She liked to [[…]]. One day she found a [[4]] in the garden.",
+  "Tom was sad because [[12]]. His mother said, \"[[…]]\" Then they went home.",
+];
+const HOLE = /\[\[\s*(…|\.\.\.|\d+)\s*\]\]/;
 const POLL_MILLISECONDS = 2000;
 
 const $ = (id) => document.getElementById(id);
-let mode = "chat", model = "", running = null;
+let mode = "chat", model = "", severalHoles = false, running = null;
 
 class Wrong extends Error {}
 
@@ -73,16 +77,26 @@ function question(drafts) {
       ...settings(drafts), messages: [{role: "user", content: text}], max_tokens: Number($("tokens").value),
     }];
   }
-  const parts = text.split(HOLE);
-  if (parts.length !== 2) throw new Wrong("Mark one hole in the text with [[…]].");
-  const [input_prefix, input_suffix] = parts;
-  return ["infill", {...settings(drafts), input_prefix, input_suffix, n_predict: Number($("tokens").value)}];
+  const [parts, hole_lengths] = withHoles(text);
+  if (parts.length < 2) throw new Wrong("Mark a hole in the text with [[…]], or [[8]] for one of 8 tokens.");
+  const limit = severalHoles ? {} : {n_predict: Number($("tokens").value)};
+  return ["infill", {...settings(drafts), parts, hole_lengths, ...limit}];
+}
+
+/** The texts around the holes, and the holes' lengths. Tokens of words begin with the space before them. */
+function withHoles(text) {
+  const found = text.split(HOLE);
+  const parts = found.filter((_, place) => place % 2 === 0);
+  const lengths = found.filter((_, place) => place % 2 === 1).map((mark) => /\d/.test(mark) ? Number(mark) : null);
+  const before = parts.slice(0, -1).map((part) => severalHoles ? part.replace(/(\S) $/, "$1") : part);
+  return [[...before, parts.at(-1)], lengths];
 }
 
 /** Write the text into a box; returns the text and its figures. */
 async function write(box, figures, drafts, signal) {
   const [path, body] = question(drafts);
-  const [before, after] = mode === "fill" ? $("prompt").value.split(HOLE) : ["", ""];
+  const parts = mode === "fill" ? withHoles($("prompt").value)[0] : [""];
+  const [before, after] = [parts[0], parts.length > 1 ? parts.at(-1) : ""];
   box.replaceChildren();
   addGiven(box, before);
   const found = {text: "", calls: 0, tokens: 0, drafted: 0, accepted: 0, first: 0, last: 0, firstTokens: 0};
@@ -182,9 +196,11 @@ function choose(next) {
     $(`tab-${name}`).setAttribute("aria-selected", String(name === next));
     $(`tab-${name}`).tabIndex = name === next ? 0 : -1;
   }
-  $("prompt-label").textContent = next === "chat" ? "Prompt" : "Text, with a hole marked [[…]]";
-  $("prompt").value = EXAMPLES[next][0];
-  $("examples").replaceChildren(...EXAMPLES[next].map((text, number) => {
+  $("prompt-label").textContent = next === "chat" ? "Prompt"
+    : severalHoles ? "Text, with holes marked [[8]] (of 8 tokens) or [[…]]" : "Text, with a hole marked [[…]]";
+  const examples = next === "fill" && severalHoles ? STORIES : EXAMPLES[next];
+  $("prompt").value = examples[0];
+  $("examples").replaceChildren(...examples.map((text, number) => {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = `Example ${number + 1}`;
@@ -219,7 +235,9 @@ async function describeModel() {
     const card = (await (await request("v1/models")).json()).data[0];
     model = card.id;
     $("model").textContent = model;
-    $("tabs").hidden = !card.fill_in_the_middle;
+    severalHoles = card.several_holes;
+    $("tabs").hidden = !card.fill_in_the_middle && !severalHoles;
+    if (severalHoles) choose("fill");
   } catch (error) {
     say(error.message, true);
   }
