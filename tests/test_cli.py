@@ -723,3 +723,30 @@ def test_a_draft_model_is_an_option(folder, tiny_folder):
     assert "take small_model+lookup" in complaint(
         "generate", "x", "-m", folder, "--method", "lookup", "--draft-model", draft
     )
+
+
+def test_a_text_follows_a_grammar(folder, tmp_path):
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps({"type": "object", "properties": {"a": {"enum": ["the", "cat"]}}, "required": ["a"]}))
+    lark.write_text('start: "the" | "cat"')
+
+    def write(*options: object):
+        given = ["generate", "the", "-m", folder, "--raw", "--max-new-tokens", "60", *map(str, options)]
+        return CliRunner(env={"COLUMNS": "100"}).invoke(app, given)
+
+    assert json.loads(write("--json-schema", schema).stdout)["a"] in ("the", "cat")
+    assert write("--regex", "(ab){3}").stdout.strip() == "ababab"
+    assert write("--grammar", lark).stdout.strip() in ("the", "cat")
+    for options, says in (
+        (["--regex", "a", "--grammar", lark], "contradict"),
+        (["--json-schema", tmp_path / "none.json"], "No such file"),
+        (["--regex", "("], "grammar"),
+    ):
+        found = write(*options)
+        assert found.exit_code != 0
+        assert says in found.output + str(found.exception)
+
+
+def test_a_character_that_does_not_exist_is_named(folder):
+    with pytest.raises(ValueError, match=r"U\+D800\) at character 5"):
+        saltus.load(folder, "plain").generate("the \ud800")

@@ -28,6 +28,7 @@ def generate(
     stop: o.Stop = None,
     ignore_eos: o.IgnoreEos = False,
     sampling_options: o.SamplingOptions,
+    grammar_options: o.GrammarOptions,
     colour: o.Colour = None,
     compare: Annotated[
         bool,
@@ -53,6 +54,8 @@ def generate(
 
         cat novel.txt | saltus generate - --raw --max-new-tokens 64
 
+        saltus generate --json-schema person.json "Invent a person."
+
     [bold]With --json[/bold] each prompt (each turn, where there are turns) is one object:
     prompt, text, tokens, finish_reason, method, calls, tokens_per_call, seconds,
     tokens_per_second, prefill_seconds, accepted (tokens that each call decided).
@@ -64,6 +67,7 @@ def generate(
         raise ValueError("--raw continues a text as it is; leave out --system, messages and turns, or leave out --raw")
     from saltus.cli.open_engine import open_with_options
 
+    grammar = grammar_options.read()
     engine, sampling = open_with_options(model_options, method_options, sampling_options)
     settings = {
         **sampling,
@@ -71,6 +75,7 @@ def generate(
         "stop": stop or (),
         "ignore_eos": ignore_eos,
         "raw": raw,
+        "grammar": grammar,
     }
     if json:
         _print_records(engine, inputs, system, engine.method, settings)

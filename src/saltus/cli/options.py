@@ -8,16 +8,20 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from saltus.engine.method_options import DEFAULT_METHOD
 
-MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL = (
+if TYPE_CHECKING:
+    from saltus.engine.grammar import Grammar
+
+MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, GRAMMAR_PANEL, LENGTH_PANEL, PROMPT_PANEL, OUTPUT_PANEL = (
     "Model",
     "Method",
     "Sampling",
+    "Grammar",
     "Length",
     "Prompt",
     "Output",
@@ -227,6 +231,48 @@ class SamplingOptions:
     repetition_penalty: RepetitionPenalty = 1.0
     coupling: Coupling = DEFAULT_COUPLING
     seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What a whole text must be; at most one of them."""
+
+    json_schema: Annotated[
+        Path | None,
+        _option(GRAMMAR_PANEL, "--json-schema", metavar="FILE", help="JSON that follows the JSON schema in this file."),
+    ] = None
+    regex: Annotated[
+        str | None,
+        _option(GRAMMAR_PANEL, "--regex", metavar="PATTERN", help="A text that the regular expression matches."),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        _option(
+            GRAMMAR_PANEL, "--grammar", metavar="FILE", help="A text of the grammar in this file, as Lark writes it."
+        ),
+    ] = None
+
+    def read(self) -> Grammar | None:
+        """The grammar, if there is one. Errors: ValueError of one line."""
+        from saltus.engine.grammar import Grammar
+
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            names = " and ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{names} contradict each other; give one of them")
+        if self.json_schema is not None:
+            return Grammar.json_schema(_text_of(self.json_schema, "--json-schema"))
+        if self.grammar is not None:
+            return Grammar.lark(_text_of(self.grammar, "--grammar"))
+        return None if self.regex is None else Grammar.regex(self.regex)
+
+
+def _text_of(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{option} {path} cannot be read: {reason}") from None
 
 
 def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -61,7 +61,7 @@ class Sampling:
         check(self.top_k >= 0, "top_k", "must be 0 (off) or a number of tokens")
         check(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; use 1 to switch it off")
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
-        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "must be positive; use 1 to switch it off")
+        check(1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "must lie in 1e-6…1e6; 1 switches it off")
         for name in ("presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "must be a number; use 0 to switch it off")
         check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")

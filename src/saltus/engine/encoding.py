@@ -30,11 +30,15 @@ def encode_prompt(
         raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
     if not prompt:
         raise ValueError("the prompt is empty; write at least a word")
+    if isinstance(prompt, str):
+        require_unicode(prompt, "the prompt")
     if uses_chat_template(tokenizer, prompt, raw):
+        for number, message in enumerate(() if isinstance(prompt, str) else prompt, start=1):
+            require_unicode(str(message.get("content") or ""), f"message {number}")
         text = require_unicode(_apply_chat_template(tokenizer, prompt, model_name, tools), "the prompt")
         tokens = tokenizer(text, add_special_tokens=False).input_ids
     else:
-        tokens = tokenizer(require_unicode(str(prompt), "the prompt")).input_ids
+        tokens = tokenizer(str(prompt)).input_ids
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
     return list(tokens)
