@@ -2,16 +2,21 @@
 
     python benchmarks/serve_load.py --prompts spec_bench.jsonl --every 10 --servers auto,plain --clients 1,4,16
 
-Starts `saltus serve` on this machine for each method in turn, or takes servers that run already: --endpoint NAME=URL.
-Clients send one prompt after another (closed loop), the servers take turns, and each combination is measured several
-times. The same prompts give the same texts on all servers of Saltus; the program exits with 1 if they do not.
+Starts `saltus serve` on this machine for each method, and with --llama-server llama.cpp's server on the same GGUF file;
+or takes servers that run already: --endpoint NAME=URL. Clients send one prompt after another (closed loop), or prompts
+come at random times (--rate, open loop). The servers take turns, and each combination is measured several times, each
+time with a number before the prompts, so that no server has read them before. The same prompts give the same texts on
+all servers of Saltus; the program exits with 1 if they do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import queue
+import random
 import socket
 import statistics
 import subprocess
@@ -24,6 +29,8 @@ from dataclasses import dataclass, field
 
 import httpx
 from prompt_options import add_prompt_options, first_turns
+
+from saltus.networks.loading.sources import resolve
 
 
 @dataclass
@@ -40,17 +47,36 @@ class Run:
 @contextmanager
 def own_server(method: str, model: str, max_batch: int, more: Sequence[str] = ()) -> Iterator[str]:
     """The address of a server that is started for this method."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "--model", model]
     settings = ["--method", method, "--port", str(port), "--max-batch", str(max_batch), *more]
-    process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with _process([*command, *settings], port) as url:
+        yield url
+
+
+@contextmanager
+def llama_server(program: str, gguf: str, max_batch: int) -> Iterator[str]:
+    """The address of llama.cpp's server, with as many slots as texts of Saltus are decoded at once."""
+    port = _free_port()
+    command = [program, "-m", gguf, "--port", str(port), "-np", str(max_batch), "-c", str(2048 * max_batch)]
+    with _process([*command, "-t", str(os.cpu_count()), "--jinja"], port) as url:
+        yield url
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def _process(command: Sequence[str], port: int) -> Iterator[str]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
             if process.poll() is not None:
-                raise SystemExit(f"the server with {method} ended; try: saltus serve --method {method}")
+                raise SystemExit(f"the server ended; try: {' '.join(command)}")
             try:
                 httpx.get(f"{url}/health").raise_for_status()
                 break
@@ -62,20 +88,27 @@ def own_server(method: str, model: str, max_batch: int, more: Sequence[str] = ()
         process.wait()
 
 
-def measure(url: str, model: str, prompts: Sequence[str], clients: int, settings: dict) -> Run:
-    """Send all prompts by so many clients, each of which waits for its answer before it sends the next."""
-    waiting: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    for job in enumerate(prompts):
-        waiting.put(job)
+def measure(
+    url: str, model: str, prompts: Sequence[str], clients: int, settings: dict, rate: float | None = None
+) -> Run:
+    """Send all prompts by so many clients, each of which waits for its answer before it sends the next.
+
+    With a rate (prompts a second) a prompt also waits for its time; times are the same in each call.
+    """
+    times = itertools.accumulate(random.Random(0).expovariate(rate) if rate else 0.0 for _ in prompts)
+    waiting: queue.SimpleQueue[tuple[int, float, str]] = queue.SimpleQueue()
+    for number, (due, prompt) in enumerate(zip(times, prompts, strict=True)):
+        waiting.put((number, due, prompt))
     run, lock = Run(0.0, 0), threading.Lock()
 
     def client() -> None:
         with httpx.Client(timeout=600) as http:
             while True:
                 try:
-                    number, prompt = waiting.get(block=False)
+                    number, due, prompt = waiting.get(block=False)
                 except queue.Empty:
                     return
+                time.sleep(max(started + due - time.perf_counter(), 0.0))
                 text, tokens, first, last = ask(http, url, model, prompt, settings)
                 with lock:
                     run.tokens += tokens
@@ -90,6 +123,8 @@ def measure(url: str, model: str, prompts: Sequence[str], clients: int, settings
     for thread in threads:
         thread.join()
     run.seconds = time.perf_counter() - started
+    if len(run.texts) != len(prompts):
+        raise SystemExit(f"{len(prompts) - len(run.texts)} prompts got no answer from {url}")
     return run
 
 
@@ -121,7 +156,10 @@ def main() -> None:
     add_prompt_options(options)
     options.add_argument("--servers", default="auto,plain", help="methods to serve with, by commas; may be empty")
     options.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
+    options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured beside")
     options.add_argument("--clients", default="1,4,16", help="numbers of clients, by commas")
+    options.add_argument("--rate", type=float, help="prompts a second that come, in place of one after another")
+    options.add_argument("--max-batch", type=int, default=16, help="texts that a server decodes at once")
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--repeats", type=int, default=3)
@@ -131,29 +169,36 @@ def main() -> None:
     counts = [int(count) for count in args.clients.split(",")]
     with ExitStack() as stack:
         servers = {
-            method: stack.enter_context(own_server(method, args.model, max(counts)))
+            method: stack.enter_context(own_server(method, args.model, args.max_batch))
             for method in filter(None, args.servers.split(","))
         }
         own = set(servers)
+        if args.llama_server:
+            gguf = str(resolve(args.model))
+            servers["llama.cpp"] = stack.enter_context(llama_server(args.llama_server, gguf, args.max_batch))
         servers |= dict(pair.split("=", 1) for pair in args.endpoint)
-        texts: dict[str, dict[int, str]] = {}
         print(f"{len(prompts)} prompts, {args.max_new_tokens} tokens each at most, medians of {args.repeats} in turns")
-        print(f"{'clients':>7}  {'server':16} {'tokens/s':>8}  {'first token':>11}  {'between':>8}")
+        print(f"{'clients':>7}  {'server':16} {'tokens/s':>8}  {'first token':>11}  {'95th':>9}  {'between':>8}")
         for url in servers.values():
             measure(url, args.model, prompts[:2], 1, settings)  # to warm up
         for count in counts:
             runs: dict[str, list[Run]] = {name: [] for name in servers}
-            for _ in range(args.repeats):
+            for number in range(args.repeats):
+                numbered = [f"({count}.{number}) {prompt}" for prompt in prompts]
                 for name, url in servers.items():
-                    runs[name].append(measure(url, args.model, prompts, count, settings))
-                    texts.setdefault(name, runs[name][-1].texts)
-                    if name in own and runs[name][-1].texts != texts[next(iter(servers))]:
+                    runs[name].append(measure(url, args.model, numbered, count, settings, args.rate))
+                    if name in own and runs[name][-1].texts != runs[next(iter(servers))][-1].texts:
                         raise SystemExit(f"{name} wrote other texts with {count} clients")
             for name, measured in runs.items():
                 rate = statistics.median(run.tokens / run.seconds for run in measured)
-                first = statistics.median(value for run in measured for value in run.first)
+                firsts = sorted(value for run in measured for value in run.first)
+                first, late = statistics.median(firsts), firsts[int(0.95 * (len(firsts) - 1))]
                 between = statistics.median(value for run in measured for value in run.between)
-                print(f"{count:7}  {name:16} {rate:8.1f}  {1000 * first:8.0f} ms  {1000 * between:5.1f} ms", flush=True)
+                print(
+                    f"{count:7}  {name:16} {rate:8.1f}  {1000 * first:8.0f} ms  {1000 * late:6.0f} ms "
+                    f" {1000 * between:5.1f} ms",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -727,7 +727,16 @@ def test_a_draft_model_is_an_option(folder, tiny_folder):
 
 def test_a_text_follows_a_grammar(folder, tmp_path):
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
-    schema.write_text(json.dumps({"type": "object", "properties": {"a": {"enum": ["the", "cat"]}}, "required": ["a"]}))
+    schema.write_text(
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"a": {"enum": ["the", "cat"]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        )
+    )
     lark.write_text('start: "the" | "cat"')
 
     def write(*options: object):

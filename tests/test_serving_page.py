@@ -86,7 +86,7 @@ def test_a_hole_is_filled(page):
     assert text.endswith(" the mat")
     page.get_by_role("textbox", name="Text, with a hole").fill("no hole")
     page.get_by_role("button", name="Write").click()
-    page.get_by_role("status").filter(has_text="Mark one hole").wait_for()
+    page.get_by_role("status").filter(has_text="Mark a hole").wait_for()
 
 
 def test_a_wrong_setting_and_a_missing_key_are_said_in_one_line(page):
