@@ -174,7 +174,7 @@ def main() -> None:
         }
         own = set(servers)
         if args.llama_server:
-            gguf = str(resolve(args.model))
+            gguf = str(resolve(args.model) / "model.gguf")
             servers["llama.cpp"] = stack.enter_context(llama_server(args.llama_server, gguf, args.max_batch))
         servers |= dict(pair.split("=", 1) for pair in args.endpoint)
         print(f"{len(prompts)} prompts, {args.max_new_tokens} tokens each at most, medians of {args.repeats} in turns")

@@ -4,8 +4,8 @@
 
 Starts `saltus serve` on this machine. Among the requests are streams, several choices, structured answers, tools,
 predictions, clients that vanish, and requests that are wrong on purpose. First each different request is answered alone
-by plain decoding; then all of them come at once, several times. Exits with 1 if a text differs, if an answer is missing,
-if a wrong request is answered with a fault of the server, or if the server's memory grows by a tenth in the second half.
+by plain decoding; then all come at once. Exits with 1 if a text differs, if an answer is missing, if a wrong request is
+answered with a fault of the server, or if the server's memory grows by a tenth in the second half.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ BAD: list[tuple[str, bytes]] = [
 def content_of(body: bytes, streamed: bool) -> list[str]:
     """The text of each choice, with its calls."""
     texts: Counter[int] | dict[int, str] = {}
-    events = [json.loads(body)]
-    if streamed:
+    if not streamed:
+        events = [json.loads(body)]
+    else:
         lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line.startswith("data: {")]
         events = [json.loads(line) for line in lines]
     for event in events:
