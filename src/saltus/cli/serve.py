@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +53,10 @@ def serve(
             "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
         ),
     ] = None,
+    ray: Annotated[
+        bool, _server_option("--ray", help="Put replicas of the server behind Ray Serve, in its cluster or here.")
+    ] = False,
+    replicas: Annotated[int, _server_option("--replicas", metavar="N", min=1, help="With --ray: how many.")] = 1,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes.
 
@@ -68,6 +72,8 @@ def serve(
 
         saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
 
+        saltus serve --ray --replicas 2
+
     [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /infill, /v1/models, /tokenize,
     /detokenize, /health, /version, /load, /metrics (Prometheus, with vLLM's names), /docs.
     """
@@ -80,22 +86,44 @@ def serve(
             f"the server needs {error.name}, which is not installed; run: pip install 'saltus[serve]'"
         ) from error
     from saltus.cli.answers import print_note
-    from saltus.cli.open_engine import open_with_options
-    from saltus.serving.batching import Limits
-    from saltus.serving.service import Service
 
+    if replicas > 1 and not ray:
+        raise ValueError("several replicas need --ray")
     remember_bytes = _num_bytes(remember) if remember else 0
-    engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
-    if max_model_len is not None:
-        engine.limit_context(max_model_len)
-    engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
-    limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
-    service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
-    app = make_app(service, api_key or ())
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("saltus.serving").setLevel(logging.INFO)
-    print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+
+    def app() -> Any:
+        from saltus.cli.open_engine import open_with_options
+        from saltus.serving.batching import Limits
+        from saltus.serving.service import Service
+
+        engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
+        if max_model_len is not None:
+            engine.limit_context(max_model_len)
+        engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
+        limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
+        service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("saltus.serving").setLevel(logging.INFO)
+        print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
+        return make_app(service, api_key or ())
+
+    if not ray:
+        uvicorn.run(app(), host=host, port=port, log_level="warning", access_log=False)
+        return
+    from saltus.serving.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
+
+    gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
+    start_replicas(app, Replicas(replicas, max_batch + max_queue, gpus=gpus), host, port)
+    print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
+    wait_for_signal()
+    print_note("finishing what runs")
+    stop_replicas()
+
+
+def _uses_gpu(device: str) -> bool:
+    import torch
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def _num_bytes(size: str) -> int:
