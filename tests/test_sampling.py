@@ -422,7 +422,7 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"top_p": math.nan}, "top_p is nan"),
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"min_p": 1.1}, "min_p is 1.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must lie in 1e-6…1e6"),
         ({"banned": (3, -1)}, "banned is"),
         ({"forced_at_index": ((-1, 3),)}, "forced_at_index is"),
         ({"forced_at_index": ((1, -3),)}, "forced_at_index is"),
