@@ -236,7 +236,6 @@ def tiny_like(model):
 
 REFUSED = {
     "Falcon": ({"hidden_size": 48, "num_attention_heads": 6}, "AttentionInterface"),
-    "GPTJ": ({"n_embd": 48, "n_head": 6, "n_layer": 2, "rotary_dim": 8}, "AttentionInterface"),
     "GptOss": ({**LLAMA_LIKE, "num_local_experts": 4, "head_dim": 8}, "attention sinks"),
     "Mamba": ({"hidden_size": 48}, "keeps a state"),
     "Lfm2": ({**LLAMA_LIKE, "layer_types": ["conv", "full_attention"]}, "keeps a state in conv layers"),

@@ -57,6 +57,12 @@ def serve(
         bool, _server_option("--ray", help="Put replicas of the server behind Ray Serve, in its cluster or here.")
     ] = False,
     replicas: Annotated[int, _server_option("--replicas", metavar="N", min=1, help="With --ray: how many.")] = 1,
+    replica_cpus: Annotated[
+        float | None,
+        _server_option(
+            "--replica-cpus", metavar="N", min=0.1, help="With --ray: threads of each. Default: an equal share."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes.
 
@@ -87,8 +93,8 @@ def serve(
         ) from error
     from saltus.cli.answers import print_note
 
-    if replicas > 1 and not ray:
-        raise ValueError("several replicas need --ray")
+    if (replicas > 1 or replica_cpus is not None) and not ray:
+        raise ValueError("--replicas and --replica-cpus need --ray")
     remember_bytes = _num_bytes(remember) if remember else 0
 
     def app() -> Any:
@@ -113,7 +119,7 @@ def serve(
     from saltus.serving.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
     gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
-    start_replicas(app, Replicas(replicas, max_batch + max_queue, gpus=gpus), host, port)
+    start_replicas(app, Replicas(replicas, max_batch + max_queue, replica_cpus, gpus), host, port)
     print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
     wait_for_signal()
     print_note("finishing what runs")

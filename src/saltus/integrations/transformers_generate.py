@@ -48,10 +48,14 @@ SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
 """Logits processors as fields of Sampling, in the order in which Saltus applies them."""
 SUPPORTED_SETTINGS = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
 
+CACHES = (
+    "cache",
+    "past_key_values",
+)  # how generate names the KV cache: from Transformers 5.24, before
 IGNORED_ARGUMENTS = {
+    *CACHES,
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -172,9 +176,10 @@ def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
     extra = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
     if wanted or extra:
         raise ValueError(f"custom_generate does not support {', '.join(wanted + extra)}; leave it out")
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
-        raise ValueError("custom_generate keeps a KV cache of its own; leave past_key_values out, pass the whole text")
+    for name in CACHES:
+        cache = kwargs.get(name)
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(f"custom_generate keeps a KV cache of its own; leave {name} out, pass the whole text")
 
 
 def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:

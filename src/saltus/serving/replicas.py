@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+NAME = "saltus"  # of the application and of its deployment
 DRAIN_SECONDS = 60.0  # that a replica has for the texts that run when it is stopped
 
 
@@ -17,7 +19,7 @@ class Replicas:
 
     count: int
     max_requests: int  # of one replica at once; more wait in Ray's proxy
-    cpus: float = 1.0  # that Ray reserves for a replica
+    cpus: float | None = None  # of each, which are also its threads; None: an equal share of the cluster's
     gpus: float = 0.0
 
 
@@ -33,22 +35,47 @@ def start_replicas(make_app: Callable[[], Any], replicas: Replicas, host: str, p
         return make_app()
 
     ray.init(ignore_reinit_error=True, log_to_driver=False, include_dashboard=False)
-    available = ray.cluster_resources()
-    for name, each in (("CPU", replicas.cpus), ("GPU", replicas.gpus)):
-        if each * replicas.count > available.get(name, 0.0):
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = replicas.cpus or equal_share([node.get("CPU", 0.0) for node in nodes], replicas.count)
+    for name, each in (("CPU", cpus), ("GPU", replicas.gpus)):
+        if each and sum(int(node.get(name, 0.0) / each) for node in nodes) < replicas.count:
+            available = " + ".join(f"{node.get(name, 0.0):g}" for node in nodes)
             raise ValueError(
-                f"{replicas.count} replicas need {each * replicas.count:g} {name}, but the cluster has"
-                f" {available.get(name, 0.0):g}; ask for fewer, or add machines (ray start --address=…)"
+                f"{replicas.count} replicas with {each:g} {name} each do not fit the cluster, which has {available};"
+                " ask for fewer, or add machines (ray start --address=…)"
             )
-    serve.start(http_options={"host": host, "port": port})
     deployment = serve.deployment(serve.ingress(build)()).options(
-        name="saltus",
+        name=NAME,
         num_replicas=replicas.count,
         max_ongoing_requests=replicas.max_requests,
-        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": replicas.gpus},
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
     )
-    serve.run(deployment.bind(), name="saltus")
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(deployment.bind(), name=NAME)
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        raise ValueError(f"the replicas did not start: {_cause(error, serve)}") from error
+
+
+def equal_share(cpus_of_nodes: list[float], count: int) -> float:
+    """The most CPUs that each of `count` replicas can have if none is spread over nodes; at least 1."""
+    whole = int(max(cpus_of_nodes, default=1))
+    fitting = (each for each in range(whole, 1, -1) if sum(int(cpus / each) for cpus in cpus_of_nodes) >= count)
+    return float(next(fitting, 1))
+
+
+def _cause(error: Exception, serve: Any) -> str:
+    """What a replica said when it failed, of one line: Ray hides it in a traceback in the deployment's state."""
+    try:
+        application = serve.status().applications[NAME]
+        told = [deployment.message for deployment in application.deployments.values()]
+    except Exception:  # Ray Serve itself is gone
+        told = []
+    raised = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception): .+)$", "\n".join(told), re.MULTILINE)
+    if raised:
+        return raised[-1].removeprefix("ValueError: ")
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]} (is the machine overloaded?)"
 
 
 def stop_replicas() -> None:

@@ -1,0 +1,105 @@
+"""Replicas behind Ray Serve: two of them, started and stopped by the command."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import saltus
+from saltus.serving.replicas import equal_share
+
+
+@pytest.mark.parametrize(
+    ("cpus_of_nodes", "count", "expected"),
+    [
+        ([2.0], 2, 1.0),
+        ([8.0], 2, 4.0),
+        ([8.0, 8.0], 1, 8.0),
+        ([8.0, 4.0], 2, 4.0),
+        ([8.0, 3.0], 3, 3.0),
+        ([1.0], 4, 1.0),
+    ],
+)
+def test_replicas_have_an_equal_share_of_nodes_that_they_fit(cpus_of_nodes, count, expected):
+    assert equal_share(cpus_of_nodes, count) == expected
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def command(*arguments: object) -> list[str]:
+    program = [sys.executable, "-c", "from saltus.cli import main; main()"]
+    return [*program, "serve", "--ray", "--method", "lookup", *map(str, arguments)]
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port, tmp_path):
+    pytest.importorskip("ray.serve")
+    httpx, psutil = pytest.importorskip("httpx"), pytest.importorskip("psutil")
+    folder, url = str(tiny_folder()), f"http://127.0.0.1:{unused_port}"
+    with open(tmp_path / "log", "w") as log:
+        started = subprocess.Popen(
+            command("-m", folder, "--replicas", 2, "--replica-cpus", 0.5, "--port", unused_port),
+            stderr=log,
+            stdout=log,
+        )
+    try:
+        deadline = time.monotonic() + 150
+        while "2 replicas" not in (tmp_path / "log").read_text():
+            still = time.monotonic() < deadline and started.poll() is None
+            assert still, (tmp_path / "log").read_text()
+            time.sleep(0.5)
+        replicas = [
+            one
+            for one in psutil.Process(started.pid).children(recursive=True)
+            if "ServeReplica" in " ".join(one.cmdline())
+        ]
+        assert len(replicas) == 2
+
+        def ask(seed: int) -> str:
+            asked = {"prompt": "the cat", "max_tokens": 24, "temperature": 1.0, "seed": seed}
+            answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=100)
+            return answer.json()["choices"][0]["text"]
+
+        with ThreadPoolExecutor(12) as clients:
+            texts = list(clients.map(ask, range(12)))
+        alone = saltus.load(folder, "lookup")
+        assert texts == [
+            alone.generate("the cat", raw=True, max_new_tokens=24, temperature=1.0, seed=seed).text
+            for seed in range(12)
+        ]
+        asked = {"prompt": "the cat", "max_tokens": 12, "temperature": 1.0, "seed": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=100) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert len(lines) > 2
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            code = started.wait(100)
+        finally:
+            started.kill()
+    assert code == 0, (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_what_a_replica_lacks_is_said_in_one_line(unused_port):
+    pytest.importorskip("ray.serve")
+    for arguments, expected in (
+        (("--replicas", 500), "500 replicas with 1 CPU each do not fit the cluster"),
+        (("--port", unused_port, "-m", "no-such-model"), "the replicas did not start: "),
+    ):
+        found = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=200)
+        last = found.stderr.strip().splitlines()[-1]
+        assert found.returncode != 0
+        assert expected in last
+        assert "a fault of saltus" not in last
+    assert "no-such-model" in last
