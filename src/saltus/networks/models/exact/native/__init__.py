@@ -120,8 +120,9 @@ def load_kernels() -> ctypes.CDLL | None:
     features = _processor_features()
     flags = [
         *COMPILER_FLAGS,
-        *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),
-    ]  # linear_tile_either.inc
+        *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),  # linear_tile_either.inc
+        *(["-DAMX_PERMITTED"] if _request_amx(features) else []),  # linear_amx.inc
+    ]
     settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
     if not target.exists():
@@ -177,6 +178,14 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
             os.replace(made, target)
     except OSError as error:
         return str(error)
+
+
+def _request_amx(features: str) -> bool:
+    """Ask Linux to let this process use the matrix unit (AMX), as each must before its first tile; True if it may."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if "amx_bf16" not in features or os.environ.get("SALTUS_AMX", "1") == "0":
+        return False
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def _processor_features() -> str:

@@ -83,6 +83,9 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define GROUP 2  // tiles that share a pass over the rows; one is better where the tile itself is fast
 
 #define PACKABLE 0  // only bfloat16 weights can be packed
+#define PRODUCTS "linear_registers.inc"
+#define UNIT OUTS  // outputs whose weights a thread prepares together
+#define PACKED_ROWS(rows) (rows)
 #define TILE OF(linear_tile)
 #define PACK_ROW OF(pack_row)
 #define ROW_WIDTH(in) PAD(in, STEP)
@@ -135,7 +138,16 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #else
 #include "attention_lanes.inc"
 #endif
-#if defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
+#if defined AMX_PERMITTED && defined __AMX_BF16__
+#undef X
+#undef PRODUCTS
+#undef UNIT
+#undef PACKED_ROWS
+#define X uint16_t
+#define PRODUCTS "linear_amx.inc"
+#define UNIT 16
+#define PACKED_ROWS(rows) (PAD(rows, rows > 64 ? 64 : 16) + 1)  // as linear_amx.inc takes them
+#elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
 #undef X
 #define X uint16_t
 #define TILE bf16_tile

@@ -253,13 +253,15 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
     }
   }
 }
-// A row of `in` weights. What lies `ahead` bytes further is asked for meanwhile.
-#define ROW_OF_32(format, has_minimums, EXPAND)                                                                   \
-  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {                 \
-    const int64_t blocks = in / 32;                                                                               \
-    const uint8_t *p = row + (has_minimums ? 4 : 2) * blocks;                                                     \
-    for (int64_t first = 0; first < blocks; first += CHUNK) {                                                     \
-      const int64_t count = blocks - first < CHUNK ? blocks - first : CHUNK;                                      \
+// `some` weights from `start` on, a multiple of 64 and of the block, of a row of `in`. What lies `ahead` bytes further is
+// asked for meanwhile.
+#define ROW_OF_32(format, has_minimums, size, EXPAND)                                                             \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,     \
+                                  uint16_t *out) {                                                                \
+    const int64_t blocks = in / 32, end = (start + some) / 32;                                                    \
+    const uint8_t *p = row + (has_minimums ? 4 : 2) * blocks + start / 32 * size;                                 \
+    for (int64_t first = start / 32; first < end; first += CHUNK) {                                               \
+      const int64_t count = end - first < CHUNK ? end - first : CHUNK;                                            \
       float scales[CHUNK], minimums[CHUNK];                                                                       \
       __builtin_prefetch(row + ahead + 2 * first);                                                                \
       widen_halves(row + 2 * first, count, scales);                                                               \
@@ -285,29 +287,31 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
   }                                                                                        \
   if (i < count) expand_nibbles(p, all_lanes(scales[i]), least, all_lanes(minimums[i]), out);
 #define ROW_OF_256(format, size)                                                                                 \
-  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {                \
-    for (; in > 0; in -= 256, row += size, out += 256) {                                                         \
+  static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,    \
+                                  uint16_t *out) {                                                               \
+    for (row += start / 256 * size; some > 0; some -= 256, row += size, out += 256) {                            \
       for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + ahead + at);                            \
       expand_##format(row, out);                                                                                 \
     }                                                                                                            \
   }
-ROW_OF_32(q4_0, 0, EACH_PAIR(-8))
-ROW_OF_32(q4_1, 1, EACH_PAIR(0))
-ROW_OF_32(q5_0, 0, EACH_BLOCK(expand_q5_0, 20))
-ROW_OF_32(q5_1, 1, EACH_BLOCK(expand_q5_1, 20))
-ROW_OF_32(q8_0, 0, EACH_BLOCK(expand_q8_0, 32))
+ROW_OF_32(q4_0, 0, 16, EACH_PAIR(-8))
+ROW_OF_32(q4_1, 1, 16, EACH_PAIR(0))
+ROW_OF_32(q5_0, 0, 20, EACH_BLOCK(expand_q5_0, 20))
+ROW_OF_32(q5_1, 1, 20, EACH_BLOCK(expand_q5_1, 20))
+ROW_OF_32(q8_0, 0, 32, EACH_BLOCK(expand_q8_0, 32))
 ROW_OF_256(q4_k, 144)
 ROW_OF_256(q5_k, 176)
 ROW_OF_256(q6_k, 210)
-static void expand_row_f16(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out) {
+static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out) {
   int64_t k = 0;
+  row += 2 * start;
 #ifdef __FLT16_MAX__
-  for (; k + LANES <= in; k += LANES) {
+  for (; k + LANES <= some; k += LANES) {
     __builtin_prefetch(row + ahead + 2 * k);
     store_bf16(out + k, load_f16((const _Float16 *)(row + 2 * k)));
   }
 #endif
-  for (uint16_t bits; k < in; k++) {
+  for (uint16_t bits; k < some; k++) {
     memcpy(&bits, row + 2 * k, sizeof bits);
     out[k] = to_bf16(widen_half(bits));
   }
@@ -315,7 +319,7 @@ static void expand_row_f16(const uint8_t *row, int64_t in, int64_t ahead, uint16
 
 typedef struct {
   int64_t weights, bytes;  // of a block
-  void (*expand_row)(const uint8_t *row, int64_t in, int64_t ahead, uint16_t *out);
+  void (*expand_row)(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead, uint16_t *out);
 } Format;
 static const Format formats[] = {  // by GGUF's numbers
     [1] = {1, 2, expand_row_f16},      [2] = {32, 18, expand_row_q4_0},   [3] = {32, 20, expand_row_q4_1},
@@ -338,7 +342,8 @@ static void expand_some(const void *of, int64_t piece) {
   const Expansion *a = of;
   const int64_t size = packed_row_bytes(a->format, a->in);
   for (int64_t i = piece * ROWS_AT_ONCE; i < a->count && i < (piece + 1) * ROWS_AT_ONCE; i++)
-    formats[a->format].expand_row(a->weight + (a->rows ? a->rows[i] : i) * size, a->in, size, a->out + i * a->in);
+    formats[a->format].expand_row(a->weight + (a->rows ? a->rows[i] : i) * size, a->in, 0, a->in, size,
+                                  a->out + i * a->in);
 }
 int saltus_expand(const Expansion *a) {
   share(expand_some, a, (a->count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE);
