@@ -4,10 +4,15 @@
 #include "lanes.h"
 #include "packed_weights.h"
 #include "thread_pool.h"
+#if defined AMX_PERMITTED && defined __AMX_BF16__
+#define AMX
+#include "tiles_amx.h"
+#endif
 
 #define PIECES 6  // of a job, for each thread
 #define PACK 2    // rows that a thread packs at a time
 #define ROWS 8    // rows of one register tile of attention
+#define LEAST_TILE ROWS  // query rows that share the conversion of keys and values, at least
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
@@ -120,6 +125,10 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 
 #undef PACKABLE
 #define PACKABLE 1
+#ifdef AMX
+#undef LEAST_TILE
+#define LEAST_TILE SIDE
+#endif
 #define T uint16_t
 #define OF(name) name##_bf16
 #include "row_ops.inc"
@@ -138,15 +147,15 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #else
 #include "attention_lanes.inc"
 #endif
-#if defined AMX_PERMITTED && defined __AMX_BF16__
+#ifdef AMX
 #undef X
 #undef PRODUCTS
 #undef UNIT
 #undef PACKED_ROWS
 #define X uint16_t
 #define PRODUCTS "linear_amx.inc"
-#define UNIT 16
-#define PACKED_ROWS(rows) (PAD(rows, rows > 64 ? 64 : 16) + 1)  // as linear_amx.inc takes them
+#define UNIT SIDE
+#define PACKED_ROWS(rows) (PAD(rows, rows > HEIGHTS * SIDE ? HEIGHTS * SIDE : SIDE) + 1)  // as linear_amx.inc takes them
 #elif defined __AVX512BF16__ && !defined SLOW_BF16_PRODUCTS
 #undef X
 #define X uint16_t
