@@ -28,7 +28,7 @@ MARKUP = [
 ARTICLE = re.compile(r"<title>([^<:]+)</title>.*?<text[^>]*>(.*?)</text>", re.DOTALL)
 SHORT = [
     "What is {0}?", "Where does the name {0} come from?", "Who was involved in {0}?", "When did {0} begin?",
-    "What is {0} all_articles for?", "How many people know of {0} today?", "Which country is {0} most connected with?",
+    "What is {0} known for?", "How many people know of {0} today?", "Which country is {0} most connected with?",
 ]  # fmt: skip
 LONG = [
     "Explain {0} to a ten-year-old.", "Write a short essay about {0}.", "Compare {0} with {1}.",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from saltus.core.canvas import continuation
+from saltus.core.control.call_cost import never_falling
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
 from saltus.engine.tuned_settings import machine_name
@@ -37,8 +38,9 @@ def call_seconds(network: Any) -> dict[int, float]:
         return measure_call_seconds(network)
     known = _read_cache(file)
     if known:
-        measured = measure_call_seconds(network, REPEATED_ROWS, turns=1)
+        measured = measure_call_seconds(network, REPEATED_ROWS, turns=2)
         measured = {rows: min(MAX_RISE * seconds, measured.get(rows, seconds)) for rows, seconds in known.items()}
+        measured = never_falling(measured)
     else:
         measured = measure_call_seconds(network)
     if measured != known:
@@ -89,4 +91,4 @@ def measure_call_seconds(
 
     seconds(max(row_counts))
     timed = [[seconds(rows) for rows in row_counts] for _ in range(turns)]
-    return dict(zip(row_counts, map(min, zip(*timed, strict=True)), strict=True))
+    return never_falling(dict(zip(row_counts, map(min, zip(*timed, strict=True)), strict=True)))

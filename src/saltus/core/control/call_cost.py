@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -11,7 +12,8 @@ class CallCost:
     """Seconds of a call by its number of rows: calibrated once, updated by calls, linear between known row counts.
 
     A call updates the nearest known row count, and all others by half as much: a machine under load slows calls of all
-    sizes, also those that are not used at present.
+    sizes, also those that are not used at present. More rows never cost less: a size that seems to cost more than a
+    larger one was measured in a disturbed moment.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)  # by rows of a call
@@ -24,6 +26,9 @@ class CallCost:
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
             for size in self.seconds:
                 self.seconds[size] *= 1 + (change if size == nearest else change / 2)
+            for size in self.seconds:
+                closer = min if size < nearest else max
+                self.seconds[size] = closer(self.seconds[size], self.seconds[nearest])
 
     def seconds_for(self, rows: int) -> float:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
@@ -40,3 +45,12 @@ class CallCost:
             return self.seconds[above]
         share = (rows - below) / (above - below)
         return self.seconds[below] * (1 - share) + self.seconds[above] * share
+
+
+def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:
+    """The times by numbers of rows, none above that of a larger number."""
+    least, found = math.inf, {}
+    for rows in sorted(seconds, reverse=True):
+        least = min(least, seconds[rows])
+        found[rows] = least
+    return dict(sorted(found.items()))
