@@ -20,11 +20,19 @@ from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
 from saltus.drafting import draft_tree, token_correction
-from saltus.drafting.draft_tree import PositionPredictions, coupled, likeliest, likely_paths, likely_tokens
+from saltus.drafting.draft_tree import (
+    Coupled,
+    Likeliest,
+    PositionPredictions,
+    grown_nodes,
+    likely_paths,
+    likely_tokens,
+)
 from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.drafting.ptp_queries import SOURCE, with_query_chains
 from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.methods.ptp import Ptp
+from saltus.networks.draft_models import row_candidates
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
 from saltus.networks.draft_models.row_candidates import rows_likely_tokens
@@ -89,7 +97,7 @@ def test_by_rejection_it_never_reads_the_uniforms_of_the_rule():
 
 def test_second_choices_hang_beside_the_chain_and_without_a_correction_go_on_as_it_does():
     logits = torch.tensor([[3.0, 2.0, 0.0], [0.0, 4.0, 3.9], [9.0, 0.0, 0.0]])
-    found = likely_paths(predicted(logits), [], likeliest(2), SOURCE)
+    found = likely_paths(predicted(logits), [], Likeliest(2), SOURCE)
     paths = {tuple(branch.tokens): branch.acceptance_probabilities for branch in found}
     assert set(paths) == {(0, 1, 0), (1, 1, 0), (0, 2, 0), (1, 2, 0)}
     assert all(branch.source == SOURCE for branch in found)
@@ -117,12 +125,12 @@ def test_the_kernel_finds_the_likely_tokens_of_each_row(dtype, vocab):
 
 
 def test_drafts_of_untruncated_sampling_are_those_of_the_whole_race():
-    """`coupled` has a shortcut for them; a top-k that drops no likely token takes the long way."""
+    """`Coupled` has a shortcut for them; a top-k that drops no likely token takes the long way."""
     set_seed(5)
     predictions, noise = predicted(3 * torch.randn(3, 60)), Noise(4)
     for temperature in (0.7, 1.0):
         short, long = (
-            coupled(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13)) for top_k in (0, 50)
+            Coupled(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13)) for top_k in (0, 50)
         )
         for position in range(3):
             got, expected = short(predictions, position, []), long(predictions, position, [])
@@ -133,7 +141,7 @@ def test_drafts_of_untruncated_sampling_are_those_of_the_whole_race():
 def test_broken_predictions_draft_nothing():
     logits = np.array([[3.0, 2.0], [np.nan, 1.0]], dtype=np.float32)
     assert [
-        list(one.tokens) for one in likely_paths(predicted(torch.from_numpy(logits)), [4, 5], likeliest(2), SOURCE)
+        list(one.tokens) for one in likely_paths(predicted(torch.from_numpy(logits)), [4, 5], Likeliest(2), SOURCE)
     ] == [
         [0],
         [1],
@@ -142,7 +150,8 @@ def test_broken_predictions_draft_nothing():
 
 def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(monkeypatch):
     """As one forward of the trained module gives them for every path, whole vocabulary and all."""
-    monkeypatch.setattr(draft_tree, "MAX_CANDIDATES", 1000)  # an untrained network finds all tokens likely
+    for module in (draft_tree, row_candidates):  # an untrained network finds all tokens likely
+        monkeypatch.setattr(module, "MAX_CANDIDATES", 1000)
     target = CausalNetwork(tiny_llama())
     network, text = drafter(target, correction=6, window=3), np.arange(5, 25)
     for layer in network.model.correction.children():
@@ -150,7 +159,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
     predictions = outputs.drafter_data
-    branches = likely_paths(predictions, text[-2:].tolist(), likeliest(3), SOURCE)
+    branches = likely_paths(predictions, text[-2:].tolist(), Likeliest(3), SOURCE)
     assert len(branches) > 3
     for branch in branches:
         path = [*text[-2:].tolist(), *branch.tokens]
@@ -161,8 +170,43 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
                 row = network.model.llama.lm_head(network.model.corrected(hidden, *before))
             expected = row.softmax(-1)[branch.tokens[depth] - 5]
             assert stated == pytest.approx(float(expected), rel=1e-4)
-    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), likeliest(3), SOURCE)
+    plain = likely_paths(replace(predictions, correction=None), text[-2:].tolist(), Likeliest(3), SOURCE)
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
+
+
+@pytest.mark.parametrize("choose", ["likeliest", "warmer", "coupled"])
+@pytest.mark.parametrize("length", [0, 1, 20])
+def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
+    set_seed(8)
+    target = CausalNetwork(tiny_llama())
+    network, text = drafter(target, correction=16, window=4), np.arange(5, 25)
+    network.model.llama.lm_head.weight.data.mul_(2)  # less flat predictions
+    for layer in network.model.correction.children():
+        torch.nn.init.normal_(layer.weight, std=0.3)
+    network = DraftNetwork(network.model, target)
+    outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
+    predictions = outputs.drafter_data
+    if predictions.grow is None:
+        pytest.skip("no compiled kernels")
+
+    def rounded(x: np.ndarray) -> np.ndarray:  # as the kernel's tables are
+        return torch.from_numpy(x).bfloat16().float().numpy()
+
+    correction = network.correction
+    vectors = {token: tuple(map(rounded, correction.token_vectors_of(token))) for token in range(5, 256)}
+    correction.token_vectors.update(vectors)
+    predictions.correction = replace(correction, right=rounded(correction.right))
+    chooser = {
+        "likeliest": Likeliest(3),
+        "warmer": Likeliest(2, 1.7),
+        "coupled": Coupled(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30)),
+    }[choose]
+    before = text[:length][-2:].tolist()
+    expected, found = grown_nodes(predictions, before, chooser), predictions.grow(before, chooser)
+    assert len(found) > 3
+    assert [node[:2] for node in found] == [node[:2] for node in expected]
+    assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=0.01)
+    assert predictions.grow(before, Coupled(3, Sampling(temperature=0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
 
 
 def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():

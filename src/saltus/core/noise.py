@@ -54,11 +54,15 @@ class Noise:
 
     def of_tokens(self, stream: str, position: int | np.integer, vocab: int) -> TokenNoise:
         """The random numbers of tokens 0…vocab − 1 at one position ≥ 0; independent of the position's uniform."""
+        keys = self.token_keys(stream, position).tolist()
+        return _token_noise(keys[0], keys[1], num_groups(vocab))
+
+    def token_keys(self, stream: str, position: int | np.integer) -> np.ndarray:
+        """The two words, uint64, of which the random numbers of the tokens at a position ≥ 0 are made."""
         if position < 0:
             raise ValueError(f"noise was requested at position {position}, but positions start at 0")
         block, word = divmod(2 * int(position), BLOCK)
-        keys = _words(self.seed, f"{stream}/tokens", block)[word : word + 2].tolist()
-        return _token_noise(keys[0], keys[1], num_groups(vocab))
+        return _words(self.seed, f"{stream}/tokens", block)[word : word + 2]
 
 
 @lru_cache(maxsize=1024)

@@ -44,9 +44,9 @@ def likely_tokens(row: Float[np.ndarray, "vocab"]) -> LikelyTokens:
 
 
 def most_likely(columns: np.ndarray, logits: np.ndarray, total: float) -> LikelyTokens:
-    """At most MAX_CANDIDATES of tokens with these logits; `total` is Σ exp of all logits of the position."""
+    """At most MAX_CANDIDATES of tokens with these logits, of equal ones the first; `total` is Σ exp of all logits."""
     if len(columns) > MAX_CANDIDATES:
-        kept = np.sort(np.argpartition(logits, -MAX_CANDIDATES)[-MAX_CANDIDATES:])
+        kept = np.sort(np.argsort(-logits, kind="stable")[:MAX_CANDIDATES])
         columns, logits = columns[kept], logits[kept]
     return LikelyTokens(columns, logits, max(total - float(np.exp(logits).sum(dtype=np.float64)), 0.0))
 
@@ -64,6 +64,7 @@ class PositionPredictions:
     correction: TokenCorrection | None = None
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
     informed: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
+    grow: GrowPaths | None = None  # a faster way to grow the likeliest paths, where there is one
     _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
@@ -101,45 +102,64 @@ Chooser = Callable[[PositionPredictions, int, Sequence[int]], list[tuple[int, fl
 """Tokens to offer at a position (0: the first one) after a path, with their acceptance probabilities, best first."""
 
 
-def likeliest(choices: int, temperature: float = 1.0) -> Chooser:
-    """The `choices` likeliest tokens, with their probabilities at this temperature."""
+@dataclass(frozen=True)
+class Likeliest:
+    """A chooser: the `choices` likeliest tokens, with their probabilities at this temperature."""
 
-    def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+    choices: int
+    temperature: float = 1.0
+
+    def __call__(self, predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, rest = predictions.candidates(position, path)
         if not len(ids):
             return []
-        found = largest(logits, choices)
+        found = largest(logits, self.choices)
         top = logits[found[0]]
-        weights = np.exp((logits - top) / temperature)
+        weights = np.exp((logits - top) / self.temperature)
         total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
         return list(zip(ids[found].tolist(), (weights[found] / total).tolist(), strict=True))
 
-    return choose
 
-
-def coupled(choices: int, sampling: Sampling, noise: Noise, positions: np.ndarray) -> Chooser:
-    """The `choices` tokens that the text's own random numbers favour at each of `positions`.
+@dataclass(frozen=True, eq=False)
+class Coupled:
+    """A chooser: the `choices` tokens that the text's own random numbers favour at each of `positions`.
 
     Penalties and bans, which need the whole text, are left out.
     """
-    truncation = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "coupling")}
-    sampling = Sampling(**truncation)
-    log_noise: dict[int, np.ndarray] = {}  # of a position's likely tokens
 
-    def choose(predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+    choices: int
+    sampling: Sampling
+    noise: Noise
+    positions: np.ndarray
+    _log_noise: dict[int, np.ndarray] = field(default_factory=dict, init=False)  # of a position's likely tokens
+
+    @property
+    def is_race(self) -> bool:
+        """True if the tokens are those of the greatest log P + G among all tokens."""
+        return self.sampling.coupling == "gumbel" and not self.sampling.truncates
+
+    def __call__(self, predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, _ = predictions.candidates(position, path)
         if not len(ids):
             return []
-        if sampling.truncates or sampling.coupling != "gumbel":
+        if not self.is_race:
+            kept = ("temperature", "top_k", "top_p", "min_p", "coupling")
+            sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
             found = token_distribution(torch.from_numpy(logits), sampling)
             found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-            return draft_tokens(found, noise, "text", positions[position], choices, PARALLEL_ERROR)
-        if position not in log_noise:
-            numbers = noise.of_tokens("text", positions[position], int(ids[-1]) + 1)
-            log_noise[position] = np.log(numbers.exponentials(ids))
-        return favoured(ids, logits / sampling.temperature - log_noise[position], choices, PARALLEL_ERROR)
+            return draft_tokens(found, self.noise, "text", self.positions[position], self.choices, PARALLEL_ERROR)
+        if position not in self._log_noise:
+            numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)
+            self._log_noise[position] = np.log(numbers.exponentials(ids))
+        values = logits / self.sampling.temperature - self._log_noise[position]
+        return favoured(ids, values, self.choices, PARALLEL_ERROR)
 
-    return choose
+
+PathNode = tuple[int, int, float]
+"""A node of a draft tree: its parent, −1 for none; its token; its probability if its parent is accepted."""
+
+GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
+"""`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
 def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
@@ -147,18 +167,39 @@ def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: 
 
     `text` holds the last two decided tokens, or fewer in a shorter text.
     """
-    root = tuple(text[-2:])
-    queue: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = [(-1.0, (), ())]
-    leaves: dict[tuple[int, ...], tuple[float, ...]] = {}
-    for number in range(MAX_NODES + 1):
-        if not queue:
-            break
-        reached, path, chances = heapq.heappop(queue)
-        if path:
-            leaves.pop(path[:-1], None)
-            leaves[path] = chances
-        if number < MAX_NODES and len(path) < len(predictions.positions):
-            for token, chance in choose(predictions, len(path), root + path):
-                if -reached * chance >= MIN_PATH_PROBABILITY:
-                    heapq.heappush(queue, (reached * chance, (*path, token), (*chances, chance)))
-    return [Branch(path, chances, source) for path, chances in leaves.items()]
+    nodes = None if predictions.grow is None else predictions.grow(text[-2:], choose)
+    nodes = grown_nodes(predictions, text[-2:], choose) if nodes is None else nodes
+    parents, branches = {parent for parent, _, _ in nodes}, []
+    for leaf in range(len(nodes)):
+        if leaf in parents:
+            continue
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = nodes[node][0]
+        path.reverse()
+        branches.append(Branch([nodes[node][1] for node in path], [nodes[node][2] for node in path], source))
+    return branches
+
+
+def grown_nodes(predictions: PositionPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:
+    """The nodes of the likeliest paths, the likeliest first."""
+    nodes: list[PathNode] = []
+    queue: list[tuple[float, int, int, int, float]] = []  # -probability, number, parent, token, chance
+    paths = [tuple(text)]  # the tokens before each node's children, from the text on
+
+    def expand(parent: int, reached: float, path: tuple[int, ...]) -> None:
+        depth = len(path) - len(text)
+        if depth < len(predictions.positions):
+            for token, chance in choose(predictions, depth, path):
+                if reached * chance >= MIN_PATH_PROBABILITY:
+                    heapq.heappush(queue, (-reached * chance, len(nodes) + len(queue), parent, token, chance))
+
+    expand(-1, 1.0, paths[0])
+    while queue and len(nodes) < MAX_NODES:
+        reached, _, parent, token, chance = heapq.heappop(queue)
+        nodes.append((parent, token, chance))
+        paths.append((*paths[parent + 1], token))
+        if len(nodes) < MAX_NODES:
+            expand(len(nodes) - 1, -reached, paths[-1])
+    return nodes

@@ -85,12 +85,13 @@ class NonlinearCorrection:
 
     def vector(self, position: np.ndarray, left: int, second_left: int | None) -> tuple[float, np.ndarray]:
         """The sharpness, which is 1, and the vector [rank] of one position."""
-        total = position + self._token(left)[0]
+        total = position + self.token_vectors_of(left)[0]
         if second_left is not None:
-            total += self._token(second_left)[1]
+            total += self.token_vectors_of(second_left)[1]
         return 1.0, _silu(total) - _silu(position)
 
-    def _token(self, token: int) -> tuple[np.ndarray, np.ndarray]:
+    def token_vectors_of(self, token: int) -> tuple[Float[np.ndarray, "rank"], Float[np.ndarray, "rank"]]:
+        """A·e and B·e of a token."""
         if token not in self.token_vectors:
             if len(self.token_vectors) >= MAX_TOKEN_VECTORS:
                 self.token_vectors.clear()

@@ -14,7 +14,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Coupling, Sampling
-from saltus.drafting.draft_tree import coupled, likeliest, likely_paths, position_predictions
+from saltus.drafting.draft_tree import Coupled, Likeliest, likely_paths, position_predictions
 from saltus.drafting.fused_drafter import FusedPtpDrafter
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
 from saltus.drafting.ptp_queries import (
@@ -76,10 +76,10 @@ class Ptp:
             outputs = yield inputs
             predictions = position_predictions(outputs)
             if rule is match and not sampling.greedy and not sampling.has_uniforms:
-                choose = coupled(self.choices, sampling, noise, canvas.open_positions)
+                choose = Coupled(self.choices, sampling, noise, canvas.open_positions)
             else:
                 of_this_temperature = predictions.informed or sampling.greedy
-                choose = likeliest(self.choices, 1.0 if of_this_temperature else sampling.temperature)
+                choose = Likeliest(self.choices, 1.0 if of_this_temperature else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
             return likely_paths(predictions, text, choose, SOURCE)
 

@@ -8,6 +8,7 @@ frequent tokens, gives the logits.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Sequence
@@ -26,13 +27,15 @@ from saltus.drafting.draft_tree import PositionPredictions
 from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
-from saltus.networks.draft_models.row_candidates import rows_likely_tokens
+from saltus.networks.draft_models.row_candidates import PathKernel, path_kernel, row_candidates, rows_likely_tokens
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
+from saltus.networks.models.exact.packed_weight import select_rows
 from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 
 MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
+RMS_EPSILON = 1e-6
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
@@ -160,7 +163,7 @@ def _llama(config: dict[str, Any]) -> Any:
 def rms_normalized(x: Tensor) -> Tensor:
     """x divided by its root mean square; each row rounds alike in every call."""
     wide = x.float()
-    return (wide / ((wide * wide).mean(-1, keepdim=True) + 1e-6).sqrt()).to(x.dtype)
+    return (wide / ((wide * wide).mean(-1, keepdim=True) + RMS_EPSILON).sqrt()).to(x.dtype)
 
 
 @dataclass
@@ -176,7 +179,9 @@ class DraftNetwork:
         correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
         self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
         self.correction = correction
+        self.ones = torch.ones(self.model.shape.hidden, dtype=self.model.fuse.weight.dtype, device=self.device)
         self.token_ids = self.model.tokens.cpu().numpy()
+        self.path_kernel = self._path_kernel() if self.device.type == "cpu" else None
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
         weights = [module.left, module.second_left, module.output]
@@ -190,13 +195,42 @@ class DraftNetwork:
         project = partial(self._linear, module.state)
         return NonlinearCorrection(left, second_left, project, unembedding @ output, embed)
 
+    @torch.inference_mode()
+    def _path_kernel(self) -> PathKernel | None:
+        tables, module = [], self.model.correction
+        if self.correction is not None and module is not None:
+            embedded = rms_normalized(nn.functional.embedding(self.model.tokens, self.model.embeddings[0]))
+            embedded = embedded.to(module.left.weight.dtype)
+            left, second_left = (self._linear(layer, embedded) for layer in (module.left, module.second_left))
+            tables = [torch.from_numpy(self.correction.right), left, second_left]
+        return path_kernel(self.token_ids, self.correction, tables)
+
     def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return linear(x, [layer.weight], [None])[0] if self.device.type == "cpu" else layer(x)
 
+    def _context_features(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """`DraftModel.context_features`, by a kernel where there is one."""
+        model = self.model
+        dtype, hidden = model.fuse.weight.dtype, model.shape.hidden
+        kernel = native.kernel("norm", dtype, self.device)
+        if kernel is None or states.dtype != dtype:
+            return model.context_features(states, tokens)
+        given, size = torch.empty(len(states), states.shape[-1] + hidden, dtype=dtype), hidden
+        given[:, :-size], given[:, -size:] = states, select_rows(model.embeddings[0], tokens)
+        struct = native.Norm(
+            x=given.data_ptr(), weight=self.ones.data_ptr(), out=given.data_ptr(),
+            rows=given.numel() // size, size=size, epsilon=RMS_EPSILON,
+        )  # fmt: skip
+        kernel(ctypes.byref(struct))
+        return given
+
     def _predictions(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
-        inputs = () if self.correction is None else self.correction.position_inputs(hidden_states)
-        informed = self.model.shape.informed
-        return PositionPredictions(rows_likely_tokens(logits), self.token_ids, self.correction, inputs, informed)
+        inputs = np.empty((0, 0)) if self.correction is None else self.correction.position_inputs(hidden_states)
+        informed, found = self.model.shape.informed, row_candidates(logits) if self.path_kernel is not None else None
+        if found is None or self.path_kernel is None:
+            return PositionPredictions(rows_likely_tokens(logits), self.token_ids, self.correction, inputs, informed)
+        grow = partial(self.path_kernel, found, np.ascontiguousarray(inputs, dtype=np.float32))
+        return PositionPredictions(found.likely_tokens(), self.token_ids, self.correction, inputs, informed, grow)
 
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
@@ -235,7 +269,7 @@ class DraftNetwork:
         tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
         layers = (*self.model.shape.taps, None)
         states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
-        features = self.model.context_features(states, tokens)
+        features = self._context_features(states, tokens)
         context = self._linear(self.model.fuse, features)
         queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
         rows = torch.cat([context, queries.to(context.dtype)])

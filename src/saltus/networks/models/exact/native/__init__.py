@@ -102,9 +102,21 @@ class NearGreatest(ctypes.Structure):
     """The struct `NearGreatest` of kernels.c, field for field."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("x", "places", "values", "counts", "totals")),
-        *((name, INTEGER) for name in ("rows", "size")),
+        *((name, POINTER) for name in ("x", "places", "values", "counts", "rests")),
+        *((name, INTEGER) for name in ("rows", "size", "most")),
         ("gap", REAL),
+    ]
+
+
+class DraftPaths(ctypes.Structure):
+    """The struct `DraftPaths` of draft_paths.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
+        *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys")),
+        *((name, INTEGER) for name in ("positions", "rank", "choices", "nodes")),
+        *((name, REAL) for name in ("temperature", "error", "least")),
+        *((name, POINTER) for name in ("parents", "tokens", "chances")),
     ]
 
 

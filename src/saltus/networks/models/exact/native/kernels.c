@@ -2,6 +2,7 @@
 // or what other rows hold. Every sum runs in one fixed order; a masked key adds an exact zero. This is why a method
 // writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
 #include "lanes.h"
+#include "draft_paths.h"
 #include "packed_weights.h"
 #include "thread_pool.h"
 #if defined AMX_PERMITTED && defined __AMX_BF16__
@@ -62,12 +63,12 @@ typedef struct {
 } Norm;
 
 typedef struct {
-  const void *x;     // [rows, size], dense
-  int32_t *places;   // [rows, size]: of values less than `gap` below the row's greatest, ascending
-  float *values;     // [rows, size]: those values less the greatest
-  int64_t *counts;   // [rows]: how many; 0 where the greatest is not finite
-  float *totals;     // [rows]: Σ exp(value − greatest) of all values
-  int64_t rows, size;
+  const void *x;    // [rows, size], dense
+  int32_t *places;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
+  float *values;    // [rows, most]: those values less the greatest
+  int64_t *counts;  // [rows]: how many; 0 where the greatest is not finite
+  float *rests;     // [rows]: Σ exp(value − greatest) of all other values
+  int64_t rows, size, most;
   float gap;
 } NearGreatest;
 

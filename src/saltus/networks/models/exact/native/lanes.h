@@ -192,6 +192,19 @@ static inline void turn(lanes *x) {
 #endif
 }
 
+// A bit for each lane that is greater than the limit.
+static inline uint32_t lanes_above(lanes x, float limit) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GT_OQ);
+#elif defined __AVX__
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(limit), _CMP_GT_OQ));
+#else
+  uint32_t bits = 0;
+  for (int l = 0; l < LANES; l++) bits |= (uint32_t)(x[l] > limit) << l;
+  return bits;
+#endif
+}
+
 // `count` floats, a multiple of LANES.
 static inline int all_finite(const float *x, int64_t count) {
   lanes zeros = {};

@@ -1,0 +1,129 @@
+// Grow the likeliest paths of a draft call best first, each token given the tokens before it: the loop of `likely_paths`
+// (drafting/draft_tree.py) for a drafter's correction, and for greedy drafts or those that Gumbel noise favours.
+#pragma once
+#include "lanes.h"
+
+#define MOST_NODES 64
+#define MOST_CHOICES 16
+#define MOST_CANDIDATES 64
+
+typedef struct {
+  // of each position its candidates [positions, MOST_CANDIDATES], as near_greatest finds them
+  const int32_t *columns;
+  const float *logits;
+  const int64_t *counts;
+  const float *rests;  // [positions]: Σ exp of the logits of all other tokens
+  const int64_t *ids;  // [vocab]: the tokens of the columns
+  // the correction, SiLU(A e(left) + B e(second left) + G h) − SiLU(G h); `right` NULL: there is none
+  const uint16_t *right, *left, *second_left;  // [vocab, rank], bfloat16: of the columns
+  const float *states;                         // [positions, rank]: G h
+  const float *text_left, *text_second_left;   // [rank]: A e and B e of the last token of the text, or NULL
+  const float *text_before;                    // [rank]: B e of the token before it, or NULL
+  const uint64_t *keys;                        // [positions, 2] of the Gumbel noise; NULL: drafts are the likeliest
+  int64_t positions, rank, choices, nodes;
+  float temperature, error, least;  // nodes that are reached with a smaller probability are not offered
+  // of each node: its parent, −1 for none, its token, and its probability of acceptance if its parent is accepted
+  int64_t *parents, *tokens;
+  float *chances;
+} DraftPaths;
+
+static inline lanes silu(lanes x) { return x / (1.0f + exp_lanes(-x)); }
+
+// The noise of core/noise.py: SplitMix64 with a key before each multiplication, and its exponentials.
+static inline uint64_t hash_counter(uint64_t counter, const uint64_t *keys) {
+  uint64_t x = counter * 0x9E3779B97F4A7C15u + keys[0];
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u + keys[1];
+  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+  return x ^ x >> 31;
+}
+static inline double open_uniform(uint64_t word) { return ((word >> 12) + 0.5) * 0x1p-52; }
+static float log_exponential(int64_t token, const uint64_t *keys) {
+  const int64_t group = token >> 16 << 10 | (token & 1023);
+  const uint64_t word = hash_counter(((uint64_t)1 << 40) + group, keys);
+  const int64_t first = (group >> 10 << 16) | (group & 1023);
+  double value = -log1p(-open_uniform(word)) / 64;
+  if (first + (int64_t)(word & 63) * 1024 != token) value -= log1p(-open_uniform(hash_counter(token, keys)));
+  return logf((float)value);
+}
+
+typedef struct {
+  float reached, chance;
+  int64_t parent, depth, column;
+} OpenPath;
+
+// The logits of a position's candidates after a node; NAN in the first if they are not finite.
+static void correct_logits(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node, float *logits) {
+  const int64_t count = a->counts[position], rank = a->rank;
+  memcpy(logits, a->logits + position * MOST_CANDIDATES, count * sizeof *logits);
+  if (!a->right || (node < 0 && !a->text_left)) return;
+  float vector[rank];
+  const int64_t parent = node < 0 ? -1 : nodes[node].parent;
+  const float *state = a->states + position * rank;
+  for (int64_t k = 0; k < rank; k += LANES) {
+    const lanes own = load_f32(state + k);
+    lanes sum = own + (node < 0 ? load_f32(a->text_left + k) : load_bf16(a->left + nodes[node].column * rank + k));
+    if (node < 0) sum = a->text_before ? sum + load_f32(a->text_before + k) : sum;
+    else if (parent >= 0) sum = sum + load_bf16(a->second_left + nodes[parent].column * rank + k);
+    else if (a->text_second_left) sum = sum + load_f32(a->text_second_left + k);
+    store_f32(vector + k, silu(sum) - silu(own));
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const uint16_t *right = a->right + a->columns[position * MOST_CANDIDATES + i] * rank;
+    lanes sum = {};
+    for (int64_t k = 0; k < rank; k += LANES) sum = sum + load_bf16(right + k) * load_f32(vector + k);
+    logits[i] += sum_four(sum, (lanes){}, (lanes){}, (lanes){})[0];
+    if (!isfinite(logits[i])) logits[0] = NAN;
+  }
+}
+
+// Offer the best tokens of a position after a node.
+static int64_t expand_node(const DraftPaths *a, int64_t position, const OpenPath *nodes, int64_t node, float *noise,
+                           OpenPath *open, int64_t count) {
+  const int64_t candidates = a->counts[position];
+  const float reached = node < 0 ? 1 : nodes[node].reached;
+  float values[MOST_CANDIDATES];
+  if (!candidates) return count;
+  correct_logits(a, position, nodes, node, values);
+  if (values[0] != values[0]) return count;
+  float greatest = -INFINITY, total = 0, scale = 1 / a->temperature;
+  if (a->keys) {
+    float *here = noise + position * MOST_CANDIDATES;
+    if (here[0] != here[0])
+      for (int64_t i = 0; i < candidates; i++)
+        here[i] = log_exponential(a->ids[a->columns[position * MOST_CANDIDATES + i]], a->keys + 2 * position);
+    for (int64_t i = 0; i < candidates; i++) values[i] = values[i] * scale - here[i];
+    scale = 1 / a->error;
+  }
+  for (int64_t i = 0; i < candidates; i++) greatest = values[i] > greatest ? values[i] : greatest;
+  for (int64_t i = 0; i < candidates; i++) total += expf((values[i] - greatest) * scale);
+  if (!a->keys) total += a->rests[position] * expf(-fminf(fmaxf(greatest, -80), 80));
+  for (int64_t choice = 0; choice < a->choices && choice < candidates; choice++) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < candidates; i++) best = values[i] > values[best] ? i : best;
+    const float chance = expf((values[best] - greatest) * scale) / total;
+    values[best] = -INFINITY;
+    if (reached * chance >= a->least)
+      open[count++] = (OpenPath){.reached = reached * chance, .chance = chance, .parent = node, .depth = position + 1,
+                                 .column = a->columns[position * MOST_CANDIDATES + best]};
+  }
+  return count;
+}
+
+// The number of nodes; −1 if there are more candidates, choices or nodes than this file has room for.
+int64_t saltus_draft_paths(const DraftPaths *a) {
+  if (a->nodes > MOST_NODES || a->choices > MOST_CHOICES || a->rank % LANES) return -1;
+  OpenPath nodes[MOST_NODES], open[(MOST_NODES + 1) * MOST_CHOICES];
+  float noise[a->positions * MOST_CANDIDATES];
+  for (int64_t p = 0; p < a->positions; p++) noise[p * MOST_CANDIDATES] = NAN;
+  int64_t count = a->positions ? expand_node(a, 0, nodes, -1, noise, open, 0) : 0, made = 0;
+  while (count && made < a->nodes) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++) best = open[i].reached > open[best].reached ? i : best;
+    const OpenPath node = nodes[made] = open[best];
+    open[best] = open[--count];
+    a->parents[made] = node.parent, a->tokens[made] = a->ids[node.column], a->chances[made] = node.chance;
+    if (++made < a->nodes && node.depth < a->positions)
+      count = expand_node(a, node.depth, nodes, made - 1, noise, open, count);
+  }
+  return made;
+}
