@@ -114,6 +114,22 @@ def test_what_a_model_is_stored_in_is_named_by_size():
 INSTRUCTION_SETS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw", "cooperlake": "avx512_bf16"}
 
 
+@needs_kernels
+def test_the_matrix_unit_is_used_where_it_may_be_and_can_be_turned_off(monkeypatch):
+    """With and without it the sums differ in their order: by the rounding of float32, which bfloat16 mostly hides."""
+    x, weight = torch.randn(40, 576).bfloat16(), PackedWeight.from_blocks(random_blocks(Q.Q4_1, 960, 576), Q.Q4_1)
+    usual = linear(x, [weight], [None])[0]
+    monkeypatch.setenv("SALTUS_AMX", "0")
+    native.load_kernels.cache_clear()
+    try:
+        without = linear(x, [weight], [None])[0]
+    finally:
+        native.load_kernels.cache_clear()
+        monkeypatch.delenv("SALTUS_AMX")
+    assert torch.allclose(usual.float(), without.float(), rtol=0.01, atol=0.01 * float(without.float().std()))
+    assert torch.equal(usual, without) != native._request_amx(native._processor_features())
+
+
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("march", INSTRUCTION_SETS)

@@ -256,10 +256,13 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.evaluation.reports.environment import git_commit, machine_info
+    from saltus.networks.loading.checkpoints import resolve_device
     from saltus.training.loop.checkpoint import lock_folder
 
+    on_cpu = resolve_device(device) == "cpu"  # where the exact kernels read texts faster, too
+
     def load_engine(model: str) -> Any:
-        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=False, weights="bf16")
+        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=on_cpu, weights="bf16")
 
     run = open_run(recipe, samples, teacher, work, begin, load_engine)
     with lock_folder(work):

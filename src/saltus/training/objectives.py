@@ -89,7 +89,9 @@ class CachedStateObjective(Objective):
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model = inputs.recipe, inputs.network.model
         settings, corpus = getattr(recipe, recipe.kind), load_hidden_states(inputs.data_folder)
-        return self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.lessons, inputs.model_name)
+        task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.lessons, inputs.model_name)
+        task.autocast = getattr(settings, "autocast", False)
+        return task
 
 
 class AdapterObjective(Objective):

@@ -33,6 +33,7 @@ class DrafterSettings:
     told: bool = True  # conditioned on the temperature
     informed: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
     correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
+    autocast: bool = False  # compute in bfloat16
 
     def __post_init__(self) -> None:
         for name in ("layers", "intermediate", "window", "vocabulary"):

@@ -62,7 +62,7 @@ def load_checkpoint(
     are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
     The folder of an adapter of `saltus train` loads its target with the adapter attached.
     """
-    device, kind = _device(device), _checked_choice("dtype", dtype, DTYPES)
+    device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
     _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
     is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
     adapter = Path(name_or_path) if is_adapter else None
@@ -214,7 +214,8 @@ def _recurrent_layer_types(model: Any) -> list[str]:
     return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
 
 
-def _device(name: str) -> str:
+def resolve_device(name: str) -> str:
+    """The device that a name stands for: auto is a GPU if there is one. Errors: ValueError."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     _checked_choice("device", name.partition(":")[0], {"auto": 0, "cpu": 0, "cuda": 0})

@@ -57,6 +57,10 @@ class CachedStateTask(WindowTrainingTask):
         if self.corpus.target_fingerprint != model_fingerprint(self.target):
             raise ValueError(f"these are states of another model than {self.target_name}; collect them anew")
 
+    @property
+    def _device(self) -> torch.device:
+        return self.target.device
+
     @abstractmethod
     def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> nn.Module:
         """An untrained module for these tokens."""

@@ -115,6 +115,10 @@ class DrafterTrainingTask(CachedStateTask):
         target's own distribution there. Plus, weighted by the recipe's `laws`, the cross-entropy between the target's
         next-token distribution and the module's at context positions.
         """
+        with self._autocast():
+            return self._loss(step)
+
+    def _loss(self, step: int) -> Float[Tensor, ""]:
         batch, generator = self.window_dataset.training_batch(step), seeded_generator(self.seed, "unknown", step)
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]

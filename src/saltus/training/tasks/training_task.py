@@ -56,7 +56,11 @@ class TrainingTask(ABC):
         raise NotImplementedError
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast)
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self.autocast)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.device
 
     @abstractmethod
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
