@@ -87,8 +87,9 @@ class PathKernel:
     ) -> list[PathNode] | None:
         """The nodes; None for a chooser that the kernel does not know. `states` are the correction's inputs."""
         kernels = native.load_kernels()
-        is_race = isinstance(choose, Coupled) and choose.is_race
-        if kernels is None or not (is_race or isinstance(choose, Likeliest)):
+        if kernels is None or not isinstance(choose, Likeliest | Coupled):
+            return None
+        if isinstance(choose, Coupled) and not choose.is_race:
             return None
         parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
         struct = native.DraftPaths(
