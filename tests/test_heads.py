@@ -24,7 +24,9 @@ from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, probabilities
 from saltus.drafting import autoregressive
 from saltus.drafting.drawn_window import DrawnWindow
+from saltus.drafting.ptp_queries import with_query_chains
 from saltus.methods.mtpc import Mtpc
+from saltus.networks.draft_models import row_candidates
 from saltus.networks.draft_models.head_network import HeadNetwork
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, new_head_model
 from saltus.networks.loading.drafter_files import (
@@ -159,6 +161,27 @@ def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_
         unknown = network.forward([ask([0, other])], [kv_cache])[0]
         expected = found.initial.exp() @ kv_cache.distributions[1][1]
         torch.testing.assert_close(unknown.logits[0].exp(), expected)
+
+
+@each_kind
+@pytest.mark.parametrize("settings", [{}, {"told": False}, {"own": True}, {"tokens": [0, 2, 5]}])
+def test_each_path_has_the_conditionals_that_one_token_after_another_gives(kind, settings, monkeypatch):
+    """All paths of a window from one call, against the circuit observed token by token."""
+    monkeypatch.setattr(row_candidates, "MAX_GAP", 1e4)  # no token is too unlikely
+    network, text, state = HeadNetwork(heads(kind, **settings), None), [3, 2], torch.ones(1, 8)
+    kv_cache, count = network.new_kv_cache(), 3
+    queries = with_query_chains(ask(text, state), [(-1, [math.nan] * count)], 0.0)
+    predictions = network.forward([queries], [kv_cache])[0].drafter_data
+    assert predictions.num_positions == count
+    for path in itertools.product(network.tokens.tolist(), repeat=count - 1):
+        kv_cache = network.new_kv_cache()
+        outputs = network.forward([ask(text, state)], [kv_cache])[0]
+        for position in range(count):
+            expected = dict(zip(outputs.token_ids.tolist(), outputs.logits[0].exp().tolist(), strict=True))
+            ids, logits, rest = predictions.candidates(position, [*text, *path[:position]])
+            assert dict(zip(ids.tolist(), np.exp(logits).tolist(), strict=True)) == pytest.approx(expected, abs=1e-5)
+            assert rest == pytest.approx(0, abs=1e-5)
+            outputs = network.forward([ask([*text, *path[: position + 1]])], [kv_cache])[0]
 
 
 # -------------------------------------------------------------------------------------------------- the law of the text
@@ -467,10 +490,10 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
 
 
 def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, tiny_heads):
-    heads = {"model": str(tiny_heads(window=3)), "least": 0.0}
+    heads = {"model": str(tiny_heads(window=2)), "choices": 1}
     made = saltus.load(str(tiny_folder()), "mtpc", options={"mtpc": heads}, adaptive=False)
     steps = made.generate("the cat", max_new_tokens=20).calls
-    assert max(step.num_draft_tokens for step in steps) == 3
+    assert max(step.num_draft_tokens for step in steps) == 2
 
 
 @pytest.mark.parametrize(("settings", "cure"), [
@@ -485,7 +508,7 @@ def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
         replace(HeadShape(8), **settings)
 
 
-@pytest.mark.parametrize(("option", "value"), [("length", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")])
+@pytest.mark.parametrize(("option", "value"), [("length", 0), ("choices", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")])
 def test_options_out_of_range_are_refused_in_a_line(option, value):
     with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value!r}, but .*$"):
         Mtpc(**{option: value})

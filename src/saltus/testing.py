@@ -80,7 +80,8 @@ class ToyNetwork:
                 "a drafter gets the hidden states before the tokens decided since"
             )
             assert len(inputs.hidden_states) > 0, "a drafter gets new hidden states"
-            assert not inputs.query_nodes or not len(kv_cache.decided) or read == len(inputs.hidden_states), (
+            one_call = bool(inputs.query_nodes) and self.adapter is not None  # a drafter that decodes reads its drafts
+            assert not one_call or not len(kv_cache.decided) or read == len(inputs.hidden_states), (
                 "each hidden state comes once"
             )
         kv_cache.decided = decided.copy()
@@ -88,7 +89,7 @@ class ToyNetwork:
         for token, parent in zip(inputs.tokens[: inputs.num_draft_tokens], inputs.parents, strict=False):
             pairs.append((pairs[parent + 1][1], token))
         logits = self.logits[tuple(zip(*pairs, strict=True))]
-        if inputs.query_nodes:
+        if inputs.query_nodes and self.adapter is not None:
             logits = torch.cat([logits, self._query_logits(inputs, pairs)])
         states = [*range(len(decided) - read, len(decided)), *(len(decided) + depth for depth in inputs.depths)]
         return ForwardOutputs(
@@ -98,7 +99,7 @@ class ToyNetwork:
         )
 
     def _query_logits(self, inputs: ForwardInputs, pairs: list[tuple[int, int]]) -> Tensor:
-        assert self.adapter is not None, "queries need an adapter"
+        assert self.adapter is not None
         self.num_queries += len(inputs.query_nodes)
         conditioning: dict[int, tuple[tuple[int, int], list[float]]] = {}
         for node in inputs.query_nodes:

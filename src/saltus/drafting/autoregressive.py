@@ -25,12 +25,14 @@ def draft_autoregressively(
     sampling: Sampling,
     rule: Rule,
     source: str,
+    first_outputs: ForwardOutputs | None = None,
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
     """A branch of up to `length` tokens; it ends where the product of the drafts' probabilities is too small.
 
     Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
     wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
-    states are an input of the first call only. A network that returns no logits ends the branch.
+    states are an input of the first call only, whose outputs may be known already. A network that returns no logits
+    ends the branch.
     """
     canvas = inputs.canvas
     stream = f"{source}/{canvas.num_decided}"  # new in each step: random numbers are never used twice
@@ -39,7 +41,7 @@ def draft_autoregressively(
     distributions: list[Distribution] = []
     value = 1.0
     while len(tokens) < length and value >= min_probability:
-        outputs = yield inputs
+        outputs, first_outputs = first_outputs or (yield inputs), None
         if not len(outputs.logits):
             break
         answers = TargetDistributions(inputs, outputs, sampling, noise)

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -64,15 +65,15 @@ class PositionPredictions:
     correction: TokenCorrection | None = None
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
     informed: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
-    grow: GrowPaths | None = None  # a faster way to grow the likeliest paths, where there is one
+    grow: GrowPaths | None = None
     _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 
-    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
-        """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
+    @property
+    def num_positions(self) -> int:
+        return len(self.positions)
 
-        `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
-        Empty for logits that are not finite.
-        """
+    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """See DraftPredictions; empty for logits that are not finite."""
         likely = self.positions[position]
         if position not in self._candidates:
             ids = likely.columns if self.token_ids is None else self.token_ids[likely.columns]
@@ -89,6 +90,26 @@ class PositionPredictions:
         return ids, logits, likely.rest
 
 
+@runtime_checkable
+class DraftPredictions(Protocol):
+    """What one draft call predicts for the next positions: distributions that may depend on the tokens before."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def grow(self) -> GrowPaths | None:
+        """A faster way to grow the likeliest paths, where there is one."""
+        ...
+
+    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
+
+        `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
+        """
+        ...
+
+
 def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
     """What the queries of a draft call predict, as their network says or else by their logits."""
     if isinstance(outputs.drafter_data, PositionPredictions):
@@ -98,7 +119,7 @@ def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
     return PositionPredictions(likely, None if ids is None else ids.cpu().numpy())
 
 
-Chooser = Callable[[PositionPredictions, int, Sequence[int]], list[tuple[int, float]]]
+Chooser = Callable[[DraftPredictions, int, Sequence[int]], list[tuple[int, float]]]
 """Tokens to offer at a position (0: the first one) after a path, with their acceptance probabilities, best first."""
 
 
@@ -109,7 +130,7 @@ class Likeliest:
     choices: int
     temperature: float = 1.0
 
-    def __call__(self, predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+    def __call__(self, predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, rest = predictions.candidates(position, path)
         if not len(ids):
             return []
@@ -138,7 +159,7 @@ class Coupled:
         """True if the tokens are those of the greatest log P + G among all tokens."""
         return self.sampling.coupling == "gumbel" and not self.sampling.truncates
 
-    def __call__(self, predictions: PositionPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+    def __call__(self, predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, _ = predictions.candidates(position, path)
         if not len(ids):
             return []
@@ -162,7 +183,7 @@ GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
 """`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
 
 
-def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
+def likely_paths(predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
     """Branches of the likeliest paths, grown best first.
 
     `text` holds the last two decided tokens, or fewer in a shorter text.
@@ -182,7 +203,7 @@ def likely_paths(predictions: PositionPredictions, text: Sequence[int], choose: 
     return branches
 
 
-def grown_nodes(predictions: PositionPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:
+def grown_nodes(predictions: DraftPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:
     """The nodes of the likeliest paths, the likeliest first."""
     nodes: list[PathNode] = []
     queue: list[tuple[float, int, int, int, float]] = []  # -probability, number, parent, token, chance
@@ -190,7 +211,7 @@ def grown_nodes(predictions: PositionPredictions, text: Sequence[int], choose: C
 
     def expand(parent: int, reached: float, path: tuple[int, ...]) -> None:
         depth = len(path) - len(text)
-        if depth < len(predictions.positions):
+        if depth < predictions.num_positions:
             for token, chance in choose(predictions, depth, path):
                 if reached * chance >= MIN_PATH_PROBABILITY:
                     heapq.heappush(queue, (-reached * chance, len(nodes) + len(queue), parent, token, chance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,11 +11,15 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
-from saltus.core.rules import Rule, reject
+from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Sampling
 from saltus.drafting.autoregressive import draft_autoregressively
+from saltus.drafting.draft_tree import Coupled, DraftPredictions, Likeliest, likely_paths
 from saltus.drafting.drawn_window import can_draw_window, draft_drawn_window
 from saltus.drafting.hidden_state_drafter import DraftCalls, HiddenStateDrafter
+from saltus.drafting.ptp_queries import with_query_chains
+
+SOURCE = "mtpc"
 
 
 @dataclass(frozen=True)
@@ -23,18 +28,20 @@ class Mtpc:
 
     The verification call computes the hidden state before the token that the verifier adds itself. That token is
     kept, and the circuit is conditioned on it. (The paper's shortcut drops the token, which changes the distribution
-    when sampling.) Draft tokens are taken one by one, each conditioned on those before it: with the text's own
-    uniforms under `match`, and from distributions that the rule gets under `reject`.
+    when sampling.) Under `match` the likeliest paths are offered, or those that the text's own random numbers favour,
+    each token given those before it. Under `reject` a chain is sampled, and the rule gets its distributions.
     """
 
     model: str = "auto"  # a folder written by `saltus train mtpc`; auto: the heads shipped for the target
     length: int = 16  # draft tokens, at most; never more than the heads' window
-    least: float = 0.1  # stop where the product of the drafts' probabilities falls below this
+    choices: int = 3  # tokens offered after each path, at most
+    least: float = 0.1  # under `reject`, stop where the product of the drafts' probabilities falls below this
     draw: str = "tokens"  # under `reject`: tokens one by one, or the window at once, in a stage for each level
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"mtpc: length is {self.length}, but must be 1 or more")
+        for name in ("length", "choices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"mtpc: {name} is {getattr(self, name)}, but must be 1 or more")
         if not 0 <= self.least < 1:
             raise ValueError(f"mtpc: least is {self.least}, but must lie in [0, 1)")
         if self.draw not in ("tokens", "window"):
@@ -50,7 +57,15 @@ class Mtpc:
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
             inputs = ForwardInputs(canvas, network_name="mtpc", hidden_states=hidden_states)
             if at_once:
-                return draft_drawn_window(inputs, length, self.least, noise, sampling, "mtpc")
-            return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "mtpc")
+                return (yield from draft_drawn_window(inputs, length, self.least, noise, sampling, SOURCE))
+            outputs = None
+            if rule is match:
+                outputs = yield with_query_chains(inputs, [(-1, [math.nan] * length)], sampling.temperature)
+                if isinstance(outputs.drafter_data, DraftPredictions):
+                    coupled = Coupled(self.choices, sampling, noise, canvas.open_positions)
+                    choose = Likeliest(self.choices) if sampling.greedy else coupled
+                    return likely_paths(outputs.drafter_data, canvas.decided_prefix[-2:].tolist(), choose, SOURCE)
+            drafts = draft_autoregressively(inputs, length, self.least, noise, sampling, rule, SOURCE, outputs)
+            return (yield from drafts)
 
         return HiddenStateDrafter(self.length, draft)

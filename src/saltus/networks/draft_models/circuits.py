@@ -17,6 +17,7 @@ Tensors, all logarithms, with any batch dimensions in front:
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -108,6 +109,12 @@ class CircuitFilter(Generic[Array]):
         self.joint_by_latent = {0: initial}  # log P(state, all evidence), of the latents above the next position
         self.evidence_by_latent = {0: _zeros_like(initial)}  # log P(evidence below the latent | its state)
         self._go_to_next_position()
+
+    def copy(self) -> CircuitFilter[Array]:
+        """A filter that goes on from here by itself."""
+        other = copy.copy(self)
+        other.joint_by_latent, other.evidence_by_latent = dict(self.joint_by_latent), dict(self.evidence_by_latent)
+        return other
 
     @property
     def state_log_weights(self) -> Float[Array, "*batch rank"]:

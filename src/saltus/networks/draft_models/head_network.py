@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,9 +17,11 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.sampling import Distribution, float_row
 from saltus.drafting.drawn_window import DrawnWindow
+from saltus.networks.draft_models.circuit_predictions import CircuitPredictions, StateDistributions
 from saltus.networks.draft_models.circuits import CircuitFilter
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
 from saltus.networks.draft_models.heads import CircuitParameters, HeadModel
+from saltus.networks.draft_models.row_candidates import row_candidates
 from saltus.networks.draft_models.window_sampling import LEAST, draw_window
 from saltus.networks.models.exact import native
 
@@ -37,7 +40,7 @@ class WindowCache:
     parameters: CircuitParameters | None = None
     initial: np.ndarray = field(default_factory=lambda: np.empty(0))
     transitions: np.ndarray = field(default_factory=lambda: np.empty(0))
-    shared_logits: np.ndarray | None = None  # [window, draft] logits
+    shared_logits: Tensor | None = None  # [window, draft] logits, if states share any
     state_codes: np.ndarray | None = None  # [window, rank, directions]
     distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by position
     window_tokens: list[int] = field(default_factory=list)  # observed so far
@@ -75,14 +78,51 @@ class HeadNetwork:
             self._start_windows(batch, kv_caches)
             outputs = []
             for inputs, kv_cache in zip(batch, kv_caches, strict=True):
-                drawn = self._draw_window(inputs, kv_cache) if inputs.query_nodes else None
-                found = NO_LOGITS if drawn else self._next_token_logits(inputs.canvas.decided_prefix, kv_cache)
-                outputs.append((*found, drawn))
+                if not inputs.query_nodes:
+                    outputs.append((*self._next_token_logits(inputs.canvas.decided_prefix, kv_cache), None))
+                elif inputs.uniforms and math.isnan(inputs.uniforms[0]):
+                    outputs.append((*NO_LOGITS, self._predict_window(inputs, kv_cache)))
+                else:
+                    outputs.append((*NO_LOGITS, self._draw_window(inputs, kv_cache)))
         seconds = time.perf_counter() - started
         return [
-            ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens), drawn)
-            for tokens, logits, drawn in outputs
+            ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens), window)
+            for tokens, logits, window in outputs
         ]
+
+    def _predict_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> CircuitPredictions:
+        """The distributions of as many positions as there are mask queries, as far as the window goes."""
+        shape, parameters = self.model.shape, kv_cache.parameters
+        assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
+        first = int(not shape.told)
+        count = first + min(len(inputs.query_nodes), shape.num_draft_tokens)
+        positions = self._likely_by_state(kv_cache, parameters, count)
+        root = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
+        if first:
+            root.observe(positions[0].evidence(int(inputs.canvas.decided_prefix[-1])))
+        return CircuitPredictions(positions[first:], root)
+
+    def _likely_by_state(
+        self, kv_cache: WindowCache, parameters: CircuitParameters, count: int
+    ) -> list[StateDistributions]:
+        """The likely tokens of the first positions: those of the logits that the states share, where they share any."""
+        shared = kv_cache.shared_logits
+        found = None if shared is None else row_candidates(shared[:count])
+        positions = []
+        for position in range(count):
+            if shared is None or found is None:
+                tokens, rest = self.tokens, 0.0
+                logits = _float_array(self.model.logits(parameters, position))
+            else:
+                columns = found.columns[position, : found.counts[position]]
+                tokens, rest = self.tokens[columns], float(found.rests[position])
+                logits = found.logits[None, position, : len(columns)]
+                if self.direction_logits is not None and kv_cache.state_codes is not None:
+                    logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, columns]
+            greatest = logits.max(-1, keepdims=True, initial=0.0)
+            total = np.exp(logits - greatest).sum(-1, keepdims=True) + rest * np.exp(-greatest)
+            positions.append(StateDistributions(tokens, logits - greatest - np.log(total)))
+        return positions
 
     def _draw_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> DrawnWindow:
         """A token for each uniform query, as far as the window goes, drawn from the joint distribution at once.
@@ -113,13 +153,13 @@ class HeadNetwork:
         if kv_cache.shared_logits is None:
             logits = torch.stack([model.logits(parameters, position) for position in range(count)])
             return model.tokens.expand(count, -1), logits
-        shared = torch.from_numpy(kv_cache.shared_logits[:count]).to(self.device)
+        shared = kv_cache.shared_logits[:count].float()
         if self.direction_logits is None or codes is None:
             return model.tokens.expand(count, -1), shared[:, None]
         directions = torch.from_numpy(self.direction_logits).to(self.device)
         if shared.shape[-1] <= MAX_CANDIDATE_TOKENS:
             return model.tokens.expand(count, -1), model.state_logits(shared, codes[:count], directions)
-        likely = np.argpartition(-kv_cache.shared_logits[:count], MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
+        likely = np.argpartition(-shared.cpu().numpy(), MAX_CANDIDATE_TOKENS)[:, :MAX_CANDIDATE_TOKENS]
         chosen = torch.from_numpy(np.sort(likely)).to(self.device)  # topk of torch takes five times as long
         differences = codes[:count].to(directions.dtype) @ directions[:, chosen].transpose(0, 1)
         return model.tokens[chosen], shared.gather(-1, chosen)[:, None] + differences
@@ -179,7 +219,7 @@ class HeadNetwork:
             )
             kv_cache.initial, kv_cache.transitions = map(_float_array, (parameters.initial, parameters.transitions))
             kv_cache.state_codes = _float_array(codes)
-            kv_cache.shared_logits = None if shared is None else _float_array(shared[number])
+            kv_cache.shared_logits = None if shared is None else shared[number]
             kv_cache.parameters, kv_cache.num_decided = parameters, len(decided)
             kv_cache.circuit_filter, kv_cache.window_tokens, kv_cache.distributions = None, [], {}
 
@@ -203,7 +243,7 @@ class HeadNetwork:
         if kv_cache.shared_logits is None:
             assert kv_cache.parameters is not None
             return tokens, _float_array(self.model.logits(kv_cache.parameters, position))
-        shared = kv_cache.shared_logits[position]
+        shared = _float_array(kv_cache.shared_logits[position])
         if kv_cache.state_codes is None or directions is None:
             return tokens, shared[None]
         if len(shared) > MAX_CANDIDATE_TOKENS:
