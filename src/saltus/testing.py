@@ -31,6 +31,7 @@ class ToyKvCache:
     """The KV cache of a toy: the decided tokens of the last call."""
 
     decided: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    holds_drafts: bool = False  # a drafter that drafts token by token has read its own drafts, too
 
 
 ToyAdapter = Callable[[tuple[int, int], Sequence[float]], Tensor]
@@ -80,10 +81,12 @@ class ToyNetwork:
                 "a drafter gets the hidden states before the tokens decided since"
             )
             assert len(inputs.hidden_states) > 0, "a drafter gets new hidden states"
-            one_call = bool(inputs.query_nodes) and self.adapter is not None  # a drafter that decodes reads its drafts
+            one_call = bool(inputs.query_nodes) and not kv_cache.holds_drafts
             assert not one_call or not len(kv_cache.decided) or read == len(inputs.hidden_states), (
                 "each hidden state comes once"
             )
+        else:
+            kv_cache.holds_drafts = True
         kv_cache.decided = decided.copy()
         pairs = [self._last_two(decided.tolist())]
         for token, parent in zip(inputs.tokens[: inputs.num_draft_tokens], inputs.parents, strict=False):
