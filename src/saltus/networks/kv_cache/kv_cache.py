@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +46,9 @@ class KVCache:
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
         if moves and self.keys is not None and self.values is not None:
             base = len(self.tokens)
-            to, at = (torch.tensor([base + x for x in column]) for column in zip(*moves, strict=True))
-            for buffer in (self.keys, self.values):
-                buffer[:, :, to] = buffer[:, :, at]
+            for buffer in map(_writable_view, (self.keys, self.values)):
+                for slot, node in moves:  # a node never moves to a later slot, so none is overwritten before it moves
+                    buffer[:, :, base + slot] = buffer[:, :, base + node]
 
     def reserve(self, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
@@ -57,6 +58,13 @@ class KVCache:
         capacity = max(num_slots, capacity + max(MIN_GROWTH, capacity // 2))
         self.keys = _resized(self.keys, num_layers, capacity, key)
         self.values = _resized(self.values, num_layers, capacity, value)
+
+
+def _writable_view(x: torch.Tensor) -> Any:
+    """The same memory, on the CPU as a NumPy array: torch takes several times as long for a few small copies."""
+    if x.device.type != "cpu":
+        return x
+    return (x.view(torch.int16) if x.element_size() == 2 else x).numpy()
 
 
 def _resized(old: torch.Tensor | None, layers: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
