@@ -412,6 +412,12 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
         assert calls == 1 + 10, "41 holes, of which the first call fills one"
 
 
+def predicted(links: PairwiseCorrection, num_known: int) -> _HoleLogits:
+    """Logits 0…7 of a hole, and the correction of the model that predicted them."""
+    outputs = ForwardOutputs(torch.arange(8.0)[None], torch.ones(1, 3), drafter_data=links)
+    return _HoleLogits(outputs, 0, num_known)
+
+
 def test_links_add_what_a_law_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
     links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
@@ -424,12 +430,12 @@ def test_links_add_what_a_law_did_not_know():
         (3, 2, [6, 7, 5], (5, None)),
         (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
     ):
-        found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), order, index, new[-2:])
+        found = drafter._corrected_logits(predicted(links, knew), order, index, new[-2:])
         expected = logits.numpy() if wanted is None else corrected_logits(links, logits.numpy(), weights, *wanted)
         np.testing.assert_array_equal(found.numpy(), expected)
     row = np.arange(5)
     for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
-        found = drafter._corrected_logits(_HoleLogits(logits, knew, weights), row, 3, [6, 7])
+        found = drafter._corrected_logits(predicted(links, knew), row, 3, [6, 7])
         np.testing.assert_array_equal(found.numpy(), corrected_logits(links, logits.numpy(), weights, *wanted))
 
 
@@ -438,8 +444,7 @@ def test_links_that_say_nothing_finite_leave_the_law():
     links = random_links(8, hidden=3)
     links.left[6] = np.inf
     drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    said = _HoleLogits(torch.arange(8.0), 0, links.position_inputs(torch.ones(1, 3))[0])
-    assert drafter._corrected_logits(said, np.arange(5), 1, [6]) is said.logits
+    assert drafter._corrected_logits(predicted(links, 0), np.arange(5), 1, [6]).tolist() == [*range(8)]
 
 
 def independent(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:

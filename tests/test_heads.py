@@ -508,7 +508,9 @@ def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
         replace(HeadShape(8), **settings)
 
 
-@pytest.mark.parametrize(("option", "value"), [("length", 0), ("choices", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("length", 0), ("choices", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")]
+)
 def test_options_out_of_range_are_refused_in_a_line(option, value):
     with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value!r}, but .*$"):
         Mtpc(**{option: value})

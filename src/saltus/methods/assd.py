@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -79,11 +80,23 @@ class Assd:
 
 @dataclass(frozen=True, eq=False)
 class _HoleLogits:
-    """The logits of a hole, predicted in an earlier call."""
+    """What an earlier call predicted for a hole."""
 
-    logits: Tensor
+    outputs: ForwardOutputs  # of that call
+    row: int  # of the hole in them
     num_known: int  # new tokens that were decided at that call
-    weights: np.ndarray | None  # of the pairwise correction
+
+    @property
+    def logits(self) -> Tensor:
+        return self.outputs.logits[self.row]
+
+    @cached_property
+    def weights(self) -> np.ndarray | None:
+        """Of the pairwise correction, if the call had one."""
+        correction, states = self.outputs.drafter_data, self.outputs.hidden_states
+        if not isinstance(correction, PairwiseCorrection) or states is None:
+            return None
+        return correction.position_inputs(states[self.row : self.row + 1])[0]
 
 
 @dataclass
@@ -146,12 +159,8 @@ class SelfDrafter:
         assert outputs.drafter_data is None or isinstance(outputs.drafter_data, PairwiseCorrection)
         self.pairwise_correction = outputs.drafter_data
         if queries := last.inputs.query_chain(-1):
-            weights: Sequence[np.ndarray | None] = [None] * len(queries)
-            if self.pairwise_correction is not None and outputs.hidden_states is not None:
-                asked = outputs.hidden_states[[query + 1 for query in queries]]
-                weights = list(self.pairwise_correction.position_inputs(asked))
-            for hole, query, own in zip(canvas.open_positions[: len(queries)].tolist(), queries, weights, strict=True):
-                self.hole_logits[hole] = _HoleLogits(outputs.logits[query + 1], canvas.num_decided, own)
+            for hole, query in zip(canvas.open_positions[: len(queries)].tolist(), queries, strict=True):
+                self.hole_logits[hole] = _HoleLogits(outputs, query + 1, canvas.num_decided)
         for hole in canvas.open_positions[: len(last.tokens)].tolist():
             self.hole_logits.pop(hole, None)
 

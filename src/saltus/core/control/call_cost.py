@@ -24,11 +24,10 @@ class CallCost:
         if self.seconds:
             nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
-            for size in self.seconds:
-                self.seconds[size] *= 1 + (change if size == nearest else change / 2)
-            for size in self.seconds:
-                closer = min if size < nearest else max
-                self.seconds[size] = closer(self.seconds[size], self.seconds[nearest])
+            own = self.seconds[nearest] * (1 + change)
+            for size, known in self.seconds.items():
+                moved = known * (1 + change / 2)
+                self.seconds[size] = own if size == nearest or (moved > own) == (size < nearest) else moved
 
     def seconds_for(self, rows: int) -> float:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
