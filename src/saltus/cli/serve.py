@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import signal
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -113,8 +116,19 @@ def serve(
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
         return make_app(service, api_key or ())
 
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            super().handle_exit(sig, frame)
+
     if not ray:
-        uvicorn.run(app(), host=host, port=port, log_level="warning", access_log=False)
+        server = Server(uvicorn.Config(app(), host=host, port=port, log_level="warning", access_log=False))
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
+            server.run()
+        if not server.started:
+            raise typer.Exit(3)
         return
     from saltus.serving.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
