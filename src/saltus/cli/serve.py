@@ -56,6 +56,9 @@ def serve(
             "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
         ),
     ] = None,
+    log_requests: Annotated[
+        bool, _server_option("--log-requests", help="Log the bodies of requests, prompts included.")
+    ] = False,
     ray: Annotated[
         bool, _server_option("--ray", help="Put replicas of the server behind Ray Serve, in its cluster or here.")
     ] = False,
@@ -114,7 +117,7 @@ def serve(
         logging.basicConfig(format="%(message)s")
         logging.getLogger("saltus.serving").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
-        return make_app(service, api_key or ())
+        return make_app(service, api_key or (), log_requests)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
