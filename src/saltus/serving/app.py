@@ -229,12 +229,11 @@ def _names_in(body: Any, place: Sequence[str | int]) -> list[str]:
     names: list[str] = []
     value = body
     for number, part in enumerate(place[1:], start=2):
-        if (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        ):
+        try:
             value = value[part]
-        elif number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
-            continue
+        except (LookupError, TypeError):
+            if number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
+                continue
         names.append(str(part))
     return names
 
