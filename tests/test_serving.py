@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -15,9 +16,11 @@ import openai
 import pytest
 import torch
 import uvicorn
+from typer.testing import CliRunner
 
 import saltus
 from conftest import TEMPLATE
+from saltus.cli.app import app
 from saltus.serving import batching
 from saltus.serving.app import MAX_BODY_BYTES, make_app
 from saltus.serving.batching import Limits
@@ -529,6 +532,16 @@ def test_metrics_have_vllms_names(server, client):
         assert f'vllm:{name}{{model_name="tiny"}}' in page, name
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in page
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in page
+
+
+def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
+    apps = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: apps.append(server.config.app))
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    command = ["serve", "-m", str(tiny_folder(max_position_embeddings=65536)), "--method", "plain", "--kv-memory"]
+    found = [CliRunner().invoke(app, [*command, memory]).output for memory in ("0.001", "4")]
+    assert ["which fit into --kv-memory" in " ".join(output.split()) for output in found] == [True, False], found
+    assert len(apps) == 2
 
 
 @pytest.mark.slow

@@ -114,6 +114,12 @@ def serve(
         engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
         service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
+        context, fitting = engine.target.context_length, service.batcher.longest_text
+        if max_model_len is None and (
+            context is None or context > fitting
+        ):  # else texts without max_tokens are refused
+            engine.limit_context(fitting)
+            print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-memory")
         logging.basicConfig(format="%(message)s")
         logging.getLogger("saltus.serving").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")

@@ -130,6 +130,11 @@ class Batcher:
         self.incoming.put(None)
 
     @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that fits into the memory."""
+        return self.limits.max_cached_bytes // self.bytes_per_token
+
+    @property
     def num_waiting(self) -> int:
         """Jobs that have not been admitted."""
         return max(self.num_open - len(self.running), 0)
