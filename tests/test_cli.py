@@ -88,6 +88,16 @@ def test_saltus_alone_shows_its_commands():
     assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "bench", "pull", "methods", "demo"))
 
 
+@pytest.mark.slow
+def test_a_lone_surrogate_is_a_line_that_names_it(folder):
+    result = subprocess.run(
+        [*PROGRAM, "generate", "-m", folder, b"a \xed\xa0\x80"], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 2
+    assert "lone surrogate (U+DCED) at character 3" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_the_default_coupling_of_the_options_is_that_of_the_library():
     assert Sampling().coupling == DEFAULT_COUPLING
 

@@ -2,6 +2,11 @@
 
 import concurrent.futures
 import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -9,10 +14,13 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
+import torch
 import uvicorn
+from typer.testing import CliRunner
 
 import saltus
 from conftest import TEMPLATE
+from saltus.cli.app import app
 from saltus.serving import batching
 from saltus.serving.app import MAX_BODY_BYTES, make_app
 from saltus.serving.batching import Limits
@@ -109,6 +117,23 @@ def test_completions_of_several_prompts_with_echo_and_logprobs(client, engine, s
     assert logprobs == [text.logprobs for text in texts]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_say_where_each_token_stands_in_the_text(client, stream):
+    words = {str(token): 100 for token in range(97, 105)}  # letters, each of a character
+    asked = {"prompt": PROMPT, "seed": 1, "max_tokens": 8, "echo": True, "logprobs": 0, "logit_bias": words}
+    answer = client.completions.create(model="tiny", stream=stream, **asked)
+    choices = [part.choices[0] for part in (answer if stream else [answer])]
+    text = "".join(choice.text for choice in choices)
+    offsets = [
+        (offset, token) for choice in choices if choice.logprobs is not None
+        for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    ]  # fmt: skip
+    assert len(offsets) == 8
+    for offset, token in offsets:
+        assert text[offset:].startswith(token)
+    assert offsets[0][0] == len(PROMPT)
+
+
 def test_the_likeliest_tokens_of_each_position(client, engine):
     settings = {"model": "tiny", "temperature": 0.0, "max_tokens": 6}
     chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=3, **settings)
@@ -177,6 +202,38 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
     assert sum(drafted["acceptance_histogram"]) * drafted["mean_acceptance_length"] == pytest.approx(24)
     with pytest.raises(openai.BadRequestError, match="unknown method 'jacoby'"):
         metrics({"method": "jacoby"})
+    narrow = metrics({"method": "jacobi+lookup", "budget": 1})
+    assert 0 < narrow["num_draft_tokens"] <= narrow["num_calls"]
+    assert metrics({"budget": 0})["num_draft_tokens"] == 0
+
+
+def test_usage_may_come_with_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 9, "ignore_eos": True}
+    body = {"ignore_eos": asked.pop("ignore_eos"), "stream_options": options}
+    counts = [chunk.usage.completion_tokens for chunk in client.chat.completions.create(
+        **asked, stream=True, extra_body=body
+    )]  # fmt: skip
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 9
+
+
+def test_fields_that_clients_send_and_that_change_nothing(server, engine):
+    nulls = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "functions", "logit_bias", "temperature"))
+    ignored = {"user": "u", "store": True, "metadata": {"a": "b"}, "stream_options": {"include_obfuscation": False}}
+    body = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 24, **nulls, **ignored}
+    answer = httpx.post(server[1] + "/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == alone(engine, seed=3).text
+    body = {"model": "tiny", "input": PROMPT, "seed": 3, "max_output_tokens": 24, "previous_response_id": None}
+    answer = httpx.post(server[1] + "/v1/responses", json={**body, **ignored}).json()
+    assert answer["output"][0]["content"][0]["text"] == alone(engine, seed=3).text
+
+
+def test_a_developer_is_the_system_to_chat_templates(client, engine):
+    said = [{"role": "developer", "content": "the dog"}, *MESSAGES]
+    answer = client.chat.completions.create(model="tiny", messages=said, seed=3, max_tokens=24)
+    assert answer.choices[0].message.content == alone(engine, [{**said[0], "role": "system"}, *MESSAGES], seed=3).text
 
 
 def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
@@ -207,6 +264,14 @@ def test_a_prediction_saves_calls_and_changes_no_text(client, engine):
         ({"frequency_penalty": 5}, "frequency_penalty"),
         ({"logit_bias": {"five": 3}}, "logit_bias"),
         ({"logit_bias": {"-5": 3}}, "logit_bias"),
+        ({"logit_bias": {"9999999": 3}}, "logit_bias"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"speculative": {"budget": 9999}}, "speculative.budget"),
+        ({"prediction": {"content": "\ud800"}}, "prediction"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"top_p": 0}, "top_p"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
@@ -226,16 +291,15 @@ def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
     answer = httpx.post(server[1] + "/v1/chat/completions", content=json.dumps(body), headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-    assert field in (error["param"] or "") or "surrogate" in error["message"], error
+    assert (error["param"] or "").startswith(field) or "surrogate" in error["message"], error
     assert "\n" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe", b'{"messages": [{"role": "user"}]}']
-)
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe"])
 def test_broken_bodies_are_refused_and_hurt_nobody(server, client, body):
     answer = httpx.post(server[1] + "/v1/chat/completions", content=body, headers=JSON)
-    assert 200 <= answer.status_code < 500, answer.text
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"] or answer.json()["error"]["param"], answer.text
     assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).usage.completion_tokens == 2
 
 
@@ -253,6 +317,51 @@ def test_texts_and_tokens_are_translated(server, engine):
     assert httpx.post(url + "/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPT}
     assert httpx.post(url + "/tokenize", json={"messages": MESSAGES}).json()["tokens"] == engine.encode(MESSAGES)
     assert httpx.post(url + "/detokenize", json={"tokens": [10**9]}).status_code == 400
+    bare = {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True}
+    found = httpx.post(url + "/tokenize", json=bare).json()
+    assert found["token_strs"] == engine.tokenizer.convert_ids_to_tokens(found["tokens"])
+    for special in (True, False):
+        body = json.dumps({"prompt": "\ud800", "add_special_tokens": special})
+        answer = httpx.post(url + "/tokenize", content=body, headers=JSON)
+        assert (answer.status_code, "surrogate" in answer.text) == (400, True), answer.text
+
+
+def test_a_huge_top_k_is_all_tokens(client, engine):
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, seed=3, max_tokens=24, extra_body={"top_k": 10**30}
+    )
+    assert answer.choices[0].message.content == alone(engine, seed=3).text
+
+
+def test_pages_of_others_may_not_use_the_server(server):
+    asked = {"origin": "http://elsewhere", "access-control-request-method": "POST"}
+    for answer in (
+        httpx.options(server[1] + "/v1/chat/completions", headers=asked),
+        httpx.get(server[1] + "/v1/models", headers=asked),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 2})  # what a page may send without asking
+    plain = httpx.post(server[1] + "/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    assert plain.status_code == 400
+
+
+@pytest.mark.parametrize("log_requests", [False, True])
+def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
+    caplog.set_level("INFO", logger="saltus.serving")
+    with serving(engine, log_requests=log_requests) as (_, url):
+        asked = {"model": "tiny", "prompt": "the dog", "max_tokens": 2}
+        httpx.post(url + "/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
+    line = json.loads(caplog.messages[-1])
+    assert (line["request_id"], line["path"], line["status"]) == ("mine", "/v1/completions", 200)
+    assert ("body" in line) == log_requests
+    assert not log_requests or json.loads(line["body"]) == asked
+
+
+def test_a_fault_is_an_error_object(engine, monkeypatch):
+    with serving(engine) as (service, url):
+        monkeypatch.setattr(service, "check_model", lambda _: 1 / 0)
+        answer = httpx.post(url + "/detokenize", json={"tokens": [5]})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
 def test_keys_are_asked_for_where_the_server_has_some(engine):
@@ -308,8 +417,13 @@ def written(url: str, body: dict) -> str:
 
 
 @pytest.mark.slow
-def test_texts_of_many_clients_at_once_are_those_of_each_alone(engine):
-    asked = [mixed_request(engine, number) for number in range(60)]
+@pytest.mark.parametrize(
+    ("dtype", "requests"), [(torch.float32, 60), (torch.bfloat16, 30)], ids=["float32", "bfloat16"]
+)
+def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, partners, dtype, requests):
+    engine = saltus.load(str(tiny_folder(dtype=dtype)), "lookup", options=partners, adaptive=False)
+    assert engine.network.model.dtype == dtype
+    asked = [mixed_request(engine, number) for number in range(requests)]
     with serving(engine, Limits(max_batch=8)) as (service, url), concurrent.futures.ThreadPoolExecutor(20) as pool:
         found = list(pool.map(lambda one: written(url, one[0]), asked))
         assert found == [text for _, text in asked]
@@ -326,6 +440,25 @@ def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
         for _ in range(2):  # the second time from the prefix cache
             answer = httpx.post(url + "/v1/completions", json=body).json()
             assert answer["choices"][0]["text"] == expected
+
+
+def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 20)
+    happened = []
+    with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        read, batcher = service.batcher._read_piece, service.batcher
+        monkeypatch.setattr(batcher, "_read_piece", lambda job: (happened.append("piece"), read(job)))
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
+        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            deliver = batcher.running[0].deliver
+            batcher.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
+            long = {**body, "prompt": "a dog sat on the mat " * 30, "max_tokens": 1}
+            other = pool.submit(httpx.post, url + "/v1/completions", json=long)
+            assert other.result().status_code == 200
+            assert happened.count("piece") > 10
+            assert "piece piece" not in " ".join(happened[: len(happened) - happened[::-1].index("text")])
 
 
 def test_a_client_that_vanishes_frees_its_place(engine):
@@ -399,3 +532,50 @@ def test_metrics_have_vllms_names(server, client):
         assert f'vllm:{name}{{model_name="tiny"}}' in page, name
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in page
     assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in page
+
+
+def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
+    apps = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: apps.append(server.config.app))
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    command = ["serve", "-m", str(tiny_folder(max_position_embeddings=65536)), "--method", "plain", "--kv-memory"]
+    found = [CliRunner().invoke(app, [*command, memory]).output for memory in ("0.001", "4")]
+    assert ["which fit into --kv-memory" in " ".join(output.split()) for output in found] == [True, False], found
+    assert len(apps) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, kind):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    url = f"http://127.0.0.1:{port}"
+    body = {"prompt": "the", "max_tokens": 1000, "ignore_eos": True, "stream": True, "speculative": False}
+    for signals in (1, 2):
+        started = subprocess.Popen(
+            [*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True
+        )
+        try:
+            while "http://" not in started.stderr.readline():
+                assert started.poll() is None
+            answers = httpx.HTTPTransport(retries=8)  # uvicorn listens soon after the line
+            with (
+                httpx.Client(transport=answers) as http,
+                http.stream("POST", f"{url}/v1/completions", json=body) as stream,
+            ):
+                lines = stream.iter_lines()
+                next(lines)
+                started.send_signal(kind)
+                if signals == 1:
+                    assert [line for line in lines if line][-1] == "data: [DONE]"
+                else:
+                    time.sleep(0.3)
+                    started.send_signal(kind)
+                    with pytest.raises(httpx.HTTPError):
+                        list(lines)
+            assert started.wait(20) in (0, -kind)
+        finally:
+            started.kill()
+            started.stderr.close()

@@ -28,6 +28,28 @@ def test_replicas_have_an_equal_share_of_nodes_that_they_fit(cpus_of_nodes, coun
     assert equal_share(cpus_of_nodes, count) == expected
 
 
+@pytest.mark.slow
+def test_after_one_signal_the_next_ends_the_process():
+    code = """
+import time
+from saltus.serving.replicas import wait_for_signal
+print(1, flush=True)
+wait_for_signal()
+print(2, flush=True)
+time.sleep(60)
+"""
+    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        for expected in ("1", "2"):
+            assert started.stdout.readline().strip() == expected
+            time.sleep(0.3)
+            started.send_signal(signal.SIGTERM)
+        assert started.wait(20) == -signal.SIGTERM
+    finally:
+        started.kill()
+        started.stdout.close()
+
+
 @pytest.fixture
 def unused_port() -> int:
     with socket.socket() as found:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import signal
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -53,6 +56,9 @@ def serve(
             "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
         ),
     ] = None,
+    log_requests: Annotated[
+        bool, _server_option("--log-requests", help="Log the bodies of requests, prompts included.")
+    ] = False,
     ray: Annotated[
         bool, _server_option("--ray", help="Put replicas of the server behind Ray Serve, in its cluster or here.")
     ] = False,
@@ -108,13 +114,30 @@ def serve(
         engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
         service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
+        context, fitting = engine.target.context_length, service.batcher.longest_text
+        if max_model_len is None and (
+            context is None or context > fitting
+        ):  # else texts without max_tokens are refused
+            engine.limit_context(fitting)
+            print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-memory")
         logging.basicConfig(format="%(message)s")
         logging.getLogger("saltus.serving").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
-        return make_app(service, api_key or ())
+        return make_app(service, api_key or (), log_requests)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            super().handle_exit(sig, frame)
 
     if not ray:
-        uvicorn.run(app(), host=host, port=port, log_level="warning", access_log=False)
+        server = Server(uvicorn.Config(app(), host=host, port=port, log_level="warning", access_log=False))
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
+            server.run()
+        if not server.started:
+            raise typer.Exit(3)
         return
     from saltus.serving.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 

@@ -75,7 +75,7 @@ class Answer:
             return lambda part: loop.call_soon_threadsafe(self.parts.put_nowait, (index, part))
 
         for choice in self.choices:
-            choice.job = Job(choice.request, self.method, deliver_to(choice.index))
+            choice.job = Job(choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget)
         self.backend.batcher.submit(*(choice.job for choice in self.choices if choice.job is not None))
 
     def drop(self) -> None:

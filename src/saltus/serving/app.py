@@ -19,6 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 import saltus
+from saltus.engine.encoding import require_unicode
 from saltus.engine.fim import find_fim_format
 from saltus.serving.answers import Answer
 from saltus.serving.errors import ApiError
@@ -54,8 +55,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
-    """The app of a service. With `api_keys` requests need one of them."""
+def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool = False) -> FastAPI:
+    """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,11 +65,12 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         await asyncio.to_thread(service.batcher.close, 10.0)
 
     app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
-    app.add_middleware(_Guard, api_keys=tuple(api_keys))  # pyright: ignore[reportArgumentType]
+    app.add_middleware(_Guard, api_keys=tuple(api_keys), log_bodies=log_requests)  # pyright: ignore[reportArgumentType]
     app.exception_handler(ApiError)(_api_error)
     app.exception_handler(RequestValidationError)(_invalid_request)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RecursionError)(_too_deep)
+    app.exception_handler(Exception)(_fault)
 
     async def respond(request: Request, answer: Answer) -> Response:
         if service.memories is not None:
@@ -129,10 +131,13 @@ def make_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
             elif asked.add_special_tokens:
                 tokens = service.engine.encode(asked.prompt or "", raw=True)
             else:
-                tokens = service.engine.tokenizer(asked.prompt, add_special_tokens=False).input_ids
+                text = require_unicode(asked.prompt or "", "the prompt")
+                tokens = service.engine.tokenizer(text, add_special_tokens=False).input_ids
         except ValueError as error:
-            raise ApiError(400, str(error), "prompt") from error
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.target.context_length}
+            raise ApiError(400, str(error), "prompt" if asked.messages is None else "messages") from error
+        strings = service.engine.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        length = service.engine.target.context_length
+        return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": length}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
@@ -201,8 +206,12 @@ async def _api_error(_: Request, error: Exception) -> Response:
 async def _invalid_request(_: Request, error: Exception) -> Response:
     """The first field at fault, in one line."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    names = [str(part) for part in first["loc"] if part != "body"]
+    errors = error.errors()
+    of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    first = max(
+        of_field, key=lambda one: len(one["loc"])
+    )  # where a value may have several forms, the one that fits most
+    names = _names_in(error.body, first["loc"])
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
     elif first["type"] == "value_error":
@@ -215,9 +224,30 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     return JSONResponse(refused.body(), 400)
 
 
+def _names_in(body: Any, place: Sequence[str | int]) -> list[str]:
+    """The names on the way to a value that is wrong, without those of the types that were tried on it."""
+    names: list[str] = []
+    value = body
+    for number, part in enumerate(place[1:], start=2):
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            if number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
+                continue
+        names.append(str(part))
+    return names
+
+
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(ApiError(error.status_code, str(error.detail)).body(), error.status_code, error.headers)
+    message = str(error.detail)
+    if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
+        message = "the body is not JSON in UTF-8, or it is nested too deeply"
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+
+
+async def _fault(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(500, f"a fault of the server: {type(error).__name__}; please report it").body(), 500)
 
 
 async def _too_deep(_: Request, error: Exception) -> Response:
@@ -227,8 +257,10 @@ async def _too_deep(_: Request, error: Exception) -> Response:
 class _Guard:
     """Checks keys and sizes, gives each request an id, and logs it as a line of JSON."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_keys: Sequence[str]) -> None:
-        self.app, self.api_keys = app, [key.encode() for key in api_keys]
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_keys: Sequence[str], log_bodies: bool
+    ) -> None:
+        self.app, self.api_keys, self.log_bodies = app, [key.encode() for key in api_keys], log_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -236,7 +268,7 @@ class _Guard:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")[:128]
         request_id = given if given and given.isascii() and given.decode().isprintable() else uuid.uuid4().hex.encode()
-        started, status = time.monotonic(), 499
+        started, status, body = time.monotonic(), 499, bytearray()
 
         async def send_with_id(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -248,11 +280,12 @@ class _Guard:
         try:
             if (refusal := self._refusal(scope, headers)) is not None:
                 return await JSONResponse(refusal.body(), refusal.status)(scope, receive, send_with_id)
-            await self.app(scope, _limited(receive), send_with_id)
+            await self.app(scope, _limited(receive, body if self.log_bodies else None), send_with_id)
         finally:
             seconds = round(time.monotonic() - started, 4)
             line = {"request_id": request_id.decode(), "method": scope["method"], "path": scope["path"]}
-            log.info(json.dumps({**line, "status": status, "seconds": seconds}))
+            asked = {"body": body.decode(errors="replace")} if self.log_bodies else {}
+            log.info(json.dumps({**line, "status": status, "seconds": seconds, **asked}))
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         """Why a request is not answered; one with a valid key is noted to come from it."""
@@ -268,8 +301,8 @@ class _Guard:
         return None
 
 
-def _limited(receive: Receive) -> Receive:
-    """Receive a body, and refuse one that grows beyond the limit."""
+def _limited(receive: Receive, copy: bytearray | None) -> Receive:
+    """Receive a body, into `copy` too, and refuse one that grows beyond the limit."""
     size = 0
 
     async def limited() -> MutableMapping[str, Any]:
@@ -278,6 +311,8 @@ def _limited(receive: Receive) -> Receive:
         size += len(message.get("body", b""))
         if size > MAX_BODY_BYTES:
             raise HTTPException(413, TOO_LONG)  # the only error that FastAPI lets through here
+        if copy is not None:
+            copy.extend(message.get("body", b""))
         return message
 
     return limited

@@ -64,6 +64,7 @@ class Job:
     request: AnyRequest
     method: str
     deliver: Callable[[Part | ApiError], None]
+    budget: int | None = None  # draft tokens of a call, at most; None: the server's
     cancelled: bool = False  # set by any thread: the text is dropped between two calls
     cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
     sequence: SequenceState | None = None
@@ -127,6 +128,11 @@ class Batcher:
         """Drop a job; its memory is free after the call that runs now."""
         job.cancelled = True
         self.incoming.put(None)
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text that fits into the memory."""
+        return self.limits.max_cached_bytes // self.bytes_per_token
 
     @property
     def num_waiting(self) -> int:
@@ -199,7 +205,7 @@ class Batcher:
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
         job.sequence = SequenceState(
-            _isolated(counting_generator(setup, job.request.request, _BatchController(setup, self)), job)
+            _isolated(counting_generator(setup, job.request.request, _BatchController(setup, self, job.budget)), job)
         )
         job.unread = len(job.request.request.prompt)
 
@@ -277,9 +283,10 @@ def _as_api_error(error: Exception) -> ApiError:
 class _BatchController(Controller):
     """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
 
-    def __init__(self, setup: DecodingSetup, batcher: Batcher) -> None:
+    def __init__(self, setup: DecodingSetup, batcher: Batcher, budget: int | None) -> None:
         self._setup, self._batcher = setup, batcher
-        super().__init__(setup.budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
+        budget = setup.budget if budget is None else min(setup.budget, budget)
+        super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
         together = 1 << (max(len(self._batcher.running), 1) - 1).bit_length()
@@ -291,7 +298,7 @@ class _BatchController(Controller):
         return self._current().should_draft()
 
     def num_nodes(self, tree: Tree) -> int:
-        return self._current().num_nodes(tree)
+        return min(self._current().num_nodes(tree), self.budget)
 
     def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
         self._current().record(tree, step, draft_seconds, other_seconds)

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from saltus.engine.engine import TextRequest
@@ -28,10 +29,10 @@ class _Form:
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
     def _entry(self, index: int, body: dict[str, Any], of: Choice | Part) -> dict[str, Any]:
-        logprobs = self._logprobs(of) if self.logprobs else None
+        logprobs = self._logprobs(index, of) if self.logprobs else None
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
 
-    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -82,7 +83,7 @@ class ChatForm(_Form):
         self.num_calls[index] += len(calls)
         return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
-    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self.tokenizer.decode([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
@@ -105,6 +106,7 @@ class TextForm(_Form):
     def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
         super().__init__(tokenizer, logprobs)
         self.echoes = echoes
+        self.offsets = Counter({index: len(echo) for index, echo in enumerate(echoes)})  # of each choice's next token
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         return self._entry(choice.index, {"text": self.echoes[choice.index] + choice.text}, choice)
@@ -117,9 +119,10 @@ class TextForm(_Form):
     def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
         return self._entry(choice.index, {"text": part.text}, part)
 
-    def _logprobs(self, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
         texts = [self.tokenizer.decode([token]) for token in of.tokens[: len(of.logprobs)]]
-        offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+        offsets = [self.offsets[index] + length for length in accumulate(map(len, texts), initial=0)]
+        self.offsets[index] = offsets.pop()
         # by text: of tokens that are written alike the likeliest stays
         listed = [
             {self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in of.top_logprobs

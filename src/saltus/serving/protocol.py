@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from saltus.engine.decoder import MAX_BUDGET
 from saltus.serving.fields import Fields
 from saltus.serving.structured import (
     MAX_TOOLS,
@@ -30,16 +31,20 @@ class StreamOptions(Fields):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # accepted and ignored
 
 
 class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = None
+    budget: int | None = Field(
+        None, ge=0, le=MAX_BUDGET
+    )  # draft tokens of a call, at most; the server's is a limit, too
 
 
 class SamplingFields(Fields):
-    """What all requests of texts have in common."""
+    """What all requests of texts have in common. A field that is null counts as not given: clients write it so."""
 
     model: str | None = None
     stream: bool = False
@@ -63,6 +68,16 @@ class SamplingFields(Fields):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    @property
+    def draft_budget(self) -> int | None:
+        """The draft tokens of a call that the request asks for; None: as many as the server drafts."""
+        return self.speculative.budget if isinstance(self.speculative, Speculative) else None
 
 
 class SharedFields(SamplingFields, GrammarFields):
@@ -124,6 +139,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Fields):
@@ -208,6 +224,7 @@ class ResponsesRequest(SamplingFields):
     # accepted and ignored
     include: list[str] | None = None
     reasoning: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

@@ -85,11 +85,13 @@ def stop_replicas() -> None:
 
 
 def wait_for_signal() -> None:
-    """Until Ctrl-C or SIGTERM."""
+    """Until Ctrl-C or SIGTERM; a second one ends the process."""
     stopped = threading.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: stopped.set())
     stopped.wait()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_DFL)
 
 
 def _imported() -> tuple[Any, Any]:

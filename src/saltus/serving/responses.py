@@ -14,9 +14,7 @@ from saltus.serving.answers import Answer, Backend
 from saltus.serving.errors import ApiError
 from saltus.serving.protocol import ResponseCall, ResponseCallOutput, ResponseContentPart, ResponsesRequest
 from saltus.serving.structured import Tools
-from saltus.serving.translation import speculation_metrics
-
-ROLES = {"developer": "system"}  # as chat templates name them
+from saltus.serving.translation import ROLES, speculation_metrics
 
 
 def response_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:

@@ -23,13 +23,16 @@ from saltus.serving.protocol import (
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+ROLES = {"developer": "system"}  # as chat templates name them
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the chat template reads them; the texts of a message's parts are joined."""
     found = []
     for message in messages:
-        found.append({**message.model_dump(exclude_none=True), "content": joined_text(message.content or "")})
+        given = message.model_dump(exclude_none=True)
+        role = ROLES.get(message.role, message.role)
+        found.append({**given, "role": role, "content": joined_text(message.content or "")})
     return found
 
 
@@ -53,7 +56,7 @@ def requested_method(asked: bool | Speculative, default: str) -> str:
         return default
     if asked is False:
         return "plain"
-    method = asked.method or default
+    method = "plain" if asked.budget == 0 else asked.method or default
     try:
         make_methods(method)
     except ValueError as error:
@@ -86,6 +89,7 @@ def text_request(
     settings = {
         **sampling_settings(asked), "prediction": None if prediction is None else joined_text(prediction.content)
     }  # fmt: skip
+    check_logit_bias(engine, asked)
     try:
         return engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
@@ -101,12 +105,20 @@ def infill_request(
     engine: Engine, template: InfillTemplate, asked: SamplingFields, open_tokens: int, seed: int
 ) -> AnyRequest:
     """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
+    check_logit_bias(engine, asked)
     try:
         return engine.infill_request(
             template, open_tokens=open_tokens, seed=seed % (MAX_SEED + 1), verbatim=True, **sampling_settings(asked)
         )
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error
+
+
+def check_logit_bias(engine: Engine, asked: SamplingFields) -> None:
+    """Refuse a bias of a token that does not exist. Errors: ApiError 400."""
+    size = len(engine.tokenizer)
+    if (wrong := next((token for token in asked.logit_bias or () if not 0 <= token < size), None)) is not None:
+        raise ApiError(400, f"logit_bias names token {wrong}, but the vocabulary has {size:,}", "logit_bias")
 
 
 def sampling_settings(asked: SamplingFields) -> dict[str, Any]:
@@ -138,7 +150,7 @@ def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "stop", "suffix", "prompt", "grammar",
+        "logit_bias", "seed", "stop", "suffix", "prompt", "prediction", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 
