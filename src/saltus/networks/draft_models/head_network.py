@@ -17,7 +17,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.sampling import Distribution, float_row
 from saltus.drafting.drawn_window import DrawnWindow
-from saltus.networks.draft_models.circuit_predictions import CircuitPredictions, StateDistributions
+from saltus.networks.draft_models.circuit_predictions import TINY, CircuitPredictions, StateDistributions
 from saltus.networks.draft_models.circuits import CircuitFilter
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
 from saltus.networks.draft_models.heads import CircuitParameters, HeadModel
@@ -121,7 +121,7 @@ class HeadNetwork:
                     logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, columns]
             greatest = logits.max(-1, keepdims=True, initial=0.0)
             total = np.exp(logits - greatest).sum(-1, keepdims=True) + rest * np.exp(-greatest)
-            positions.append(StateDistributions(tokens, logits - greatest - np.log(total)))
+            positions.append(StateDistributions(tokens, logits - greatest - np.log(np.maximum(total, TINY))))
         return positions
 
     def _draw_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> DrawnWindow:
