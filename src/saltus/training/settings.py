@@ -165,6 +165,7 @@ class Recipe:
     about: str = ""
     time: str = ""  # that it takes, and where
     model: str = "smollm2-135m"
+    chat_template: str = ""  # with which the teacher's texts are collected, if the model has none of its own
     dtype: str = "auto"  # of the target while it reads texts
     temperatures: tuple[float, ...] = (0.7, 1.0)  # besides 0
     coupling: Coupling = "probability"  # whose uniforms its queries are conditioned on; gumbel has none
@@ -178,7 +179,7 @@ class Recipe:
     @property
     def identity(self) -> Mapping[str, Any]:
         """All settings that can change the result, as checkpoints and cards hold them."""
-        omitted = ["about", "time", *(kind for kind in get_args(Kind) if kind != self.kind)]
+        omitted = ["about", "time", "chat_template", *(kind for kind in get_args(Kind) if kind != self.kind)]
         if self.coupling == "probability":  # as in checkpoints that exist
             omitted.append("coupling")
         return {name: value for name, value in asdict(self).items() if name not in omitted}
