@@ -67,8 +67,8 @@ def run(
         typer.Option(
             "--suite",
             metavar="NAME[:WHERE]",
-            help="quick, spec-bench, humaneval, mbpp, gsm8k or infilling, from WHERE: a file, or a data set such as "
-            "owner/name:configuration@split; or prompts:FILE.",
+            help="quick, spec-bench, humaneval, mbpp, gsm8k, math or infilling, from WHERE: a file, or a data set such "
+            "as owner/name:configuration@split; or prompts:FILE.",
             rich_help_panel=TASKS_PANEL,
         ),
     ] = "quick",
@@ -167,9 +167,10 @@ def run(
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
-    run = Benchmark(
-        engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks)
-    )
+    grader = find_grader(suite, tasks)
+    if grader is not None and grader.note:
+        print_note(grader.note)
+    run = Benchmark(engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, grader)
     settings: dict[str, Any] = {
         **writing,
         **sampling,
