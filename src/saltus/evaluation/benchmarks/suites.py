@@ -28,6 +28,8 @@ class Task:
     raw: str | None = None  # the text to continue by a model without chat template
     always_raw: bool = False  # continue it even with a chat template
     stop: tuple[str, ...] = ()  # stop strings for raw continuation
+    suffix: str | None = None  # the text after the hole that stands after `raw`, for models that read both sides
+    hole: str = ""  # what the reference has there: its length, for models that cannot end a hole
     reference: Mapping[str, Any] = field(default_factory=dict)  # fields of the row, for the grader
 
 
@@ -80,8 +82,12 @@ def _math(row: Row, number: int) -> Task:
 def _infilling(row: Row, number: int) -> Task:
     kind = row["task_id"].partition("/")[0]
     stop = ("\n",) if kind.startswith("SingleLine") else ()
-    prompt = Prompt((row["prompt"],))
-    return Task(row["task_id"], kind, prompt, row["prompt"], always_raw=True, stop=stop, reference=row)
+    prompt, hole = Prompt((row["prompt"],)), row["canonical_solution"]
+    end = "\n" if hole.endswith("\n") else ""  # of whole lines the last end is given
+    return Task(
+        row["task_id"], kind, prompt, row["prompt"], always_raw=True, stop=stop, suffix=end + row["suffix"],
+        hole=hole.removesuffix("\n"), reference=row,
+    )  # fmt: skip
 
 
 _SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -118,7 +124,7 @@ SUITES = {
             "HuggingFaceH4/MATH-500@test", {"problem": str, "solution": str}, _math, "math",
         ),
         Suite(
-            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; a causal model sees the left side",
+            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; any-subset models read both sides",
             _INFILLING_URL, _CODE_FIELDS | {"suffix": str, "canonical_solution": str}, _infilling, "infilling",
         ),
     )
