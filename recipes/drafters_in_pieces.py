@@ -15,6 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
+
+from saltus.core.sampling import Coupling
 
 SIZES = {
     "small": [],
@@ -26,17 +29,19 @@ SECONDS_TO_STOP = 20.0  # for the command that is running to end by itself
 def stages(options: argparse.Namespace) -> Iterator[tuple[str, Path, list[str]]]:
     """Names, what each stage leaves when it is complete, and commands."""
     work, model = options.work, ["--model", options.model, "--device", options.device]
-    text = work / "text"
-    command = ["collect", "text", "--prompts", str(options.prompts), "--out", str(text), *model]
+    text, coupling = work / "text", [] if options.coupling is None else ["--coupling", options.coupling]
+    command = ["collect", "text", "--prompts", str(options.prompts), "--out", str(text), *model, *coupling]
     yield "text", work / "text.done", [*command, "--batch-size", str(options.batch_size), "-n", str(options.tokens)]
     for size, settings in SIZES.items():
         folder = work / size
         steps = [] if options.steps is None else ["--set", f"steps={options.steps}"]
+        steps += [] if options.coupling is None else ["--set", f"coupling={options.coupling}"]
         command = ["train", "ptp", "--recipe", "smollm2", "--teacher", str(text), "--work", str(folder), *model]
         yield f"training, {size}", folder / "done", [*command, *settings, *steps, "--out", str(folder / "drafter")]
     for size in SIZES:
         folder = work / size
         command = ["bench", "--methods", "plain,lookup,ptp,ptp+lookup", "--suite", f"prompts:{options.check}", *model]
+        command += coupling
         option = ["--option", f"ptp.model={folder / 'drafter'}"]
         yield f"check, {size}", folder / "checked", [*command, *option, "--out", str(folder / "bench")]
 
@@ -69,6 +74,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch-size", type=int, default=64, help="texts written together")
     parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
+    parser.add_argument(
+        "--coupling", choices=get_args(Coupling), help="of text, training and check; default: each command's own"
+    )
     parser.add_argument("--steps", type=int, help="of each training, in place of the recipe's")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes - SECONDS_TO_STOP

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ptp_lab import SkippedTokens, Student, distillation_loss, draft_window, prepend_start_position
+from saltus.core.sampling import Coupling
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning
@@ -43,26 +44,25 @@ def distributions() -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def sample_pairs(uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample_pairs(uniforms: Tensor, coupling: Coupling) -> tuple[Tensor, Tensor]:
     """The exact pairs, [pairs, 2], and the logits that they were picked from."""
     first, second = distributions()
     first_logits = first.log().clamp_min(-40).expand(len(uniforms), -1)
-    one = pick_tokens(uniforms[:, 0], first_logits)
+    one = pick_tokens(uniforms[:, 0], first_logits, coupling=coupling)
     second_logits = second[one].log().clamp_min(-40)
-    return torch.stack([one, pick_tokens(uniforms[:, 1], second_logits)], 1), torch.stack(
-        [first_logits, second_logits], 1
-    )
+    other = pick_tokens(uniforms[:, 1], second_logits, coupling=coupling)
+    return torch.stack([one, other], 1), torch.stack([first_logits, second_logits], 1)
 
 
-def train_student(form: UniformConditioning, steps: int, seed: int = 0) -> Student:
+def train_student(form: UniformConditioning, steps: int, seed: int, coupling: Coupling) -> Student:
     """A student of the pairs."""
     student = Student(len(WORDS), 4, hidden=48, layers=2, heads=4, seed=seed)
     settings, skipped = DistillationSettings(form, "ce", 2), SkippedTokens()
 
     def loss(step: int) -> Tensor:
         generator = seeded_generator(seed, "pairs", step)
-        texts, targets = sample_pairs(torch.from_numpy(generator.random((128, 2))))
-        intervals, _ = prepend_start_position(uniform_intervals(targets, texts), targets)
+        texts, targets = sample_pairs(torch.from_numpy(generator.random((128, 2))), coupling)
+        intervals, _ = prepend_start_position(uniform_intervals(targets, texts, coupling=coupling), targets)
         starts = torch.ones(len(texts), 1, dtype=torch.int64)
         return distillation_loss(
             student, student.prepend_start_token(texts), intervals, starts, settings, generator, skipped
@@ -73,19 +73,19 @@ def train_student(form: UniformConditioning, steps: int, seed: int = 0) -> Stude
     return student
 
 
-def maps(steps: int, size: int, seed: int = 0) -> dict[str, Tensor]:
+def maps(steps: int, size: int, seed: int = 0, coupling: Coupling = "probability") -> dict[str, Tensor]:
     """For each way to predict, the pairs on a grid over the unit square, [size · size, 2], first uniform outer."""
     middle = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     square = torch.cartesian_prod(middle, middle)
-    found = {"Token by token": sample_pairs(square)[0]}
+    found = {"Token by token": sample_pairs(square, coupling)[0]}
     ways: dict[UniformConditioning, str] = {
         "one-hot": "PTP, one call",
         "independent": "Independent prediction, one call",
     }
     for form, name in ways.items():
-        student = train_student(form, steps, seed)
+        student = train_student(form, steps, seed, coupling)
         start = torch.full((len(square), 1), student.start_token)
-        found[name] = draft_window(student, start, square, form)
+        found[name] = draft_window(student, start, square, form, coupling)
     return found
 
 
@@ -129,10 +129,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--size", type=int, default=200, help="points along each side of the square")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--coupling",
+        choices=("probability", "token-order"),
+        default="probability",
+        help="order of the words in Pick: by falling probability, or by id as in Eq. 2",
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = maps(options.steps, options.size, options.seed)
+    found = maps(options.steps, options.size, options.seed, options.coupling)
     for name, pairs in found.items():
         print(f"{name}: {1 - compatible(pairs).double().mean():.2%} of pairs are incompatible")
     paint(found, options.size, options.out)

@@ -177,9 +177,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=16, help="N, the tokens of a call")
     parser.add_argument(
         "--order",
+        "--coupling",
         choices=("probability", "token-order"),
         default="token-order",
-        help="of the tokens in Pick: that of Saltus, or token ids",
+        help="of the tokens in Pick: by falling probability, or by id as in Eq. 2",
     )
     parser.add_argument(
         "--kind", choices=KINDS, default="bits", help="embedding of uniforms, unless the table varies it"

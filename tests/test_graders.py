@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from saltus.evaluation.benchmarks import program_assembly
+from saltus.evaluation.benchmarks import math_answers, program_assembly
 from saltus.evaluation.benchmarks.graders import GRADERS, exact_answer, last_number, main_score
 
 confined = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
@@ -204,6 +204,7 @@ def test_every_score_has_its_headline() -> None:
 def test_graders_name_their_numbers() -> None:
     assert {name: grader.metric_name for name, grader in GRADERS.items()} == {
         "gsm8k": "exact answer",
+        "math": "exact answer" if math_answers.HAS_MATH_VERIFY else "exact answer as text",
         "humaneval": "pass@1",
         "mbpp": "pass@1",
         "infilling": "pass@1",

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 import saltus
 from architectures import ARCHITECTURES, VOCAB, text, tiny
 from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
+from saltus.networks.loading.metadata import read_metadata
 from saltus.training.data.block_packing import BlockNoise, pack_blocks
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.trajectories import Trajectory, read_trajectories
@@ -282,6 +283,9 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found"]
     output = saltus_(*common, *settings(), "--steps", 4, "--work", room / "run", "--out", room / "adapter")
     assert "held-out tokens per call" in output.stderr
+    assert read_metadata(room / "adapter").training["coupling"] == "gumbel", "as the texts were collected"
+    refused = complaint(*common, *settings("coupling=token-order"), "--work", room / "run-3")
+    assert "write them with saltus collect jacobi --coupling token-order" in refused
     inputs = ["generate", "-m", model, "-n", 20, "-t", 0.8, "--seed", 3, "the cat sat"]
     plain = saltus_(*inputs, "--method", "plain").stdout
     for method in ("jacobi", "jacobi+lookup"):

@@ -72,18 +72,26 @@ def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
         if PLAIN in setting:
             return 1.0
         away = (np.log2(setting["block"]) - 3) ** 2 + 0.1 * (np.log2(1 + setting["candidates"]) - 1) ** 2
-        return (
-            0.5 + 0.1 * away + 0.02 * abs(setting.get("blocks", 2) - 3) + 0.02 * abs(setting.get("spawn", 0.85) - 0.5)
-        )
+        others = {"blocks": (2, 3), "spawn": (0.85, 0.5), "ngram": (4, 3)}  # the default, and the best
+        return 0.5 + 0.1 * away + 0.02 * sum(abs(setting.get(name, at) - best) for name, (at, best) in others.items())
 
     ticking(search, seconds)
     assert sum(1 for _ in search.run()) == search.num_texts
-    assert search.best_setting() == {"block": 8, "candidates": 1, "blocks": 3, "spawn": 0.5}
+    assert search.best_setting() == {"block": 8, "candidates": 1, "ngram": 3, "blocks": 3, "spawn": 0.5}
     assert [row["speedup"] for row in search.table_rows() if PLAIN in row] == [1]
     assert all(row["tokens_per_call"] >= 1 for row in search.table_rows())
     assert {row.get("block") for row in search.table_rows()} == {None, 4, 8, 16}, (
         "blocks beyond the budget are not tried"
     )
+
+
+@pytest.mark.slow
+def test_the_length_of_n_grams_is_not_searched_where_none_is_offered(folder):
+    search = JacobiSearch(saltus.load(folder, "jacobi"), ["the cat sat"], 4, {"max_new_tokens": 2}, rounds=1)
+    ticking(search, lambda setting: 1.0 + setting.get("candidates", 0))
+    assert sum(1 for _ in search.run()) == search.num_texts
+    assert search.best_setting()["candidates"] == 0
+    assert not any("ngram" in row for row in search.table_rows())
 
 
 def test_an_adapter_s_rows_count_and_what_is_flat_is_chosen_as_measured(folder):

@@ -67,8 +67,8 @@ def run(
         typer.Option(
             "--suite",
             metavar="NAME[:WHERE]",
-            help="quick, spec-bench, humaneval, mbpp, gsm8k or infilling, from WHERE: a file, or a data set such as "
-            "owner/name:configuration@split; or prompts:FILE.",
+            help="quick, spec-bench, humaneval, mbpp, gsm8k, math or infilling, from WHERE: a file, or a data set such "
+            "as owner/name:configuration@split; or prompts:FILE.",
             rich_help_panel=TASKS_PANEL,
         ),
     ] = "quick",
@@ -92,6 +92,7 @@ def run(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    chat_template: o.ChatTemplate = None,
     max_new_tokens: o.MaxNewTokens = 128,
     ignore_eos: o.IgnoreEos = False,
     temperature: o.Temperature = 0.0,
@@ -129,6 +130,8 @@ def run(
 
         saltus bench --suite spec-bench --limit 40 --peers all --out run
 
+        saltus bench --suite spec-bench -m FOLDER --chat-template vicuna
+
         saltus bench --suite humaneval --methods lookup -n 512 --out code
 
         saltus bench --suite prompts:FILE -t 0.8 --endpoint http://localhost:80
@@ -145,8 +148,8 @@ def run(
     names = _method_names(methods)
     find_suite(suite)
     _validate_settings(
-        names, peers, assistant, option, rule, temperature=temperature, top_p=top_p, top_k=top_k, coupling=coupling,
-        seed=seed,
+        names, peers, assistant, option, rule, chat_template=chat_template, temperature=temperature, top_p=top_p,
+        top_k=top_k, coupling=coupling, seed=seed,
     )  # fmt: skip
     tasks = load_tasks(suite, limit)
     from saltus.cli.answers import print_note
@@ -158,15 +161,16 @@ def run(
 
     engine = open_engine(
         model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
-        dtype=dtype, device=device, weights=weights, rule=rule, budget=budget,
+        dtype=dtype, device=device, weights=weights, chat_template=chat_template, rule=rule, budget=budget,
         adaptive=not whole_trees, tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
-    run = Benchmark(
-        engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, find_grader(suite, tasks)
-    )
+    grader = find_grader(suite, tasks)
+    if grader is not None and grader.note:
+        print_note(grader.note)
+    run = Benchmark(engine, systems, tasks, {**writing, "sampling": Sampling(**sampling)}, raw, grader)
     settings: dict[str, Any] = {
         **writing,
         **sampling,
@@ -176,6 +180,8 @@ def run(
         "raw": raw,
         "options": option or [],
     }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
     if AUTO in names:
         settings[AUTO] = engine.decoder.chosen_method(AUTO)
         print_note(f"auto is {settings[AUTO]} here")
@@ -219,7 +225,7 @@ def _validate_settings(
     assistant: str | None,
     option: Sequence[str] | None,
     rule: str,
-    **sampling: Any,
+    **settings: Any,
 ) -> None:
     """Raise ValueError for wrong settings, before anything long begins."""
     from saltus.cli.open_engine import validate_settings
@@ -227,7 +233,7 @@ def _validate_settings(
 
     for name in names:
         make_methods(name)
-    validate_settings(_joined(names), option, rule, **sampling)
+    validate_settings(_joined(names), option, rule, **settings)
     from saltus.evaluation.benchmarks.peers import check_peers
 
     check_peers(_peers(peers, assistant), assistant)

@@ -101,6 +101,7 @@ class CollectionOptions:
     model: o.Model = o.DEFAULT_MODEL
     dtype: o.Dtype = "auto"
     device: o.Device = "auto"
+    chat_template: o.ChatTemplate = None
     free_shapes: FreeShapes = False
     temperature: Temperatures = None
     coupling: o.Coupling = o.DEFAULT_COUPLING
@@ -205,15 +206,20 @@ def _collect_texts(
         "coupling": given.coupling,
         "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))), **plan_settings,
     }  # fmt: skip
+    from saltus.engine.chat_template import read_chat_template
     from saltus.training.data.teacher_texts import CollectionPlan
 
     CollectionPlan((), **settings)  # it raises errors for its settings before a model is loaded
+    if given.chat_template is not None:
+        read_chat_template(given.chat_template)
     from saltus.cli.open_engine import open_engine
     from saltus.training.data.collection_workers import collect_in_process, collect_in_processes, collect_with_ray
     from saltus.training.data.teacher_texts import missing_shards, prepare_folder
     from saltus.training.loop.checkpoint import lock_folder
 
-    engine = open_engine(**load_options, batch_size=given.batch_size, tuned_settings=False)
+    engine = open_engine(
+        **load_options, chat_template=given.chat_template, batch_size=given.batch_size, tuned_settings=False
+    )
     load_options["device"] = str(engine.network.model.device)  # the same for every process
     context, block = engine.target.context_length, settings.get("block_size", 0)
     if context is not None and block >= context:

@@ -11,7 +11,7 @@ import typer
 from saltus.cli import options as o
 
 
-@o.with_options(omit=("draft_model", "num_draft_tokens"), model="stories")
+@o.with_options(omit=("chat_template", "draft_model", "num_draft_tokens"), model="stories")
 def infill(
     *,
     text: Annotated[

@@ -27,7 +27,7 @@ def open_with_options(
     options = parse_method_options(methods.option or (), methods.method or DEFAULT_METHOD)
     method, options = with_draft_model(methods.method, options, methods.draft_model, methods.num_draft_tokens)
     chosen = dataclasses.asdict(sampling)
-    validate_settings(method, options, methods.rule, **chosen)
+    validate_settings(method, options, methods.rule, chat_template=models.chat_template, **chosen)
     loading = {**dataclasses.asdict(models), "rule": methods.rule, "budget": methods.budget, **settings}
     return open_engine(method=method, options=options, **loading), chosen
 
@@ -74,17 +74,21 @@ def validate_settings(
     method: str,
     options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
     rule: str = "match",
+    chat_template: str | None = None,
     **sampling: Any,
 ) -> None:
-    """Raise ValueError for a wrong method, option, rule or sampling setting, before a model is downloaded or loaded."""
+    """Raise ValueError for wrong settings, before a model is downloaded or loaded."""
     from saltus.core.noise import Noise
     from saltus.core.rules import RULES
     from saltus.core.sampling import Sampling
+    from saltus.engine.chat_template import read_chat_template
     from saltus.methods import make_methods
 
     make_methods(method, options if isinstance(options, Mapping) else parse_method_options(options or (), method))
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; there are {', '.join(RULES)}")
+    if chat_template is not None:
+        read_chat_template(chat_template)
     Noise(sampling.pop("seed", 0))
     Sampling(**sampling)
 

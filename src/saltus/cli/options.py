@@ -67,6 +67,17 @@ Weights = Annotated[
     ),
 ]
 
+ChatTemplate = Annotated[
+    str | None,
+    _option(
+        MODEL_PANEL,
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="How messages become a text, if the model has no template of its own: vicuna, chatml, llama-2, alpaca, or"
+        " a Jinja file.",
+    ),
+]
+
 _METHOD_HELP = (
     "How to draft: auto (lookup, and where it pays the drafter that comes with Saltus), lookup, jacobi+lookup, …"
     " ([i]saltus methods[/i] lists them)."
@@ -196,6 +207,7 @@ class ModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     weights: Weights = "file"
+    chat_template: ChatTemplate = None
 
 
 @dataclass(frozen=True)

@@ -241,9 +241,10 @@ def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
         from saltus.training.objectives import OBJECTIVES
 
         temperatures = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
+        template = f" --chat-template {recipe.chat_template}" if recipe.chat_template else ""
         raise ValueError(
             f"there is no teacher text in {path}; let the model write it first:"
-            f" saltus collect {OBJECTIVES[recipe.kind].collect_command} --model {recipe.model} --prompts FILE"
+            f" saltus collect {OBJECTIVES[recipe.kind].collect_command} --model {recipe.model}{template} --prompts FILE"
             f" {temperatures} --out {path}"
         )
     return path

@@ -68,8 +68,9 @@ def tune(
     """Find the fastest settings of the method jacobi for a model on this machine.
 
     It measures the cost of calls by nodes; then, within an affordable budget, tokens
-    per second by block size and recycled n-grams; then, with the best of these, by
-    live blocks and spawn. Plain decoding runs beside them. No setting changes a text.
+    per second by block size and number of recycled n-grams; then, with the best of
+    these, by the length of n-grams; then by live blocks and spawn. Plain decoding
+    runs beside them. No setting changes a text.
 
     [bold]Examples[/bold]
 
@@ -217,10 +218,10 @@ def _show(result: Mapping[str, Any]) -> None:
     knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"
     console.print(f"calls: {knee}; the search may use {result['budget']}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block", "candidates", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
-        named = [str(row.get(name, "")) for name in ("block", "candidates", "blocks", "spawn")]
+        named = [str(row.get(name, "")) for name in ("block", "candidates", "ngram", "blocks", "spawn")]
         if "plain" in row:
             named[0] = "plain"
         rates = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f} ×", f"{row['tokens_per_call']:.2f}"

@@ -265,8 +265,8 @@ def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
 def pick(u: float, distribution: Distribution) -> int:
     """The first token whose cumulative probability exceeds u in [0, 1); never one of probability zero.
 
-    In PTP's Eq. 2 the sum runs over the ids 1…j, as under the coupling `token-order`; under `probability` it runs in
-    the order of `Distribution`.
+    PTP, Eq. 2: min {j: F_j > u}, F_j = Σ P_l over the token ids l = 1…j. That is the coupling `token-order`. Under
+    `probability`, which is ours, the sum runs in the order of `Distribution`: likely tokens first.
     """
     assert distribution.coupling != "gumbel"
     if not 0 <= u < 1:

@@ -54,7 +54,10 @@ def _apply_chat_template(
 ) -> str:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not tokenizer.chat_template:
-        raise ValueError(f"{model_name} has no chat template for messages; give the prompt as one str")
+        raise ValueError(
+            f"{model_name} has no chat template for messages; name one (--chat-template, chat_template=), such as"
+            " vicuna, or give the prompt as one str"
+        )
     unfinished = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
     if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
         messages = readable_messages(messages, tools, tokenizer)

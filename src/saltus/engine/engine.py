@@ -12,6 +12,7 @@ from saltus import methods
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
+from saltus.engine.chat_template import read_chat_template
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
@@ -310,6 +311,7 @@ def load(
     exact: bool = True,
     batch_size: int = 16,
     weights: str = "file",
+    chat_template: str | None = None,
     progress: Progress | None = None,
     tuned_settings: bool = True,
 ) -> Engine:
@@ -333,6 +335,8 @@ def load(
         batch_size: texts decoded at once.
         weights: "file" keeps them as the checkpoint stores them, packed ones too; "bf16" expands packed ones; "q8_0",
             "q5_1", "q5_0", "q4_1" and "q4_0" pack those of a Hugging Face model, which makes another model of it.
+        chat_template: how messages become a text, in place of the model's own: "vicuna", "chatml", "llama-2",
+            "alpaca", or a Jinja file.
         progress: called while files are downloaded.
         tuned_settings: use the settings that `saltus tune` saved for jacobi, if no options of jacobi are given.
     """
@@ -343,6 +347,7 @@ def load(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make_methods(method, options)  # refuses a wrong name before anything is loaded
+    template = None if chat_template is None else read_chat_template(chat_template)
     nodes = max(DEFAULT_BUDGET, num_draft_tokens or 0) if budget is None else budget
 
     @lru_cache
@@ -350,6 +355,8 @@ def load(
         return load_checkpoint(name, device, dtype, exact, progress, nodes, weights if name == model else "file")
 
     target = checkpoint(model)
+    if template is not None:
+        target.tokenizer.chat_template = template
 
     def load_draft_model(name: str) -> Checkpoint:
         require_same_vocabulary(target, checkpoint(name))

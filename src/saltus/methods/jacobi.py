@@ -29,7 +29,8 @@ class Jacobi:
     The blocks form one chain of the tree: later blocks continue the first one, are corrected in the same call, and are
     verified when the text reaches them. The next iterate consists of the text's own picks, greedy or sampled. A model
     trained by `saltus train jacobi` is decoded like any model; an adapter trained by it corrects the guesses with query
-    nodes of its own inside the verification call.
+    nodes of its own inside the verification call. Unlike in Alg. 1, no guess is frozen, and a new block's first guesses
+    are drawn from the text (docs/methods.md).
     """
 
     model: str = ""  # a folder with an adapter of `saltus train jacobi`; empty: the target corrects the guesses

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from saltus.core.sampling import Coupling
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.trajectories import Trajectory, read_trajectories
-from saltus.training.settings import Recipe
+from saltus.training.settings import RECIPE_COUPLING, Recipe
 from saltus.training.tasks.adapter import AdapterTrainingTask
 from saltus.training.tasks.cached_state_task import CachedStateTask
 from saltus.training.tasks.drafter import DrafterTrainingTask
@@ -63,6 +64,10 @@ class Objective(ABC):
     def student_name(self, recipe: Recipe) -> str:
         """The model to train where it is not the target; else empty."""
         return ""
+
+    def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
+        """Whose uniforms or picks the result is trained on."""
+        return recipe.coupling
 
     @abstractmethod
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
@@ -139,8 +144,19 @@ class JacobiForcingObjective(Objective):
     unused_window_keys = frozenset({"windows", "placement", "laws", "greedy"})
     unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
 
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.coupling != RECIPE_COUPLING:
+            raise ValueError(
+                f"a recipe of kind {recipe.kind} learns the picks of its texts; leave coupling out, and write them with"
+                f" saltus collect jacobi --coupling {recipe.coupling}"
+            )
+
     def read_texts(self, path: Path) -> Sequence[Sample]:
         return read_trajectories(path)
+
+    def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
+        return next(one.coupling for one in samples if isinstance(one, Trajectory))
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         return iter((len(inputs.samples),))

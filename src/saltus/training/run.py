@@ -76,7 +76,7 @@ class TrainingRun(TrainingInputs):
             folder,
             {
                 "recipe": {"name": name, **self.recipe.identity},
-                "coupling": self.recipe.coupling,
+                "coupling": OBJECTIVES[self.recipe.kind].coupling(self.recipe, self.samples),
                 **({} if self.initial_folder is None else {"begun_with": str(self.initial_folder)}),
                 "teacher_texts": len(self.samples),
                 "teacher_tokens": sum(len(sample.prompt) + len(sample.completion) for sample in self.samples),

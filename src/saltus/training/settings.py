@@ -18,6 +18,7 @@ from saltus.training.loop.training_loop import Schedule
 from saltus.training.tasks.losses import DistillationSettings, Loss
 
 Kind = Literal["drafter", "adapter", "heads", "forcing"]
+RECIPE_COUPLING: Coupling = "probability"  # of recipes that name none
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,10 @@ class Recipe:
     about: str = ""
     time: str = ""  # that it takes, and where
     model: str = "smollm2-135m"
+    chat_template: str = ""  # with which the teacher's texts are collected, if the model has none of its own
     dtype: str = "auto"  # of the target while it reads texts
     temperatures: tuple[float, ...] = (0.7, 1.0)  # besides 0
-    coupling: Coupling = "probability"  # whose uniforms its queries are conditioned on; gumbel has none
+    coupling: Coupling = RECIPE_COUPLING  # whose uniforms its queries are conditioned on; gumbel has none
     teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
     lessons: WindowSettings = field(default_factory=WindowSettings)  # the key is kept for recipes that exist
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
@@ -179,7 +181,7 @@ class Recipe:
     @property
     def identity(self) -> Mapping[str, Any]:
         """All settings that can change the result, as checkpoints and cards hold them."""
-        omitted = ["about", "time", *(kind for kind in get_args(Kind) if kind != self.kind)]
-        if self.coupling == "probability":  # as in checkpoints that exist
+        omitted = ["about", "time", "chat_template", *(kind for kind in get_args(Kind) if kind != self.kind)]
+        if self.coupling == RECIPE_COUPLING:  # as in checkpoints that exist
             omitted.append("coupling")
         return {name: value for name, value in asdict(self).items() if name not in omitted}

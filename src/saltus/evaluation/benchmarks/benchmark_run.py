@@ -14,6 +14,7 @@ from typing import Any
 from saltus.engine.engine import Engine
 from saltus.engine.prompts import Conversation
 from saltus.evaluation.benchmarks.graders import Grader
+from saltus.evaluation.benchmarks.infill_requests import infill_request
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
@@ -38,9 +39,24 @@ class Benchmark:
     raw: bool = False
     grader: Grader | None = None
 
+    def __post_init__(self) -> None:
+        peers = [system.name for system in self.systems if system.kind == "peer"]
+        if peers and any(map(self._reads_both_sides, self.tasks)):
+            raise ValueError(
+                f"{peers[0]} continues texts, but {self.engine.target.name} fills holes here;"
+                " leave out peers and servers"
+            )
+
+    def _reads_both_sides(self, task: Task) -> bool:
+        return task.suffix is not None and self.engine.network.any_subset
+
     def warm_up(self) -> None:
         """Let each system decode a little, so that no first call is measured."""
-        request = self._new_request(WARM_UP_PROMPT, False, ())
+        holes = next(filter(self._reads_both_sides, self.tasks), None)
+        if holes is None:
+            request = self._new_request(WARM_UP_PROMPT, False, ())
+        else:
+            request = infill_request(self.engine, holes, dict(self.request_settings))
         few = min(16, request.max_new_tokens)
         for system in self.systems:
             system.to_answer(request, system.generate(dataclasses.replace(request, max_new_tokens=few)))
@@ -56,7 +72,10 @@ class Benchmark:
         order = [*self.systems[first:], *self.systems[:first]]
         conversation = Conversation(task.prompt)
         for turn, (shown, prompt) in enumerate(_conversation_turns(task, conversation, raw)):
-            request = self._new_request(prompt, raw, task.stop if raw else ())
+            if self._reads_both_sides(task):
+                request = infill_request(self.engine, task, dict(self.request_settings))
+            else:
+                request = self._new_request(prompt, raw, task.stop if raw else ())
             made = {}
             for system in order:
                 started = time.perf_counter()
@@ -85,7 +104,10 @@ class Benchmark:
     ) -> Record:
         context = self.engine.target.context_length
         room = None if context is None else context - len(request.prompt_tokens)
-        early = early_end_problems(request, answer, self.engine.target.end_tokens, room)
+        ends = self.engine.target.end_tokens
+        if request.template is not None:
+            ends, room = frozenset(() if request.hole_end is None else (request.hole_end,)), None
+        early = early_end_problems(request, answer, ends, room)
         last = turn == len(task.prompt.turns or (0,)) - 1
         score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
         return {

@@ -39,8 +39,9 @@ class CallRecorder:
         started = time.perf_counter()
         batch_outputs = self.network.forward(batch, kv_caches)
         seconds = time.perf_counter() - started
+        whole = getattr(self.network, "reads_whole_text", False)
         self.calls += [
-            RecordedCall(inputs, outputs.context_tokens_read, seconds)
+            RecordedCall(inputs, len(_known_tokens(inputs)) if whole else outputs.context_tokens_read, seconds)
             for inputs, outputs in zip(batch, batch_outputs, strict=True)
         ]
         return batch_outputs
@@ -49,15 +50,22 @@ class CallRecorder:
         return getattr(self.network, name)
 
 
+def _known_tokens(inputs: ForwardInputs) -> np.ndarray:
+    """The given tokens, on both sides of a hole, and then the decided ones."""
+    return inputs.canvas.tokens[inputs.canvas.known_positions]
+
+
 def tokens_decided_by_call(calls: Sequence[RecordedCall], prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """How many of the text's tokens each call decided, by the position where the next call starts."""
+    """How many of the text's tokens each call decided, by the number that the next call starts with."""
     text = len(prompt) + len(tokens)
-    places = [*(min(len(seen.inputs.canvas.decided_prefix), text) for seen in calls), text]
+    places = [*(min(len(_known_tokens(seen.inputs)), text) for seen in calls), text]
     return [end - begin for begin, end in pairwise(places)]
 
 
 def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
     """Problems with the claim that these calls decided these tokens after this prompt; empty if it is true.
+
+    Of a text with a hole the prompt is what is given on both sides, and the tokens are those of the hole.
 
     The first call reads the whole prompt. Each later one continues after the tokens of the call before, and all of
     these but the last were a path in that call's tree, so that the network has evaluated each in its place. A call
@@ -70,9 +78,9 @@ def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], 
     first = calls[0]
     if first.context_tokens_read < len(prompt):
         found.append(f"only {first.context_tokens_read} of the prompt's {len(prompt)} tokens were read")
-    ends = [*(len(seen.inputs.canvas.decided_prefix) for seen in calls[1:]), len(text)]
+    ends = [*(len(_known_tokens(seen.inputs)) for seen in calls[1:]), len(text)]
     for number, (seen, end) in enumerate(zip(calls, ends, strict=True)):
-        before = seen.inputs.canvas.decided_prefix
+        before = _known_tokens(seen.inputs)
         if not np.array_equal(before, text[: len(before)]):
             found.append(f"call {number} stood after another text than the one that was given out")
             break

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from saltus.evaluation.benchmarks import program_assembly
+from saltus.evaluation.benchmarks.math_answers import HAS_MATH_VERIFY, math_answer
 from saltus.evaluation.sandbox.run_program import run_program
 
 Score = dict[str, bool | float]
@@ -25,6 +26,7 @@ class Grader:
 
     metric_name: str
     score: Callable[[Mapping[str, Any], str], Score]
+    note: str = ""  # what a user should know of it before a run
 
 
 def main_score(score: Mapping[str, bool | float]) -> float:
@@ -79,8 +81,19 @@ def _pass_at_1(build_program: Callable[[Mapping[str, Any], str], str]) -> Grader
     return Grader("pass@1", lambda row, text: {"passed": run_program(build_program(row, text)).passed})
 
 
+def _math_grader() -> Grader:
+    if HAS_MATH_VERIFY:
+        return Grader("exact answer", math_answer)
+    note = (
+        "math-verify is not installed: answers are compared as normalised text, so that some right ones count as wrong;"
+        ' pip install "saltus[bench]" compares their values'
+    )
+    return Grader("exact answer as text", math_answer, note)
+
+
 GRADERS: dict[str, Grader] = {
     "gsm8k": Grader("exact answer", exact_answer),
+    "math": _math_grader(),
     "humaneval": _pass_at_1(program_assembly.humaneval),
     "mbpp": _pass_at_1(program_assembly.mbpp),
     "infilling": _pass_at_1(program_assembly.infilling),

@@ -28,6 +28,8 @@ class Task:
     raw: str | None = None  # the text to continue by a model without chat template
     always_raw: bool = False  # continue it even with a chat template
     stop: tuple[str, ...] = ()  # stop strings for raw continuation
+    suffix: str | None = None  # the text after the hole that stands after `raw`, for models that read both sides
+    hole: str = ""  # what the reference has there: its length, for models that cannot end a hole
     reference: Mapping[str, Any] = field(default_factory=dict)  # fields of the row, for the grader
 
 
@@ -69,11 +71,23 @@ def _gsm8k(row: Row, number: int) -> Task:
     return Task(str(number), "math", Prompt((inputs,)), raw, stop=("\nQuestion:",), reference=row)
 
 
+def _math(row: Row, number: int) -> Task:
+    inputs = f"{row['problem']}\nThink step by step. Put the final answer in \\boxed{{}}."
+    raw = f"Problem:\n{row['problem']}\n\nSolution:\n"
+    subject = row.get("subject") or row.get("type") or "math"  # as in MATH-500, as in MATH
+    name = str(row.get("unique_id", number))
+    return Task(name, subject, Prompt((inputs,)), raw, stop=("\nProblem:",), reference=row)
+
+
 def _infilling(row: Row, number: int) -> Task:
     kind = row["task_id"].partition("/")[0]
     stop = ("\n",) if kind.startswith("SingleLine") else ()
-    prompt = Prompt((row["prompt"],))
-    return Task(row["task_id"], kind, prompt, row["prompt"], always_raw=True, stop=stop, reference=row)
+    prompt, hole = Prompt((row["prompt"],)), row["canonical_solution"]
+    end = "\n" if hole.endswith("\n") else ""  # of whole lines the last end is given
+    return Task(
+        row["task_id"], kind, prompt, row["prompt"], always_raw=True, stop=stop, suffix=end + row["suffix"],
+        hole=hole.removesuffix("\n"), reference=row,
+    )  # fmt: skip
 
 
 _SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -106,7 +120,11 @@ SUITES = {
             {"question": str, "answer": str}, _gsm8k, "gsm8k",
         ),
         Suite(
-            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; a causal model sees the left side",
+            "math", "MATH (Hendrycks et al. 2021), the 500 problems of Lightman et al. (2023), exact answers",
+            "HuggingFaceH4/MATH-500@test", {"problem": str, "solution": str}, _math, "math",
+        ),
+        Suite(
+            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; any-subset models read both sides",
             _INFILLING_URL, _CODE_FIELDS | {"suffix": str, "canonical_solution": str}, _infilling, "infilling",
         ),
     )
@@ -184,7 +202,7 @@ def _checked_task(suite: Suite, row: Any, number: int, location: str) -> Task:
             )
         if kind is list and not all(isinstance(item, str) and item for item in row[name]):
             raise ValueError(f"{location}: {name} must be a list of texts that are not empty")
-    if name := next((name for name in ("prompt", "question", "text") if row.get(name) == ""), None):
+    if name := next((name for name in ("prompt", "question", "problem", "text") if row.get(name) == ""), None):
         raise ValueError(f"{location}: {name} is empty; there is nothing to ask")
     return suite.make_task(row, number)
 
@@ -199,11 +217,23 @@ def _read_rows(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
     path = Path(source).expanduser()
     if path.is_file():
         yield from _parse_lines(_read_text(path), str(path))
+    elif path.is_dir() and (rows := sorted(path.rglob("*.json"))):  # as MATH is published: a row a file
+        for file in rows:
+            yield str(file), _parse_row(_read_text(file), str(file))
     elif path.exists() or (path.suffix in (".jsonl", ".json", ".gz", ".csv") and "://" not in source):
         problem = "is a folder" if path.exists() else "does not exist"
         raise ValueError(f"{path} {problem}; suite {suite.name} takes a file of JSON lines or the name of a data set")
     else:
         yield from _load_dataset(suite, source)
+
+
+def _parse_row(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{name}, line {error.lineno}: this is not JSON ({error.msg}); each file of the folder is one object"
+        ) from None
 
 
 def _parse_lines(text: str, name: str) -> Iterator[tuple[str, Any]]:

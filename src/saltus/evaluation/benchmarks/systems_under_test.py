@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 from saltus.core.sampling import Sampling
 from saltus.engine.detokenizer import Detokenizer
 from saltus.engine.engine import Engine
-from saltus.engine.results import Generation
+from saltus.engine.infill_template import InfillTemplate
+from saltus.engine.results import Generation, Infilling
 from saltus.evaluation.benchmarks.call_recorder import (
     CallRecorder,
     RecordedCall,
@@ -31,6 +33,9 @@ class BenchmarkRequest:
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
+    # One hole to fill in place of a continuation: `prompt_tokens` are then those on both sides.
+    template: InfillTemplate | None = None
+    hole_end: int | None = None  # the token that ends an open hole, which has `max_new_tokens` tokens at most
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,20 @@ class MethodUnderTest:
     call_recorder: CallRecorder
     kind: str = "method"
 
-    def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation, list[RecordedCall]]:
+    def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation | Infilling, list[RecordedCall]]:
         self.engine.decoder.prefix_cache.clear()  # every system reads its prompts itself
         self.call_recorder.calls.clear()
         sampling = request.sampling
+        if request.template is not None:
+            one = self.engine.infill_request(
+                request.template, open_tokens=request.max_new_tokens, verbatim=True, seed=request.seed,
+                temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+                coupling=sampling.coupling,
+            )  # fmt: skip
+            for _ in self.engine.decoder.run([one.request], self.name):
+                pass
+            infilling = one.infilling()
+            return infilling.token_texts[0], infilling, list(self.call_recorder.calls)
         stream = self.engine.stream(
             request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
             max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=sampling.temperature,
@@ -98,17 +113,25 @@ class MethodUnderTest:
         return pieces, stream.generation, list(self.call_recorder.calls)
 
     def to_answer(
-        self, request: BenchmarkRequest, output: tuple[list[str], Generation, list[RecordedCall]]
+        self, request: BenchmarkRequest, output: tuple[list[str], Generation | Infilling, list[RecordedCall]]
     ) -> MeasuredAnswer:
         pieces, generation, seen = output
         tokens = generation.tokens
+        if ended := request.hole_end in tokens:
+            tokens = tokens[: tokens.index(request.hole_end) + 1]  # those after it are not decided
         counts = tokens_decided_by_call(seen, request.prompt_tokens, tokens)
+        if isinstance(generation, Infilling):
+            starts = accumulate(counts, initial=0)
+            pieces = ["".join(pieces[start : start + count]) for start, count in zip(starts, counts, strict=False)]
+            reason = "stop" if ended else "length"
+        else:
+            reason = generation.finish_reason
         calls = [
             TimedCall(count, call.inputs.num_draft_tokens, call.seconds, call.context_tokens_read)
             for count, call in zip(counts, seen, strict=True)
         ]
         return MeasuredAnswer(
-            tokens, pieces, generation.finish_reason, calls, calls[0].seconds if calls else 0.0,
+            tokens, pieces, reason, calls, calls[0].seconds if calls else 0.0,
             generation.statistics.draft_calls, problems=verification_problems(seen, request.prompt_tokens, tokens),
         )  # fmt: skip
 

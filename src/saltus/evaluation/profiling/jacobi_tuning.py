@@ -16,6 +16,7 @@ from saltus.engine.results import PromptLike
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 CANDIDATE_COUNTS = (0, 1, 2, 4, 8)
+NGRAM_LENGTHS = (2, 3, 4, 6, 8)  # tokens of a recycled n-gram, its key included
 LIVE_BLOCK_COUNTS = (1, 2, 3, 4)  # blocks
 SPAWN_THRESHOLDS = (0.5, 0.85, 1.0)
 PLAIN = "plain"
@@ -37,8 +38,8 @@ def affordable_draft_tokens(nodes: Sequence[int], times: Sequence[float], max_co
 class JacobiSearch:
     """Tokens per second of settings, on the same texts in turn; plain decoding is one of them.
 
-    First block × candidates with two live blocks, then live blocks × spawn with the best of these. An interrupted
-    search keeps its measurements.
+    First block × candidates with two live blocks; then, with the best of these, the length of recycled n-grams if there
+    are any; then live blocks × spawn with the best length. An interrupted search keeps its measurements.
     """
 
     engine: Engine
@@ -51,7 +52,7 @@ class JacobiSearch:
     seconds: dict[tuple[tuple[str, Any], ...], dict[int, list[float]]] = field(default_factory=dict)
     tokens: dict[tuple[tuple[str, Any], ...], dict[int, tuple[int, int]]] = field(default_factory=dict)
     engines: dict[tuple[tuple[str, Any], ...], Engine] = field(default_factory=dict)
-    best_of_grid: Setting = field(default_factory=dict)  # the best of the grid
+    best_so_far: Setting = field(default_factory=dict)  # the best of the stages that are measured
 
     @property
     def grid(self) -> list[Setting]:
@@ -64,17 +65,29 @@ class JacobiSearch:
 
     @property
     def num_texts(self) -> int:
-        """How many texts are decoded in all."""
-        return self.rounds * len(self.prompts) * (len(self.grid) + 1 + len(self.second_stage) + 1)
+        """How many texts are decoded in all; before the grid is measured, at most."""
+        stages = self.grid, self.ngram_stage, self.block_stage
+        return self.rounds * len(self.prompts) * sum(1 + len(stage) for stage in stages if stage)
 
     def run(self) -> Iterator[None]:
         """Measure all settings; yields after each text."""
         yield from self._measure([{PLAIN: True}, *self.grid])
-        self.best_of_grid = self.best(self.grid)
-        yield from self._measure([{PLAIN: True}, *({**self.best_of_grid, **more} for more in self.second_stage)])
+        self.best_so_far = self.best(self.grid)
+        if self.ngram_stage:
+            yield from self._measure([{PLAIN: True}, *self._with_best(self.ngram_stage)])
+            self.best_so_far = self.best(self._with_best(self.ngram_stage))
+        yield from self._measure([{PLAIN: True}, *self._with_best(self.block_stage)])
+
+    def _with_best(self, stage: Sequence[Setting]) -> list[Setting]:
+        return [{**self.best_so_far, **more} for more in stage]
 
     @property
-    def second_stage(self) -> list[Setting]:
+    def ngram_stage(self) -> list[Setting]:
+        """Lengths of recycled n-grams; none if the best setting offers none."""
+        return [{"ngram": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
+
+    @property
+    def block_stage(self) -> list[Setting]:
         """Live blocks × spawn; a single block does not spawn."""
         several = [
             {"blocks": live, "spawn": spawn} for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS) if live > 1
@@ -132,7 +145,7 @@ class JacobiSearch:
 
     def best_setting(self) -> Setting:
         """The best of all settings."""
-        return self.best([{**self.best_of_grid, **more} for more in self.second_stage])
+        return self.best(self._with_best(self.block_stage))
 
     def table_rows(self) -> list[dict[str, Any]]:
         """A row for each setting that was measured."""

@@ -56,6 +56,7 @@ class XlnetNetwork:
     model: Any
     free_shapes: bool = False
     any_subset = True
+    reads_whole_text = True  # in every call, though it reports one token read
     accepts_drafters = False
     blank_token: int | None = None
     pairwise_correction: PairwiseCorrection | None = None

@@ -60,7 +60,10 @@ def pick_tokens(
     temperature: float = 1.0,
     coupling: Coupling = "probability",
 ) -> Int[Tensor, "*shape"]:
-    """The first token whose cumulative probability exceeds u (PTP, Eq. 2); `core.sampling.pick` for whole tensors."""
+    """The first token whose cumulative probability exceeds u; `core.sampling.pick` for whole tensors.
+
+    PTP's Eq. 2 sums over the token ids 1…j, as the coupling `token-order` does; `probability` is an order of ours.
+    """
     assert coupling != "gumbel"
     picked, chunks = [], (part.split(ROWS_PER_CHUNK) for part in (uniforms.flatten(), logits.flatten(0, -2)))
     for u, rows in zip(*chunks, strict=True):
