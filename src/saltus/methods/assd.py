@@ -17,7 +17,7 @@ from saltus.core.canvas import HOLE, Canvas
 from saltus.core.control.controller import Controller
 from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import Step
-from saltus.core.forward import ForwardInputs
+from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
