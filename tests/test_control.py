@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -352,3 +353,17 @@ def test_seats_share_a_controller():
         pass
     assert all(len(one.tokens) == 40 for one in made)
     assert controller.acceptance.counts
+
+
+def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
+    """Drafting that takes a tenth of a call is worth it for one text, and not where sixteen texts wait for each other."""
+    rates = []
+    for batch_size in (1, 16):
+        controller = Controller(call_cost=CallCost({1: 1.0, 8: 1.0}), batch_size=batch_size)
+        canvas = continuation([1, 2], 8)
+        inputs, outputs = ForwardInputs(canvas), ForwardOutputs(torch.zeros(1, 5))
+        distributions = TargetDistributions(inputs, outputs, Sampling(), Noise(0))
+        step = Step(canvas, inputs, outputs, distributions, np.array([3, 4]), -1)
+        controller.record(grow_tree([], 8, 4), step, draft_seconds=0.1, other_seconds=0.1)
+        rates.append(controller.drafting_switch.with_drafts.rate)
+    assert rates[0] > 1 > rates[1]

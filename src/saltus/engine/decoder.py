@@ -93,7 +93,7 @@ class DecodingSetup:
                 if batch_size == 1
                 else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
             )
-            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs)
+            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs, batch_size=batch_size)
         return self.controllers[batch_size]
 
 

@@ -27,6 +27,7 @@ class Controller:
     acceptance: Acceptance = field(default_factory=Acceptance)
     call_cost: CallCost = field(default_factory=CallCost)
     drafting_switch: DraftingSwitch = field(default_factory=DraftingSwitch)
+    batch_size: int = 1  # texts that are decoded together, one after another outside of calls
 
     def should_draft(self) -> bool:
         """True if drafters that call draft models should draft in this step."""
@@ -63,7 +64,8 @@ class Controller:
     def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
         """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
 
-        `draft_seconds` were spent in calls of draft models, `other_seconds` outside of calls.
+        `draft_seconds` were spent in calls of draft models, `other_seconds` outside of calls, for this text alone: the
+        others of a batch wait for them.
         """
         if not self.adaptive:
             return
@@ -86,7 +88,11 @@ class Controller:
             )
             self.acceptance.record_payoff(source, sum(node in depths for node in nodes), payoffs)
         if self.call_cost.seconds:
-            spent = draft_seconds + other_seconds + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
+            spent = (
+                draft_seconds
+                + self.batch_size * other_seconds
+                + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
+            )
             drafted = draft_seconds or step.inputs.has_token_queries
             throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
             throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -257,11 +257,13 @@ class DraftNetwork:
 
         Queries beyond the window of training get no logits.
         """
+        started = time.perf_counter()
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
-            return [self._forward_one(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
+            outputs = [self._forward_one(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
+        seconds = time.perf_counter() - started
+        return [replace(each, seconds=seconds) for each in outputs]
 
     def _forward_one(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> ForwardOutputs:
-        started = time.perf_counter()
         assert inputs.hidden_states is not None
         decided = inputs.canvas.decided_prefix
         end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the given hidden states
@@ -276,7 +278,6 @@ class DraftNetwork:
         logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(queries) + 1)
         kv_cache.tokens = decided[kv_cache.first_position : end].copy()
         predictions = self._predictions(logits[1:], states[1:])
-        seconds = time.perf_counter() - started
         return ForwardOutputs(
-            logits, states, seconds, end - past, end - past + len(queries), self.model.tokens, predictions
+            logits, states, 0.0, end - past, end - past + len(queries), self.model.tokens, predictions
         )
