@@ -356,7 +356,7 @@ def test_seats_share_a_controller():
 
 
 def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
-    """Drafting that takes a tenth of a call is worth it for one text, and not where sixteen texts wait for each other."""
+    """Work of a tenth of a call is worth two tokens for one text, and not where sixteen texts wait for each other."""
     rates = []
     for batch_size in (1, 16):
         controller = Controller(call_cost=CallCost({1: 1.0, 8: 1.0}), batch_size=batch_size)
