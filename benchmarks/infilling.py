@@ -55,6 +55,7 @@ LONG = 512
 ROUGE = ("rouge1", "rouge2", "rougeL")
 LEFT_TO_RIGHT = "left to right"
 WITHOUT_LINKS = "one call without links"
+BY_DEFAULT = "assd by default"
 SENTENCE_END = re.compile(r"[.!?][\"'”’]*(?=\s|$)")
 
 
@@ -142,7 +143,7 @@ def filled(
         logprobs=own,
         canvas=canvas,
     )
-    without = mock.patch.object(engine.network, "links", None)
+    without = mock.patch.object(engine.network, "pairwise_correction", None)
     with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
         for _ in engine.decoder.run([job], method, batch_size=1):
             pass
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=4, help="texts of 512 tokens")
     parser.add_argument("--lengths", type=int, nargs="+", default=[5, 15], help="holes drafted, at most")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--by-default", action="store_true", help="only plain and assd as by saltus infill")
     parser.add_argument("--own", action="store_true", help="the model's own nats of what it fills in, and no times")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -233,8 +235,12 @@ def main() -> None:
     }
     causal = saltus.load(given.causal, PLAIN, tuned_settings=False) if given.causal else None
     rules.RULES[NO_RESIDUAL] = no_residual
-    ways: dict[str, saltus.Engine] = {PLAIN: engine, "no cache": engine.copy_with()}
-    for length in given.lengths:
+    ways: dict[str, saltus.Engine] = {PLAIN: engine}
+    if given.by_default:
+        ways[BY_DEFAULT] = engine.copy_with()
+    else:
+        ways["no cache"] = engine.copy_with()
+    for length in () if given.by_default else given.lengths:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"length": length, "two_calls": True}),
             (f"one call, k = {length}", {"length": length}),
@@ -255,10 +261,11 @@ def main() -> None:
             if texts[0].sentences
             else (),
         )
-        for rule in ("match", "reject"):
+        for rule in ("match",) if given.by_default else ("match", "reject"):
             found: dict[str, list[dict[str, Any]]] = {}
             engines = {name: way.copy_with(rule=rule) for name, way in ways.items()}
-            engines["no cache"].decoder.setup(PLAIN).networks = {"target": Forgetful(engine.network)}
+            if "no cache" in engines:
+                engines["no cache"].decoder.setup(PLAIN).networks = {"target": Forgetful(engine.network)}
             if rule == "reject":
                 del engines["no cache"]
                 last = f"one call, k = {given.lengths[-1]}"

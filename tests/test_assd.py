@@ -18,10 +18,12 @@ from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
+from saltus.drafting.draft_tree import Chooser, Coupled, Likeliest, grown_nodes
+from saltus.drafting.hole_predictions import HoleLogits, HolePredictions
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.methods import make_methods
-from saltus.methods.assd import SelfDrafter, _HoleLogits
+from saltus.networks.draft_models.hole_paths import with_kernel
 from saltus.networks.models.any_subset import AnySubsetNetwork
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.training.data.seeded_generator import seeded_generator
@@ -412,16 +414,15 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
         assert calls == 1 + 10, "41 holes, of which the first call fills one"
 
 
-def predicted(links: PairwiseCorrection, num_known: int) -> _HoleLogits:
+def predicted(links: PairwiseCorrection, num_known: int) -> HoleLogits:
     """Logits 0…7 of a hole, and the correction of the model that predicted them."""
     outputs = ForwardOutputs(torch.arange(8.0)[None], torch.ones(1, 3), drafter_data=links)
-    return _HoleLogits(outputs, 0, num_known)
+    return HoleLogits(outputs, 0, num_known)
 
 
-def test_links_add_what_a_law_did_not_know():
+def test_a_correction_adds_what_a_distribution_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
     links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
-    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
     weights, logits = links.position_inputs(torch.ones(1, 3))[0], torch.arange(8.0)
     for index, knew, new, wanted in (
         (1, 1, [6], None),  # the token to its left is known
@@ -430,21 +431,68 @@ def test_links_add_what_a_law_did_not_know():
         (3, 2, [6, 7, 5], (5, None)),
         (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
     ):
-        found = drafter._corrected_logits(predicted(links, knew), order, index, new[-2:])
+        hole = predicted(links, knew)
+        found = hole.corrected(links, hole.num_unknown(order, index), new[-2:])
         expected = logits.numpy() if wanted is None else corrected_logits(links, logits.numpy(), weights, *wanted)
-        np.testing.assert_array_equal(found.numpy(), expected)
+        np.testing.assert_array_equal(found, expected)
     row = np.arange(5)
     for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
-        found = drafter._corrected_logits(predicted(links, knew), row, 3, [6, 7])
-        np.testing.assert_array_equal(found.numpy(), corrected_logits(links, logits.numpy(), weights, *wanted))
+        hole = predicted(links, knew)
+        found = hole.corrected(links, hole.num_unknown(row, 3), [6, 7])
+        np.testing.assert_array_equal(found, corrected_logits(links, logits.numpy(), weights, *wanted))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_links_that_say_nothing_finite_leave_the_law():
+def test_a_correction_that_is_not_finite_is_left_out():
     links = random_links(8, hidden=3)
     links.left[6] = np.inf
-    drafter = SelfDrafter(Noise(0), SAMPLED, match, 4, 8, pairwise_correction=links)
-    assert drafter._corrected_logits(predicted(links, 0), np.arange(5), 1, [6]).tolist() == [*range(8)]
+    assert predicted(links, 0).corrected(links, 1, [6]).tolist() == [*range(8)]
+
+
+def predictions_in_bfloat16(vocab: int, unknown: list[int]) -> HolePredictions:
+    """Of three holes, by two calls, for a correction of rank 16 whose tables bfloat16 can hold."""
+
+    def rounded(name: str, *shape: int) -> torch.Tensor:
+        return torch.from_numpy(seeded_generator(1, name).normal(size=shape)).bfloat16()
+
+    tables = [rounded(name, vocab, 16).float().numpy() for name in ("left", "second_left", "right")]
+    correction = with_kernel(PairwiseCorrection(*tables, gate=rounded("gate", 8, 17).float().numpy() * np.float32(0.1)))
+    outputs = [ForwardOutputs(2 * rounded(f"logits{i}", 3, vocab), rounded(f"states{i}", 3, 8)) for i in range(2)]
+    outputs = [replace(each, drafter_data=correction) for each in outputs]
+    holes = [HoleLogits(outputs[0], 2, 0), HoleLogits(outputs[1], 1, 0), HoleLogits(outputs[1], 2, 0)]
+    return HolePredictions(holes, unknown, correction, np.array([3, vocab + 7]), frozenset([5, 20]))
+
+
+@pytest.mark.parametrize("vocab", [64, 150])
+@pytest.mark.parametrize("text", [[], [9], [9, 30]], ids=len)
+@pytest.mark.parametrize("unknown", [[0, 1, 2], [2, 0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "choose",
+    [Likeliest(3), Coupled(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30))],
+    ids=["likeliest", "coupled"],
+)
+def test_the_kernel_grows_the_paths_of_holes(vocab: int, text: list[int], unknown: list[int], choose: Chooser):
+    predictions = predictions_in_bfloat16(vocab, unknown)
+    assert predictions.grow is not None
+    found, expected = predictions.grow(text, choose), grown_nodes(predictions, text, choose)
+    if found is None:
+        pytest.skip("no compiled kernels")
+    assert len(found) > 3
+    assert [node[:2] for node in found] == [node[:2] for node in expected]
+    assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=0.01)
+    assert predictions.grow(text, Coupled(3, Sampling(0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
+
+
+def test_nothing_banned_is_drafted_and_nothing_after_the_end_of_a_hole():
+    predictions = predictions_in_bfloat16(64, [1, 1, 1])
+    ids, logits, _ = predictions.candidates(0, [9])
+    best = [int(ids[logits.argmax()])]
+    predictions = replace(predictions, last_tokens=frozenset(best))
+    for nodes in (grown_nodes(predictions, [9], Likeliest(1)), predictions.grow([9], Likeliest(1))):
+        assert nodes is None or [token for _, token, _ in nodes] == best
+    predictions = replace(predictions, banned=np.array(best), last_tokens=frozenset())
+    for nodes in (grown_nodes(predictions, [9], Likeliest(64)), predictions.grow([9], Likeliest(16))):
+        assert nodes is None or best[0] not in [token for _, token, _ in nodes]
 
 
 def independent(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:

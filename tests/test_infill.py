@@ -521,7 +521,7 @@ def test_a_stream_of_an_infilling_is_its_text(filler: str, method: str):
     chunks = list(stream)
     assert "".join(chunk.text for chunk in chunks) == whole.text == stream.infilling.text
     assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
-    assert [chunk.call_index for chunk in chunks] == [call.index for call in whole.calls]
+    assert [chunk.call_index for chunk in chunks] == [call.index for call in stream.infilling.calls]
     left = engine.stream_infill("the [[8]] sat.")
     next(left)
     left.close()

@@ -152,7 +152,7 @@ class Coupled:
     sampling: Sampling
     noise: Noise
     positions: np.ndarray
-    _log_noise: dict[int, np.ndarray] = field(default_factory=dict, init=False)  # of a position's likely tokens
+    _log_noise: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)  # ids and theirs
 
     @property
     def is_race(self) -> bool:
@@ -169,10 +169,12 @@ class Coupled:
             found = token_distribution(torch.from_numpy(logits), sampling)
             found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
             return draft_tokens(found, self.noise, "text", self.positions[position], self.choices, PARALLEL_ERROR)
-        if position not in self._log_noise:
+        known_ids, log_noise = self._log_noise.get(position, (None, ids))
+        if known_ids is not ids:
             numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)
-            self._log_noise[position] = np.log(numbers.exponentials(ids))
-        values = logits / self.sampling.temperature - self._log_noise[position]
+            log_noise = np.log(numbers.exponentials(ids))
+            self._log_noise[position] = ids, log_noise
+        values = logits / self.sampling.temperature - log_noise
         return favoured(ids, values, self.choices, PARALLEL_ERROR)
 
 

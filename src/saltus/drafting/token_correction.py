@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
@@ -52,6 +52,11 @@ class PairwiseCorrection:
     second_left: Float[np.ndarray, "vocab rank"]
     right: Float[np.ndarray, "vocab rank"]
     gate: Float[np.ndarray, "hidden weights"]  # a weight for each component of the rank, and the sharpness
+    grow: Callable[..., Any] | None = None  # of a `HolePredictions`, a text and a chooser: a faster `grown_nodes`
+
+    @property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.left, self.second_left, self.right, self.gate
 
     def position_inputs(
         self, hidden_states: Float[Tensor, "positions hidden"]

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -17,22 +18,23 @@ from saltus.core.canvas import HOLE, Canvas
 from saltus.core.control.controller import Controller
 from saltus.core.coupling import draft_tokens
 from saltus.core.distributions import Step
-from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import (
     Distribution,
     Sampling,
-    float_row,
     log_probability,
     probability,
     sample,
     token_distribution,
 )
 from saltus.core.tree import Branch
+from saltus.drafting.draft_tree import Chooser, Coupled, Likeliest, likely_paths
+from saltus.drafting.hole_predictions import HoleLogits, HolePredictions
 from saltus.drafting.ptp_queries import two_call_drafter, with_query_chains
-from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
+from saltus.drafting.token_correction import PairwiseCorrection
 
 SOURCE = "assd"
 PAUSE_CALLS = 32  # calls without drafts, where they did not pay
@@ -49,13 +51,16 @@ class Assd:
     """
 
     draft: Literal["self", "bigram"] = "self"
-    length: int = 2  # draft tokens, at most
-    ahead: int = 16  # holes that a verification call predicts; at least two for each draft token
+    length: int = 2  # depth of the drafts
+    choices: int = 2  # tokens that may follow a token of the draft tree; `reject` drafts one path
+    ahead: int = 8  # holes that a verification call predicts; at least two for each draft token
     two_calls: bool = False  # draft in a call of its own, as in the paper
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"assd: length is {self.length}, but must be 1 or more")
+        if self.choices < 1:
+            raise ValueError(f"assd: choices is {self.choices}, but must be 1 or more")
         if self.ahead < 1:
             raise ValueError(f"assd: ahead is {self.ahead}, but must be 1 or more")
         if self.draft not in ("self", "bigram"):
@@ -75,28 +80,7 @@ class Assd:
             return BigramDrafter(noise, sampling, rule, self.length)
         if self.two_calls:
             return two_call_drafter(noise, sampling, rule, "independent", self.length, source=SOURCE)
-        return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length))
-
-
-@dataclass(frozen=True, eq=False)
-class _HoleLogits:
-    """What an earlier call predicted for a hole."""
-
-    outputs: ForwardOutputs  # of that call
-    row: int  # of the hole in them
-    num_known: int  # new tokens that were decided at that call
-
-    @property
-    def logits(self) -> Tensor:
-        return self.outputs.logits[self.row]
-
-    @cached_property
-    def weights(self) -> np.ndarray | None:
-        """Of the pairwise correction, if the call had one."""
-        correction, states = self.outputs.drafter_data, self.outputs.hidden_states
-        if not isinstance(correction, PairwiseCorrection) or states is None:
-            return None
-        return correction.position_inputs(states[self.row : self.row + 1])[0]
+        return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length), self.choices)
 
 
 @dataclass
@@ -114,44 +98,58 @@ class SelfDrafter:
     rule: Rule
     length: int
     ahead: int
-    hole_logits: dict[int, _HoleLogits] = field(default_factory=dict)  # by position
+    choices: int  # tokens that may follow a token of the draft tree
+    hole_logits: dict[int, HoleLogits] = field(default_factory=dict)  # by position
     pairwise_correction: PairwiseCorrection | None = None
-    first_draft: int | None = None  # the first draft token of this step
+    first_drafts: set[int] = field(default_factory=set)  # the first draft tokens of this step's paths
     paused_calls: int = 0  # calls for which predicting ahead stays off
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         if last is not None:
             self._store_logits(last)
-        holes = canvas.open_positions[: min(self.length, room)]
+        holes = self._predicted_holes(canvas, min(self.length, room))
+        branches: Sequence[Branch] = []
+        if holes:
+            branches = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
+        self.first_drafts = {branch.tokens[0] for branch in branches}
+        return branches
+
+    @cached_property
+    def _banned(self) -> np.ndarray:
+        return np.array(self.sampling.banned, dtype=np.int64)
+
+    @cached_property
+    def _last_tokens(self) -> frozenset[int]:
+        return frozenset(token for token, _, _ in self.sampling.hole_end_tokens)
+
+    def _predicted_holes(self, canvas: Canvas, count: int) -> list[HoleLogits]:
+        """The predictions of the next open positions, as far as there are any."""
+        known = takewhile(lambda position: position in self.hole_logits, canvas.open_positions[:count].tolist())
+        return [self.hole_logits[position] for position in known]
+
+    def _likely_paths(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
+        sampling = self.sampling
+        unknown = [hole.num_unknown(canvas.order, index) for index, hole in enumerate(holes, canvas.num_decided)]
+        predictions = HolePredictions(holes, unknown, self.pairwise_correction, self._banned, self._last_tokens)
+        if sampling.greedy:
+            choose: Chooser = Likeliest(self.choices)
+        else:
+            choose = Coupled(self.choices, sampling, self.noise, canvas.open_positions)
+        return likely_paths(predictions, canvas.new_tokens[-2:].tolist(), choose, SOURCE)
+
+    def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
+        """One path, whose tokens are sampled with uniforms that nothing else uses."""
         found = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
         context = canvas.tokens[canvas.known_positions] if self.sampling.uses_context else None
-        latest = canvas.tokens[canvas.order[max(canvas.num_decided - 2, 0) : canvas.num_decided]].tolist()
-        for index, hole in enumerate(holes.tolist(), start=canvas.num_decided):
-            if hole not in self.hole_logits:
-                break
+        latest = canvas.new_tokens[-2:].tolist()
+        for index, hole in enumerate(holes, start=canvas.num_decided):
             seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
-            logits = self._corrected_logits(self.hole_logits[hole], canvas.order, index, [*latest, *found.tokens])
-            found.add(token_distribution(logits, self.sampling, seen, index), hole, logits)
+            unknown = hole.num_unknown(canvas.order, index)
+            logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *found.tokens]))
+            found.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
             if self.sampling.num_forced_after(index, found.tokens[-1]):
                 break
-        self.first_draft = found.tokens[0] if found.tokens else None
         return found.branches()
-
-    def _corrected_logits(self, predicted: _HoleLogits, order: np.ndarray, index: int, new: Sequence[int]) -> Tensor:
-        """Logits of new token `index`, corrected by the tokens `new` to its left that they were computed without."""
-        unknown = index - predicted.num_known
-        if (
-            predicted.weights is None
-            or self.pairwise_correction is None
-            or not unknown
-            or order[index - 1] != order[index] - 1
-        ):
-            return predicted.logits
-        before = new[-2] if unknown > 1 and order[index - 2] == order[index] - 2 else None
-        row = corrected_logits(
-            self.pairwise_correction, float_row(predicted.logits), predicted.weights, new[-1], before
-        )
-        return torch.from_numpy(row) if math.isfinite(row.max()) else predicted.logits  # ignore a broken correction
 
     def _store_logits(self, last: Step) -> None:
         """Keep what the step predicted for holes that are still open."""
@@ -160,7 +158,7 @@ class SelfDrafter:
         self.pairwise_correction = outputs.drafter_data
         if queries := last.inputs.query_chain(-1):
             for hole, query in zip(canvas.open_positions[: len(queries)].tolist(), queries, strict=True):
-                self.hole_logits[hole] = _HoleLogits(outputs, query + 1, canvas.num_decided)
+                self.hole_logits[hole] = HoleLogits(outputs, query + 1, canvas.num_decided)
         for hole in canvas.open_positions[: len(last.tokens)].tolist():
             self.hole_logits.pop(hole, None)
 
@@ -168,8 +166,8 @@ class SelfDrafter:
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
         """Add queries that predict the holes ahead, unless the known logits suffice for the next drafts."""
-        taken = any(inputs.tokens[node] == self.first_draft for node in inputs.children(-1))
-        if controller.adaptive and self.first_draft is not None and not taken:
+        taken = any(inputs.tokens[node] in self.first_drafts for node in inputs.children(-1))
+        if controller.adaptive and self.first_drafts and not taken:
             self.paused_calls = PAUSE_CALLS
         self.paused_calls = max(self.paused_calls - 1, 0)
         holes = inputs.canvas.open_positions[: self.ahead].tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,36 +86,51 @@ class PathKernel:
         self, found: RowCandidates, states: np.ndarray, text: Sequence[int], choose: Chooser
     ) -> list[PathNode] | None:
         """The nodes; None for a chooser that the kernel does not know. `states` are the correction's inputs."""
-        kernels = native.load_kernels()
-        if kernels is None or not isinstance(choose, Likeliest | Coupled):
+        if not knows_chooser(choose):
             return None
-        if isinstance(choose, Coupled) and not choose.is_race:
-            return None
-        parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
-        struct = native.DraftPaths(
-            columns=found.columns.ctypes.data, logits=found.logits.ctypes.data, counts=found.counts.ctypes.data,
-            rests=found.rests.ctypes.data, ids=self.token_ids.ctypes.data, positions=len(found.counts),
-            choices=choose.choices, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY, error=PARALLEL_ERROR,
-            parents=parents.ctypes.data, tokens=tokens.ctypes.data, chances=chances.ctypes.data,
-        )  # fmt: skip
-        kept: list[np.ndarray] = []  # what the struct points to
-        if isinstance(choose, Coupled):
-            kept.append(np.stack([choose.noise.token_keys("text", at) for at in choose.positions[: len(found.counts)]]))
-            struct.keys, struct.temperature = kept[0].ctypes.data, choose.sampling.temperature
-        else:
-            struct.temperature = choose.temperature
+        fields: dict[str, int] = {
+            "columns": found.columns.ctypes.data, "logits": found.logits.ctypes.data,
+            "counts": found.counts.ctypes.data, "rests": found.rests.ctypes.data, "ids": self.token_ids.ctypes.data,
+        }  # fmt: skip
         if self.correction is not None:
-            struct.rank, struct.states = states.shape[1], states.ctypes.data
-            struct.right, struct.left, struct.second_left = (table.data_ptr() for table in self.tables)
+            fields |= {"rank": states.shape[1], "states": states.ctypes.data}
+            fields |= zip(("right", "left", "second_left"), (table.data_ptr() for table in self.tables), strict=True)
             vectors = [self.correction.token_vectors_of(token) for token in text]
             if vectors:
-                struct.text_left, struct.text_second_left = (vector.ctypes.data for vector in vectors[-1])
+                fields |= zip(("text_left", "text_second_left"), (one.ctypes.data for one in vectors[-1]), strict=True)
             if len(vectors) > 1:
-                struct.text_before = vectors[-2][1].ctypes.data
-        count = kernels.saltus_draft_paths(ctypes.byref(struct))
-        if count < 0:
-            return None
-        return list(zip(parents[:count].tolist(), tokens[:count].tolist(), chances[:count].tolist(), strict=True))
+                fields["text_before"] = vectors[-2][1].ctypes.data
+        return grow_natively(choose, len(found.counts), fields)
+
+
+def knows_chooser(choose: Chooser) -> bool:
+    """True if `grow_natively` can be used here, and for this chooser."""
+    known = isinstance(choose, Likeliest) or (isinstance(choose, Coupled) and choose.is_race)
+    return known and native.load_kernels() is not None
+
+
+def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) -> list[PathNode] | None:
+    """`grown_nodes` by the kernel, for a chooser that it knows; None if it has no room for so many candidates.
+
+    `fields` are those of `native.DraftPaths` that say where the candidates come from.
+    """
+    kernels = native.load_kernels()
+    assert kernels is not None and isinstance(choose, Likeliest | Coupled)
+    parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
+    struct = native.DraftPaths(
+        **fields, positions=positions, choices=choose.choices, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
+        error=PARALLEL_ERROR, gap=MAX_GAP, parents=parents.ctypes.data, tokens=tokens.ctypes.data,
+        chances=chances.ctypes.data,
+    )  # fmt: skip
+    if isinstance(choose, Coupled):
+        keys = np.stack([choose.noise.token_keys("text", at) for at in choose.positions[:positions]])
+        struct.keys, struct.temperature = keys.ctypes.data, choose.sampling.temperature
+    else:
+        struct.temperature = choose.temperature
+    count = kernels.saltus_draft_paths(ctypes.byref(struct))
+    if count < 0:
+        return None
+    return list(zip(parents[:count].tolist(), tokens[:count].tolist(), chances[:count].tolist(), strict=True))
 
 
 def path_kernel(

@@ -26,6 +26,7 @@ from torch import Tensor
 from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.drafting.token_correction import PairwiseCorrection
+from saltus.networks.draft_models.hole_paths import with_kernel
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.networks.models.causal import MAX_NODES, CausalNetwork, _Chunk
@@ -150,23 +151,24 @@ def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) ->
         return None
     try:
         found = load_file(folder / PAIRWISE_CORRECTION_FILE)
-        correction = PairwiseCorrection(*(found[name].float().numpy() for name in LINK_TENSORS))
+        left, second_left, right, gate = (found[name].float().numpy() for name in LINK_TENSORS)
+        correction = PairwiseCorrection(left, second_left, right, gate)
         _, rank = correction.left.shape
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"{folder / PAIRWISE_CORRECTION_FILE} is damaged ({error}); delete it, or train the model again"
         ) from None
-    shapes = [table.shape for table in vars(correction).values()]
+    shapes = [table.shape for table in correction.tables]
     if shapes != [(vocab_size, rank)] * 3 + [(hidden_size, rank + 1)]:
         raise ValueError(
             f"{folder / PAIRWISE_CORRECTION_FILE} is of another model; delete it, or train the model again"
         )
-    return correction
+    return with_kernel(correction)
 
 
 def save_pairwise_correction(correction: PairwiseCorrection, folder: Path) -> None:
     """Save in bfloat16, beside the model's weights."""
-    tables = zip(LINK_TENSORS, vars(correction).values(), strict=True)
+    tables = zip(LINK_TENSORS, correction.tables, strict=True)
     save_file({name: torch.from_numpy(table).bfloat16() for name, table in tables}, folder / PAIRWISE_CORRECTION_FILE)
 
 

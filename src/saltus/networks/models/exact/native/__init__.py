@@ -108,14 +108,24 @@ class NearGreatest(ctypes.Structure):
     ]
 
 
+class Holes(ctypes.Structure):
+    """The struct `Holes` of draft_paths.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("logits", "states", "unknown", "gate", "sharpness", "left", "second_left")),
+        *((name, POINTER) for name in ("right", "banned", "last")),
+        *((name, INTEGER) for name in ("vocab", "hidden", "width", "num_banned", "num_last", "second", "first")),
+    ]
+
+
 class DraftPaths(ctypes.Structure):
     """The struct `DraftPaths` of draft_paths.h, field for field."""
 
     _fields_ = [
         *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
-        *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys")),
+        *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys", "holes")),
         *((name, INTEGER) for name in ("positions", "rank", "choices", "nodes")),
-        *((name, REAL) for name in ("temperature", "error", "least")),
+        *((name, REAL) for name in ("temperature", "error", "gap", "least")),
         *((name, POINTER) for name in ("parents", "tokens", "chances")),
     ]
 

@@ -107,6 +107,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "hole_paths.h"
 #undef T
 #undef OF
 
