@@ -15,6 +15,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.gguf_weights import load_gguf_model
+from saltus.networks.loading.huge_pages import place_in_huge_pages
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
 from saltus.networks.loading.model_folders import INDEX_FILE
 from saltus.networks.loading.packing import PACKINGS, pack_model
@@ -77,6 +78,7 @@ def load_checkpoint(
                 f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
                 f" into {folder}"
             ) from error
+    place_in_huge_pages(model)
     network = make_network(model, name_or_path, exact, budget)
     if isinstance(network, AnySubsetNetwork | XlnetNetwork):
         network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, upper_layers
+from saltus.networks.loading.huge_pages import place_in_huge_pages
 from saltus.networks.loading.metadata import (
     METADATA_FILE,
     TRAIN_COMMANDS,
@@ -106,4 +107,6 @@ def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Pat
     if missing:
         raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
     model.load_state_dict(weights, strict=False, assign=True)
-    return model.to(target.dtype).eval()
+    model = model.to(target.dtype).eval()
+    place_in_huge_pages(model)
+    return model
