@@ -86,6 +86,14 @@ class CachedStateObjective(Objective):
     def __init__(self, method: str, task: type[CachedStateTask]) -> None:
         self.method, self.task = method, task
 
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.kind == "drafter" and recipe.drafter.informed and recipe.coupling == "gumbel":
+            raise ValueError(
+                "the coupling gumbel has no uniforms to condition queries on; set informed=false, or"
+                " coupling=probability or token-order"
+            )
+
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
         network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
