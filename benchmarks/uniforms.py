@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.special import ndtr
 
 import saltus
+from saltus.core.sampling import Coupling
 from saltus.networks.draft_models.drafter import DraftModel
 from saltus.networks.loading.drafter_files import find_shipped, load_drafter
 from saltus.training.data.hidden_states import HiddenStateCorpus, collect_hidden_states, load_hidden_states
@@ -55,9 +56,9 @@ def likeliest(logits: Tensor, uniforms: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def picked(sharpness: float) -> Drafts:
+def picked(sharpness: float, coupling: Coupling) -> Drafts:
     """By the uniform, from the drafter's own law; sharpness 1 is independent prediction in the paper's sense."""
-    return lambda logits, uniforms: pick_tokens(uniforms, logits * sharpness)
+    return lambda logits, uniforms: pick_tokens(uniforms, logits * sharpness, coupling=coupling)
 
 
 def blurred(width: float) -> Drafts:
@@ -72,12 +73,15 @@ def blurred(width: float) -> Drafts:
     return nearest
 
 
-DRAFTS: dict[str, Drafts] = {
-    "the likeliest token": likeliest,
-    "Pick by the uniform": picked(1.0),
-    **{f"Pick, laws sharpened by {sharpness:g}": picked(sharpness) for sharpness in (1.3, 1.6, 2.0)},
-    **{f"the interval nearest to the uniform, blurred by {width:g}": blurred(width) for width in (0.1, 0.3, 1.0)},
-}
+def ways_to_draft(coupling: Coupling) -> dict[str, Drafts]:
+    """Blurred intervals are those of falling probability, so token order has none."""
+    widths = (0.1, 0.3, 1.0) if coupling == "probability" else ()
+    return {
+        "the likeliest token": likeliest,
+        "Pick by the uniform": picked(1.0, coupling),
+        **{f"Pick, laws sharpened by {sharpness:g}": picked(sharpness, coupling) for sharpness in (1.3, 1.6, 2.0)},
+        **{f"the interval nearest to the uniform, blurred by {width:g}": blurred(width) for width in widths},
+    }
 
 
 @torch.inference_mode()
@@ -127,7 +131,7 @@ class Examination:
         found: dict[str, list[Tensor]] = {}
         for cut in self.cuts(False):
             untold = replace(cut, uniforms=torch.full_like(cut.uniforms, torch.nan))
-            for name, drafts in DRAFTS.items():
+            for name, drafts in ways_to_draft(self.states.coupling).items():
                 found.setdefault(name, []).append(right(model, self.states, untold, drafts, cut.uniforms))
         return {name: summary(torch.cat(counts)) for name, counts in found.items()}
 
@@ -164,6 +168,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, required=True, help="texts of the model that no drafter was trained on")
     parser.add_argument("--texts", type=int, default=80, help="of them, evenly spread")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--coupling", choices=("probability", "token-order"), default="probability")
     parser.add_argument("--drafter", type=Path, help="a folder of saltus train ptp; else the one that is shipped")
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=[], help="of the run that made the drafter")
     parser.add_argument("--queries", type=int, default=1600, help="of a step of that run")
@@ -180,7 +185,7 @@ def main() -> None:
     network.add_hidden_state_layers(model.shape.taps)
     samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
     with TemporaryDirectory() as room:
-        for done in collect_hidden_states(network, samples, options.states or Path(room)):
+        for done in collect_hidden_states(network, samples, options.states or Path(room), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
         examination = Examination(load_hidden_states(options.states or Path(room)), model.shape.window)
