@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from saltus.networks.loading import byte_tokenizers
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.training_loop import Schedule, print_progress, train
 
@@ -43,19 +43,7 @@ EXAM = 100  # prompts from held-out text
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Byte b is token 64 + b."""
     specials = ["<pad>", "<bos>", "<eos>", *(f"<special {number}>" for number in range(3, SPECIAL))]
-    vocab = {token: number for number, token in enumerate(specials)}
-    vocab |= {letter: SPECIAL + byte for byte, letter in enumerate(letters())}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
-
-
-def letters() -> list[str]:
-    """The character of each byte in a byte-level vocabulary: its own if it is printable, else one from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(hidden)) for byte in range(256)]
+    return byte_tokenizers.byte_tokenizer(specials, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
 
 
 def read(file: Path, count: int | None = None) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import saltus
+from saltus.networks.loading.byte_tokenizers import byte_letters
 from test_cli import saltus_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
@@ -23,7 +24,7 @@ def test_a_byte_is_the_token_64_places_behind_it():
     every = bytes(range(256))
     assert made.encode(TEXT) == [64 + byte for byte in TEXT.encode()]
     assert made.decode([64 + byte for byte in TEXT.encode()]) == TEXT
-    assert len({*bytes_target.letters()}) == 256
+    assert len({*byte_letters()}) == 256
     assert made.decode([64 + byte for byte in every[:128]]) == every[:128].decode()
     assert (len(made), made.bos_token_id, made.eos_token_id) == (320, 1, 2)
 

@@ -18,8 +18,8 @@ class TargetNetwork(Network, Protocol):
     accepts_drafters: bool  # True: it satisfies DrafterHost
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers"]:
-        """What evaluates a call: the native decoder (called "lean" in results), fixed shapes, or Transformers' code."""
+    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
+        """What evaluates a call: the native decoder ("lean" in results), fixed shapes, Transformers' code, or ours."""
         ...
 
     @property

@@ -41,11 +41,16 @@ class KVCache:
         self.tokens = self.tokens[: differs[0] if len(differs) else shared]
         return len(self.tokens)
 
+    @property
+    def num_text_slots(self) -> int:
+        """The slots that `tokens` fill; the nodes of the pending tree follow."""
+        return len(self.tokens)
+
     def _keep_accepted(self, nodes: list[int]) -> None:
         """Move the accepted nodes to the slots after the text, unless they are there already."""
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
         if moves and self.keys is not None and self.values is not None:
-            base = len(self.tokens)
+            base = self.num_text_slots
             for buffer in map(_writable_view, (self.keys, self.values)):
                 for slot, node in moves:  # a node never moves to a later slot, so none is overwritten before it moves
                     buffer[:, :, base + slot] = buffer[:, :, base + node]

@@ -13,6 +13,8 @@ import torch
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.loading.adapter_files import load_adapter
+from saltus.networks.loading.byte_tokenizers import evabyte_tokenizer
+from saltus.networks.loading.evabyte_files import is_evabyte, load_evabyte
 from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.gguf_weights import load_gguf_model
 from saltus.networks.loading.huge_pages import place_in_huge_pages
@@ -23,6 +25,8 @@ from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import resolve
 from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.evabyte import EvaByteNetwork
+from saltus.networks.models.evabyte_decoder import EvaByteDecoder
 from saltus.networks.models.exact.fixed_shapes import rows_for_budget
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.xlnet import XlnetNetwork
@@ -99,6 +103,7 @@ def load_model(
 ) -> Any:
     """The model of a folder that `resolve` found, of Transformers' class; with `own_classes` perhaps a PackedDecoder.
 
+    EvaByte, which Transformers has no class for, is an EvaByteDecoder.
     Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
     """
     if weights in PACKINGS and (device != "cpu" or dtype not in ("auto", torch.bfloat16)):
@@ -112,6 +117,17 @@ def load_model(
         return load_gguf_model(folder, kind, weights == "file" and device == "cpu", own_classes).to(device)
     if weights in PACKINGS:
         dtype = torch.bfloat16
+    if is_evabyte(folder):
+        model: Any = load_evabyte(folder, dtype)
+    else:
+        model = _transformers_model(name, folder, dtype)
+    model = model.to(device).eval()
+    if weights in PACKINGS:
+        pack_model(model, weights, folder)
+    return model
+
+
+def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM  # seconds to import
 
     try:
@@ -129,9 +145,6 @@ def load_model(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
             " fetch or save it again, for a causal language model"
         )
-    model = model.to(device).eval()
-    if weights in PACKINGS:
-        pack_model(model, weights, folder)
     return model
 
 
@@ -140,6 +153,8 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
 
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
     """
+    if isinstance(model, EvaByteDecoder):
+        return EvaByteNetwork(model, not exact)
     if isinstance(model, PackedDecoder):
         return CausalNetwork(model)
     if getattr(model.config, ANY_SUBSET, None):
@@ -177,6 +192,8 @@ def _load_tokenizer(folder: Path) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
+    if is_evabyte(folder):
+        return evabyte_tokenizer(folder)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)

@@ -19,6 +19,7 @@ from saltus.networks.cache_folder import cache_folder, make_cache_folder
 from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import PackedWeight, dequantize_blocks
+from saltus.networks.models.packed_decoder import UninitializedLinear
 
 PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 
@@ -51,7 +52,7 @@ def _packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
     """Linear layers and embeddings by name, each matrix once."""
     seen = set()
     for name, layer in model.named_modules():
-        packable = type(layer) in (nn.Linear, nn.Embedding) and layer.weight.shape[1] % block == 0
+        packable = type(layer) in (nn.Linear, UninitializedLinear, nn.Embedding) and layer.weight.shape[1] % block == 0
         if packable and layer.weight not in seen:
             seen.add(layer.weight)
             yield name, layer

@@ -23,6 +23,7 @@ from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.fixed_shapes import BASE_ROWS_PER_CALL, FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
+from saltus.networks.models.torch_decoder import TorchDecoder
 from saltus.networks.models.tree_mask import ancestor_mask
 
 log = logging.getLogger("saltus")
@@ -60,7 +61,8 @@ class CausalNetwork:
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     num_layers: int = field(init=False)
-    native_decoder: NativeDecoder | None = field(init=False, default=None)  # faster, for models that it supports
+    # faster than the model's own code, for models that it supports
+    native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
     fixed_shape_runner: FixedShapeRunner | None = field(init=False, default=None)
     adapter: Adapter | None = field(init=False, default=None)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
@@ -91,7 +93,7 @@ class CausalNetwork:
     accepts_drafters = True
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers"]:
+    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
         """See TargetNetwork."""
         if self.native_decoder is not None:
             return "lean"
@@ -293,13 +295,20 @@ def _decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def _prefill_and_tree_chunks(
-    sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int
+    sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int, window: int | None = None
 ) -> Iterator[_Chunk]:
-    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size."""
+    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size.
+
+    With a `window` pieces also end where windows of so many tokens do.
+    """
     decided, nodes = inputs.canvas.decided_prefix, len(inputs.tokens)
     assert nodes <= MAX_NODES
-    while (unread := len(decided) - past_length) + nodes > max(MAX_ROWS_PER_CALL, 1 + nodes):
-        count = min(MAX_ROWS_PER_CALL, unread - 1)
+    while True:
+        unread = len(decided) - past_length
+        room = unread if window is None else window - past_length % window
+        if unread <= room and unread + nodes <= max(MAX_ROWS_PER_CALL, 1 + nodes):
+            break
+        count = min(MAX_ROWS_PER_CALL, room, unread - 1)
         yield _Chunk(
             sequence,
             decided[past_length : past_length + count].tolist(),

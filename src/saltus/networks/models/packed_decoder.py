@@ -23,7 +23,7 @@ class DecoderConfig(SimpleNamespace):
         return self
 
 
-class _Linear(nn.Linear):
+class UninitializedLinear(nn.Linear):
     """A linear layer whose weights are not drawn at first, which would import half of torch on "meta"."""
 
     def reset_parameters(self) -> None: ...
@@ -61,8 +61,14 @@ def _attention(config: DecoderConfig) -> nn.Module:
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     hidden, biased = config.hidden_size, config.attention_bias
     part.head_dim, part.scaling = config.head_dim, config.head_dim**-0.5
-    part.q_proj, part.k_proj = _Linear(hidden, queries, bias=biased), _Linear(hidden, keys, bias=biased)
-    part.v_proj, part.o_proj = _Linear(hidden, keys, bias=biased), _Linear(queries, hidden, bias=False)
+    part.q_proj, part.k_proj = (
+        UninitializedLinear(hidden, queries, bias=biased),
+        UninitializedLinear(hidden, keys, bias=biased),
+    )
+    part.v_proj, part.o_proj = (
+        UninitializedLinear(hidden, keys, bias=biased),
+        UninitializedLinear(queries, hidden, bias=False),
+    )
     if config.model_type == "qwen3":
         part.q_norm, part.k_norm = (RMSNorm(config.head_dim, config.rms_norm_eps) for _ in range(2))
     return part
@@ -72,8 +78,11 @@ def _layer(config: DecoderConfig) -> nn.Module:
     layer: Any = nn.Module()
     layer.self_attn, mlp = _attention(config), nn.Module()
     hidden, wide = config.hidden_size, config.intermediate_size
-    mlp.gate_proj, mlp.up_proj = _Linear(hidden, wide, bias=False), _Linear(hidden, wide, bias=False)
-    mlp.down_proj = _Linear(wide, hidden, bias=False)
+    mlp.gate_proj, mlp.up_proj = (
+        UninitializedLinear(hidden, wide, bias=False),
+        UninitializedLinear(hidden, wide, bias=False),
+    )
+    mlp.down_proj = UninitializedLinear(wide, hidden, bias=False)
     layer.mlp = mlp
     layer.input_layernorm, layer.post_attention_layernorm = (RMSNorm(hidden, config.rms_norm_eps) for _ in range(2))
     return layer
@@ -96,7 +105,7 @@ class PackedDecoder(nn.Module):
             decoder.layers = nn.ModuleList([_layer(config) for _ in range(config.num_hidden_layers)])
             decoder.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.model: Any = decoder
-            self.lm_head = _Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = UninitializedLinear(config.hidden_size, config.vocab_size, bias=False)
         decoder.rotary_emb = RotaryEmbedding(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = decoder.embed_tokens.weight
