@@ -1,7 +1,9 @@
 """EvaByte: the same numbers as its definition, the same bits in every call, and loading from a published folder."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,15 @@ from architectures import random_tree, read
 from reference_evabyte import CONFIG, random_weights, reference, write_folder
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
+from saltus.drafting.ptp_queries import with_query_chains
 from saltus.engine.prefix_cache import PrefixCache
+from saltus.networks.draft_models.heads import HeadShape, new_head_model, own_heads
 from saltus.networks.kv_cache.eva_kv_cache import EvaKVCache
 from saltus.networks.loading.checkpoints import load_checkpoint
+from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.evabyte import EvaByteNetwork
 from saltus.networks.models.exact import native
+from saltus.training.data.seeded_generator import seeded_generator
 
 WINDOW, CHUNK = CONFIG["window_size"], CONFIG["chunk_size"]
 LONG = 5 * WINDOW + 3
@@ -236,6 +242,60 @@ def test_the_next_turn_of_a_conversation_reads_what_is_new(folder):
     found = network.forward([ForwardInputs(continuation(longer, 1))], [taken])[0]
     assert found.context_tokens_read == 9
     assert torch.equal(found.logits, read(network, longer))
+
+
+# Its heads for the bytes after the next one
+
+
+def test_its_own_heads_draft_what_the_definition_predicts(folder):
+    network, tokens = load_checkpoint(str(folder()), "cpu").network, text(WINDOW + 4)
+    heads = load_drafter_for_target("heads:auto", network, "evabyte")
+    assert heads is not None
+    states = network.forward(
+        [ForwardInputs(continuation(tokens, 1), output_hidden_states=True)], [network.new_kv_cache()]
+    )[0].hidden_states
+    decided = np.append(tokens, 100)  # a byte that the call before has just decided
+    inputs = with_query_chains(
+        ForwardInputs(continuation(decided, 8), hidden_states=states), [(-1, [math.nan] * 8)], 0.0
+    )
+    found = heads.forward([inputs], [heads.new_kv_cache()])[0].drafter_data
+    wanted = reference(random_weights(CONFIG), tokens, CONFIG)[0][-1].log_softmax(-1)
+    assert found.num_positions == 7  # the first head's byte is known
+    for position in range(7):
+        likely, log_probabilities, rest = found.candidates(position, [200] * position)
+        assert np.abs(log_probabilities - wanted[1 + position, likely].numpy()).max() < 1e-3
+        assert rest < 1e-3
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["mtpc", "mtpc+lookup"])
+def test_its_own_heads_draft_and_do_not_change_the_text(folder, method, settings):
+    engine = saltus.load(str(folder(torch.bfloat16)), adaptive=False, device="cpu")
+    given = {"max_new_tokens": 2 * WINDOW + 3, "raw": True, "ignore_eos": True} | settings
+    prompts = ["the cat sat", "a" * (WINDOW - 2)]
+    found = engine.generate(prompts, method=method, **given)
+    assert [one.tokens for one in found] == [one.tokens for one in engine.generate(prompts, method="plain", **given)]
+    assert all(np.mean([call.num_draft_tokens for call in one.calls]) > 2 for one in found)
+
+
+def test_new_heads_that_read_the_state_start_as_its_own(folder):
+    model = load_checkpoint(str(folder()), "cpu").network.model
+    shape = HeadShape(CONFIG["hidden_size"], "cp", 4, 3, own=True, told=False, features="state")
+    new = new_head_model(shape, torch.arange(320), model, seeded_generator(0, "weights"))
+    own, state = own_heads(model), torch.randn(CONFIG["hidden_size"])
+    with torch.inference_mode():
+        for position in range(4):
+            found, wanted = (heads.log_probabilities(heads(state, torch.tensor(0)), position) for heads in (new, own))
+            assert torch.allclose(found, wanted.expand(3, -1), atol=1e-5)
+    for wrong in ({"told": True}, {"own": False}, {"features": "norm"}):
+        with pytest.raises(ValueError, match=r"state itself|must be learned or state"):
+            replace(shape, **wrong)
+
+
+def test_a_model_without_such_heads_says_so(tmp_path):
+    engine = saltus.load(str(write_folder(tmp_path, num_pred_heads=1)), device="cpu")
+    with pytest.raises(ValueError, match="brings no trained heads"):
+        engine.generate("a", method="mtpc", raw=True)
 
 
 # The folder

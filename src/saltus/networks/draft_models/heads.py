@@ -40,6 +40,7 @@ class HeadShape:
     directions: int = 16  # dimensions of the subspace that components differ in
     own: bool = False  # an unembedding of its own for every position and component, in place of directions
     told: bool = True  # the text's last token is an input; else it is the window's first token, and known
+    features: str = "learned"  # "learned" by layers of the heads, or the "state" itself, which needs own and not told
     contextual: bool = True  # the circuit's weights depend on the text
     homogeneous: bool = False  # all transitions of a circuit share one table
     stay: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
@@ -55,6 +56,10 @@ class HeadShape:
         for name in ("window", "rank", "directions", "lora"):
             if getattr(self, name) < 1:
                 raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
+        if self.features not in ("learned", "state"):
+            raise ValueError(f"heads' features is {self.features!r}, but must be learned or state")
+        if self.features == "state" and (self.told or not self.own):
+            raise ValueError("heads that read the state itself have own matrices alone; take own=true and told=false")
         if not self.told and self.window < 2:
             raise ValueError("heads' window is 1, but its first token is known; take 2 or more, or told=true")
 
@@ -93,9 +98,10 @@ class HeadModel(nn.Module):
         super().__init__()
         self.shape, circuit = shape, shape.circuit_structure
         size, window, rank = shape.hidden, shape.window, circuit.rank
-        self.fuse = nn.Linear((1 + shape.told) * size, size, bias=False)
-        self.blocks = nn.Linear(size, window * size, bias=False)
-        self.norm = nn.Parameter(torch.ones(size))
+        learned = shape.features == "learned"
+        self.fuse = nn.Linear((1 + shape.told) * size, size, bias=False) if learned else None
+        self.blocks = nn.Linear(size, window * size, bias=False) if learned else None
+        self.norm = nn.Parameter(torch.ones(size)) if learned else None
         tables = 1 if shape.homogeneous and circuit.num_latents > 1 else circuit.num_latents - 1
         self.sums = nn.Linear(size, rank + tables * rank * rank)
         several = rank > 1 and not shape.own
@@ -110,20 +116,14 @@ class HeadModel(nn.Module):
     @property
     def matrices(self) -> list[Tensor]:
         """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
-        return [self.fuse.weight]
+        return [] if self.fuse is None else [self.fuse.weight]
 
     def forward(
         self, hidden_states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]
     ) -> CircuitParameters:
         """The circuit's parameters, from the target's hidden state before each text's last token, and that token."""
         shape, circuit = self.shape, self.shape.circuit_structure
-        dtype = self.fuse.weight.dtype
-        parts = [hidden_states.to(dtype)]
-        if shape.told:
-            parts.append(F.embedding(tokens, self.embeddings[0]).to(dtype))
-        fused = self._linear(self.fuse, rms_normalized(torch.stack(parts, -2)).flatten(-2))
-        moved = F.silu(self._linear(self.blocks, fused)).unflatten(-1, (shape.window, shape.hidden))
-        features = rms_normalized(fused[..., None, :] + moved) * self.norm
+        fused, features = self._features(hidden_states.to(self.sums.weight.dtype), tokens)
         sums = self._linear(self.sums, fused if shape.contextual else torch.zeros_like(fused)).float()
         initial, steps = sums[..., : circuit.rank], sums[..., circuit.rank :]
         steps = (
@@ -137,6 +137,19 @@ class HeadModel(nn.Module):
         if self.codes is not None:
             codes = self._linear(self.codes, fused).unflatten(-1, (shape.window, circuit.rank, shape.directions))
         return CircuitParameters(initial.log_softmax(-1), steps.log_softmax(-1), features, codes)
+
+    def _features(
+        self, states: Float[Tensor, "*batch hidden"], tokens: Int[Tensor, "*batch"]
+    ) -> tuple[Float[Tensor, "*batch hidden"], Float[Tensor, "*batch window hidden"]]:
+        """What the circuit's weights are read from, and what the tokens of each position are."""
+        shape, parts = self.shape, [states]
+        if self.fuse is None or self.blocks is None or self.norm is None:
+            return states, states[..., None, :].expand(*states.shape[:-1], shape.window, -1)
+        if shape.told:
+            parts.append(F.embedding(tokens, self.embeddings[0]).to(states.dtype))
+        fused = self._linear(self.fuse, rms_normalized(torch.stack(parts, -2)).flatten(-2))
+        moved = F.silu(self._linear(self.blocks, fused)).unflatten(-1, (shape.window, shape.hidden))
+        return fused, rms_normalized(fused[..., None, :] + moved) * self.norm
 
     def log_probabilities(self, parameters: CircuitParameters, position: int) -> Float[Tensor, "*batch rank draft"]:
         """Log-probabilities of the drafted tokens in each state of a position."""
@@ -208,11 +221,12 @@ def new_head_model(
         weight.copy_(torch.from_numpy(generator.normal(0.0, scale, tuple(weight.shape))))
 
     with torch.no_grad():
-        if norm is not None:
+        if norm is not None and model.norm is not None:
             model.norm.copy_(norm.weight + getattr(target.config, "norm_add_unit_offset", False))
-        draw_normal(model.fuse.weight, 0.005)
-        model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)
-        model.blocks.weight.zero_()
+        if model.fuse is not None and model.blocks is not None:
+            draw_normal(model.fuse.weight, 0.005)
+            model.fuse.weight[:, : shape.hidden] += torch.eye(shape.hidden)
+            model.blocks.weight.zero_()
         draw_normal(model.sums.weight, 0.02)
         model.sums.bias.zero_()
         if circuit.num_latents > 1:
@@ -227,6 +241,24 @@ def new_head_model(
         for part in () if upper is None else upper.lora_layers:
             draw_normal(part.down, part.down.shape[1] ** -0.5)
     return model
+
+
+def own_heads(target: Any) -> HeadModel | None:
+    """The heads that a target has itself, such as EvaByte: independent tokens; None if it predicts one token only."""
+    embeddings, matrices = (
+        module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
+    vocab, hidden = embeddings.shape
+    window = len(matrices) // vocab
+    if window < 2:
+        return None
+    shape = HeadShape(hidden, "ff", window, 1, own=True, told=False, features="state", contextual=False)
+    tables = matrices.unflatten(0, (window, vocab))
+    model = HeadModel(shape, torch.arange(vocab, device=matrices.device), embeddings, tables[0]).to(tables.dtype)
+    model.own = nn.Parameter(tables[:, None], requires_grad=False)
+    nn.init.zeros_(model.sums.weight)  # of one state: nothing to choose
+    nn.init.zeros_(model.sums.bias)
+    return model.to(matrices.device).eval()
 
 
 def upper_layers(shape: HeadShape, target: Any) -> UpperLayers | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from saltus.networks.draft_models.drafter import DraftNetwork
 from saltus.networks.draft_models.head_network import HeadNetwork
-from saltus.networks.draft_models.heads import HeadModel
+from saltus.networks.draft_models.heads import HeadModel, own_heads
 from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import (
     find_shipped,
@@ -17,7 +17,7 @@ from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS
 from saltus.networks.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
-SHIPPED_DRAFTER = "auto"  # the one that comes with the package
+SHIPPED_DRAFTER = "auto"  # the one that comes with the package, else the target's own heads
 JACOBI_FORM = "iterate"  # the form of adapters for token queries
 
 
@@ -58,6 +58,8 @@ def load_drafter_for_target(
         target.attach_adapter(adapter)
         return None
     folder = find_shipped(kind, target.model) if place == SHIPPED_DRAFTER else Path(place)
+    if folder is None and kind == "heads" and (heads := own_heads(target.model)) is not None:
+        return HeadNetwork(heads, target)
     if folder is None:
         raise ValueError(
             f"Saltus brings no trained {kind} for {target_name};"
