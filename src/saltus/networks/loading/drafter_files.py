@@ -27,6 +27,7 @@ from saltus.networks.loading.metadata import (
     write_metadata,
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
+from saltus.networks.loading.published_circuits import is_published_circuit, load_published_circuit
 from saltus.networks.models.exact import native
 from saltus.networks.shipped import SHIPPED
 
@@ -71,7 +72,12 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
 
 
 def load_heads(folder: Path, target: Any, target_name: str) -> HeadModel:
-    """Heads for this target (a Hugging Face model), in its dtype. Errors: ValueError of one line."""
+    """Heads for this target (a Hugging Face model), in its dtype; also those that MtPC's authors published.
+
+    Errors: ValueError of one line.
+    """
+    if is_published_circuit(folder):
+        return load_published_circuit(folder, target, target_name)
     settings, weights = _read_files("heads", folder, target, target_name)
     shape = HeadShape(**{**settings, "taps": tuple(settings.get("taps", ()))})
     model = HeadModel(shape, weights.pop("tokens").long(), *_embeddings(target), upper_layers(shape, target))
