@@ -181,7 +181,7 @@ def main() -> None:
     folder = options.drafter or find_shipped("drafter", network.model)
     if folder is None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
-    model = load_drafter(folder, network.model, options.model).float()
+    model = load_drafter(folder, network.model, options.model, trainable=True).float()
     network.add_hidden_state_layers(model.shape.taps)
     samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
     with TemporaryDirectory() as room:
