@@ -6,7 +6,7 @@ import pytest
 import saltus
 from conftest import TEMPLATE
 from saltus.drafting.answer_memory import BYTES_PER_TOKEN, AnswerMemories, AnswerMemory
-from test_serving import MESSAGES, alone, serving
+from tiny_server import MESSAGES, alone, serving
 
 
 def test_later_occurrences_come_first_with_what_agrees():

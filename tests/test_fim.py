@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import saltus
 from conftest import space_tokenizer
 from saltus.engine.fim import FORMATS, fim_prompt, find_fim_format
-from test_serving import JSON, serving
+from tiny_server import JSON, serving
 
 BEFORE, AFTER = "the cat sat on the ", " and the cat sat on the log and the mat"
 NAMES = ("qwen", "starcoder", "codellama", "deepseek")

@@ -9,7 +9,7 @@ import pytest
 
 import saltus
 from conftest import TEMPLATE
-from test_serving import MESSAGES, alone, serving
+from tiny_server import MESSAGES, alone, serving
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network when it is imported
 

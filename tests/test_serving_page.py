@@ -9,7 +9,7 @@ import saltus
 from conftest import TEMPLATE
 from saltus.serving.app import PAGE, PAGE_FILES
 from test_fim import coder  # noqa: F401
-from test_serving import serving
+from tiny_server import serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

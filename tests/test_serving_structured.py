@@ -11,7 +11,7 @@ from conftest import TEMPLATE
 from saltus.engine.grammar import Grammar
 from saltus.engine.tool_calls import HERMES, ToolCallReader, tool_grammar
 from test_grammar import SCHEMA, TOOLS
-from test_serving import JSON, MESSAGES, PROMPT, alone, client, server  # noqa: F401
+from tiny_server import JSON, MESSAGES, PROMPT, alone, client, server  # noqa: F401
 
 
 @pytest.fixture(scope="module")

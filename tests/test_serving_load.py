@@ -1,0 +1,97 @@
+"""Many texts at once: each is that of its request alone, prompts are read in pieces, and memory has limits."""
+
+# ruff: noqa: F811  fixtures
+
+import concurrent.futures
+import json
+
+import httpx
+import pytest
+import torch
+
+import saltus
+from saltus.serving import batching
+from saltus.serving.batching import Limits
+from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
+
+
+def mixed_request(engine, number: int) -> tuple[dict, str]:
+    """A request of some kind, and the text that it has alone."""
+    method = (None, "plain", "lookup", "jacobi+lookup")[number % 4]
+    sampling = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9})[number % 3]
+    prompt = f"{PROMPT} {'and the log ' * (number % 7)}{number}"
+    asked = {"model": "tiny", "prompt": prompt, "seed": number, "max_tokens": 8 + number % 25, **sampling}
+    extra = {} if method is None else {"speculative": {"method": method}}
+    expected = engine.generate(
+        prompt, raw=True, seed=number, method="plain", max_new_tokens=asked["max_tokens"], **sampling
+    )
+    return {**asked, **extra, "stream": number % 2 == 0}, expected.text
+
+
+def written(url: str, body: dict) -> str:
+    if not body["stream"]:
+        return httpx.post(url + "/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+    with httpx.stream("POST", url + "/v1/completions", json=body, timeout=120) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "requests"), [(torch.float32, 60), (torch.bfloat16, 30)], ids=["float32", "bfloat16"]
+)
+def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, partners, dtype, requests):
+    engine = saltus.load(str(tiny_folder(dtype=dtype)), "lookup", options=partners, adaptive=False)
+    assert engine.network.model.dtype == dtype
+    asked = [mixed_request(engine, number) for number in range(requests)]
+    with serving(engine, Limits(max_batch=8)) as (service, url), concurrent.futures.ThreadPoolExecutor(20) as pool:
+        found = list(pool.map(lambda one: written(url, one[0]), asked))
+        assert found == [text for _, text in asked]
+        assert (service.batcher.num_open, service.batcher.running) == (0, [])
+
+
+def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 50)
+    prompt = "the cat sat on the mat " * 30
+    expected = alone(engine, prompt, raw=True, seed=5).text
+    with serving(engine) as (_, url):
+        body = {"model": "tiny", "prompt": prompt, "seed": 5, "max_tokens": 24}
+        assert len(engine.encode(prompt, raw=True)) > 150
+        for _ in range(2):  # the second time from the prefix cache
+            answer = httpx.post(url + "/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"] == expected
+
+
+def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_ROWS", 20)
+    happened = []
+    with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        read, batcher = service.batcher._read_piece, service.batcher
+        monkeypatch.setattr(batcher, "_read_piece", lambda job: (happened.append("piece"), read(job)))
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
+        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            deliver = batcher.running[0].deliver
+            batcher.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
+            long = {**body, "prompt": "a dog sat on the mat " * 30, "max_tokens": 1}
+            other = pool.submit(httpx.post, url + "/v1/completions", json=long)
+            assert other.result().status_code == 200
+            assert happened.count("piece") > 10
+            assert "piece piece" not in " ".join(happened[: len(happened) - happened[::-1].index("text")])
+
+
+def test_a_full_queue_says_so_at_once(engine):
+    with serving(engine, Limits(max_batch=1, max_queue=1)) as (_, url):
+        body = {"model": "tiny", "prompt": "the", "max_tokens": 4, "n": 3}
+        answer = httpx.post(url + "/v1/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert httpx.post(url + "/v1/completions", json={**body, "n": 2}).status_code == 200
+
+
+def test_a_text_that_cannot_fit_is_refused(engine):
+    with serving(engine, Limits(max_cached_bytes=1000)) as (_, url):
+        answer = httpx.post(url + "/v1/completions", json={"model": "tiny", "prompt": "the", "max_tokens": 100})
+        assert answer.status_code == 400
+        assert "memory" in answer.json()["error"]["message"]

@@ -1,0 +1,159 @@
+"""What the server refuses, and by which words; keys, logs, and the small routes."""
+
+# ruff: noqa: F811  fixtures
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from saltus.serving.app import MAX_BODY_BYTES
+from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"functions": []}, "functions"),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"frequency_penalty": 5}, "frequency_penalty"),
+        ({"logit_bias": {"five": 3}}, "logit_bias"),
+        ({"logit_bias": {"-5": 3}}, "logit_bias"),
+        ({"logit_bias": {"9999999": 3}}, "logit_bias"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"speculative": {"budget": 9999}}, "speculative.budget"),
+        ({"prediction": {"content": "\ud800"}}, "prediction"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"n": 0}, "n"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"stream_options": {"include": True}}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(server, changed, field):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **changed}
+    answer = httpx.post(server[1] + "/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert (error["param"] or "").startswith(field) or "surrogate" in error["message"], error
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"null", b'{"messages": 5}', b"\xff\xfe"])
+def test_broken_bodies_are_refused_and_hurt_nobody(server, client, body):
+    answer = httpx.post(server[1] + "/v1/chat/completions", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"] or answer.json()["error"]["param"], answer.text
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="'tiny' is"):
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_texts_and_tokens_are_translated(server, engine):
+    url = server[1]
+    tokens = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()
+    assert tokens["tokens"] == engine.encode(PROMPT, raw=True)
+    assert httpx.post(url + "/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": PROMPT}
+    assert httpx.post(url + "/tokenize", json={"messages": MESSAGES}).json()["tokens"] == engine.encode(MESSAGES)
+    assert httpx.post(url + "/detokenize", json={"tokens": [10**9]}).status_code == 400
+    bare = {"prompt": PROMPT, "add_special_tokens": False, "return_token_strs": True}
+    found = httpx.post(url + "/tokenize", json=bare).json()
+    assert found["token_strs"] == engine.tokenizer.convert_ids_to_tokens(found["tokens"])
+    for special in (True, False):
+        body = json.dumps({"prompt": "\ud800", "add_special_tokens": special})
+        answer = httpx.post(url + "/tokenize", content=body, headers=JSON)
+        assert (answer.status_code, "surrogate" in answer.text) == (400, True), answer.text
+
+
+def test_pages_of_others_may_not_use_the_server(server):
+    asked = {"origin": "http://elsewhere", "access-control-request-method": "POST"}
+    for answer in (
+        httpx.options(server[1] + "/v1/chat/completions", headers=asked),
+        httpx.get(server[1] + "/v1/models", headers=asked),
+    ):
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+    body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 2})  # what a page may send without asking
+    plain = httpx.post(server[1] + "/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    assert plain.status_code == 400
+
+
+@pytest.mark.parametrize("log_requests", [False, True])
+def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
+    caplog.set_level("INFO", logger="saltus.serving")
+    with serving(engine, log_requests=log_requests) as (_, url):
+        asked = {"model": "tiny", "prompt": "the dog", "max_tokens": 2}
+        httpx.post(url + "/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
+    line = json.loads(caplog.messages[-1])
+    assert (line["request_id"], line["path"], line["status"]) == ("mine", "/v1/completions", 200)
+    assert ("body" in line) == log_requests
+    assert not log_requests or json.loads(line["body"]) == asked
+
+
+def test_a_fault_is_an_error_object(engine, monkeypatch):
+    with serving(engine) as (service, url):
+        monkeypatch.setattr(service, "check_model", lambda _: 1 / 0)
+        answer = httpx.post(url + "/detokenize", json={"tokens": [5]})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_keys_are_asked_for_where_the_server_has_some(engine):
+    with serving(engine, api_keys=["one", "two"]) as (_, url):
+        asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+        for key in ("one", "two"):
+            openai.OpenAI(base_url=url + "/v1", api_key=key).chat.completions.create(**asked)
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Bearer é"}):
+            encoded = {name: value.encode() for name, value in headers.items()}
+            answer = httpx.post(url + "/v1/chat/completions", json=asked, headers=encoded)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert httpx.get(url + "/health").status_code == 200
+
+
+def test_every_answer_has_a_request_id(server):
+    assert httpx.get(server[1] + "/health", headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(httpx.get(server[1] + "/nowhere").headers["x-request-id"]) == 32
+
+
+def test_bodies_have_a_limit(server):
+    answer = httpx.post(server[1] + "/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+    pieces = (b" " * 2**20 for _ in range(MAX_BODY_BYTES // 2**20 + 1))  # of a length that is not told before
+    answer = httpx.post(server[1] + "/v1/completions", content=pieces, headers=JSON)
+    assert answer.status_code == 413, answer.text
+
+
+def test_a_prompt_that_is_too_long_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="reads at most"):
+        client.completions.create(model="tiny", prompt="cat " * 5000, max_tokens=4)
+
+
+def test_metrics_have_vllms_names(server, client):
+    same = {"269": 100}  # always this token, so that lookup's drafts are accepted
+    client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0.0, max_tokens=24, logit_bias=same)
+    page = httpx.get(server[1] + "/metrics").text
+    for name in (
+        "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+        "num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count", "prompt_tokens_total",
+        "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count", "generation_tokens_total",
+        "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ):  # fmt: skip
+        assert f'vllm:{name}{{model_name="tiny"}}' in page, name
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}' in page
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in page

@@ -1,0 +1,61 @@
+"""A server with a tiny model, for the tests of serving: its address, OpenAI's client for it, and the text to expect.
+
+A test file imports the fixtures that it uses by name.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import openai
+import pytest
+import uvicorn
+
+import saltus
+from conftest import TEMPLATE
+from saltus.serving.app import make_app
+from saltus.serving.batching import Limits
+from saltus.serving.service import Service
+
+PROMPT = "the cat sat on the mat and the cat sat on the log and the"
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@contextmanager
+def serving(engine, limits=None, remember_bytes=0, **settings):
+    """A service, and the address that it listens on."""
+    service = Service(engine, "tiny", limits or Limits(), remember_bytes)
+    server = uvicorn.Server(uvicorn.Config(make_app(service, **settings), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield service, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder, partners) -> saltus.Engine:
+    made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving(engine) as (service, url):
+        yield service, url
+
+
+@pytest.fixture
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server[1] + "/v1", api_key="any", max_retries=0)
+
+
+def alone(engine, prompt=MESSAGES, **settings) -> saltus.Generation:
+    settings = {"temperature": 1.0, "max_new_tokens": 24, **settings}
+    return engine.generate(prompt, method="plain", **settings)
