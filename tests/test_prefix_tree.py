@@ -13,7 +13,8 @@ from conftest import TEMPLATE
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.serving.batching import Batcher, Job, Limits
+from saltus.serving.batching import Batcher
+from saltus.serving.jobs import Job, Limits
 
 LAYERS, HEADS, DIM = 2, 1, 4
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * DIM * 4

@@ -57,6 +57,28 @@ def test_llm(engine, url, tmp_path):
 
 
 @pytest.mark.slow
+def test_lm_evaluation_harness_scores_texts_over_http(engine, url, tiny_folder):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from saltus.evaluation.benchmarks.lm_eval_model import model_class
+
+    pairs = [("the cat sat", " on the mat"), ("a dog", " sat on the log and the cat"), ("the", " the the")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    expected = model_class()(engine).loglikelihood(asked)
+    for tokenized in (True, False):
+        client = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions", model="tiny", tokenizer=str(tiny_folder()),
+            tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=2,
+        )  # fmt: skip
+        for (value, greedy), (exact, exactly) in zip(client.loglikelihood(asked), expected, strict=True):
+            assert value == pytest.approx(exact, abs=1e-4)
+            assert greedy == exactly
+
+
+@pytest.mark.slow
 def test_no_invented_request_is_a_fault_of_the_server(engine):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings

@@ -11,7 +11,7 @@ import torch
 
 import saltus
 from saltus.serving import batching
-from saltus.serving.batching import Limits
+from saltus.serving.jobs import Limits
 from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
 
 

@@ -2,9 +2,25 @@
 
 # ruff: noqa: F811  fixtures
 
+import openai
 import pytest
+import torch
 
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.core.sampling import log_probability
+from saltus.engine import prompt_scores
 from tiny_server import MESSAGES, PROMPT, alone, client, engine, server  # noqa: F401
+
+
+def prompt_logprobs(engine, prompt: list[int]) -> list[float | None]:
+    """The network's own, a call for each token."""
+    found: list[float | None] = [None]
+    for end in range(1, len(prompt)):
+        inputs = ForwardInputs(continuation(prompt[:end], 1))
+        (outputs,) = engine.network.forward([inputs], [engine.network.new_kv_cache()])
+        found.append(log_probability(outputs.logits[0], prompt[end]))
+    return found
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -22,11 +38,52 @@ def test_completions_of_several_prompts_with_echo_and_logprobs(client, engine, s
         for prompt in asked["prompt"] for i in range(2)
     ]  # fmt: skip
     assert found == [text.prompt + text.text for text in texts]
-    assert logprobs == [text.logprobs for text in texts]
+    of_prompts = [prompt_logprobs(engine, engine.encode(prompt, raw=True)) for prompt in asked["prompt"]]
+    assert logprobs == [of_prompts[number // 2] + text.logprobs for number, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_the_logprobs_of_a_prompt_longer_than_a_call(client, engine, monkeypatch, max_tokens):
+    monkeypatch.setattr(prompt_scores, "SCORED_ROWS", 7)
+    words = "the cat sat on the mat " * 9
+    prompt = engine.encode(words, raw=True)
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 2, "temperature": 0}
+    for _ in range(2):  # the second time the tree of prefixes has the prompt
+        found = client.completions.create(model="tiny", **asked).choices[0].logprobs
+        text = alone(engine, words, raw=True, temperature=0.0, max_new_tokens=max_tokens, logprobs=True)
+        assert found.token_logprobs == prompt_logprobs(engine, prompt) + text.logprobs
+    assert found.top_logprobs[0] is None
+    for value, likely in zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert max(likely.values()) >= value
+    with torch.inference_mode():
+        laws = engine.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    expected = [float(laws[place, token]) for place, token in enumerate(prompt[1:])]
+    assert found.token_logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_prompt_of_one_token_has_no_logprob(client, engine):
+    asked = {"prompt": engine.encode("the", raw=True)[:1], "max_tokens": 0, "echo": True, "logprobs": 1}
+    found = client.completions.create(model="tiny", **asked).choices[0].logprobs
+    assert (found.token_logprobs, found.top_logprobs, found.text_offset) == ([None], None, [0])
+
+
+def test_scoring_a_prompt_changes_no_text_and_drafters_still_read_its_states(client, engine):
+    asked = {"prompt": PROMPT * 3, "seed": 2, "max_tokens": 24, "echo": True, "logprobs": 1}
+    expected = alone(engine, asked["prompt"], raw=True, seed=2).text
+    for method in ("plain", "lookup", "ptp+lookup", "mtpc"):
+        extra = {"speculative": {"method": method}}
+        assert (
+            client.completions.create(model="tiny", **asked, extra_body=extra).choices[0].text == PROMPT * 3 + expected
+        )
+
+
+def test_a_suffix_excludes_the_logprobs_of_a_prompt(client):
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="a", suffix="b", echo=True, logprobs=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_say_where_each_token_stands_in_the_text(client, stream):
+def test_offsets_say_where_each_token_stands_in_the_text(client, engine, stream):
     words = {str(token): 100 for token in range(97, 105)}  # letters, each of a character
     asked = {"prompt": PROMPT, "seed": 1, "max_tokens": 8, "echo": True, "logprobs": 0, "logit_bias": words}
     answer = client.completions.create(model="tiny", stream=stream, **asked)
@@ -36,10 +93,10 @@ def test_offsets_say_where_each_token_stands_in_the_text(client, stream):
         (offset, token) for choice in choices if choice.logprobs is not None
         for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
     ]  # fmt: skip
-    assert len(offsets) == 8
+    assert len(offsets) == len(engine.encode(PROMPT, raw=True)) + 8
     for offset, token in offsets:
         assert text[offset:].startswith(token)
-    assert offsets[0][0] == len(PROMPT)
+    assert (offsets[0][0], offsets[-8][0]) == (0, len(PROMPT))
 
 
 def test_the_likeliest_tokens_of_each_position(client, engine):

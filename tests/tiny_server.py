@@ -14,7 +14,7 @@ import uvicorn
 import saltus
 from conftest import TEMPLATE
 from saltus.serving.app import make_app
-from saltus.serving.batching import Limits
+from saltus.serving.jobs import Limits
 from saltus.serving.service import Service
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"

@@ -105,7 +105,7 @@ def serve(
 
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
-        from saltus.serving.batching import Limits
+        from saltus.serving.jobs import Limits
         from saltus.serving.service import Service
 
         engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())

@@ -40,19 +40,24 @@ def run_batch(sequences: list[SequenceState], networks: Mapping[str, Network]) -
             return
         if unknown := {one.pending.network_name for one in sequences if one.pending is not None} - set(networks):
             raise ValueError(f"a drafter calls a network {unknown.pop()!r}, but there are {', '.join(networks)}")
-        for name, network in networks.items():
-            waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
-            if not waiting:
-                continue
-            for one in waiting:
-                if name not in one.kv_caches:
-                    one.kv_caches[name] = network.new_kv_cache()
-            batch = [one.pending for one in waiting if one.pending is not None]
-            batch_outputs = network.forward(batch, [one.kv_caches[name] for one in waiting])
-            for one, outputs in zip(waiting, batch_outputs, strict=True):
-                one.advance(outputs)
+        _run_round(sequences, networks)
         sequences[:] = [one for one in sequences if one.pending is not None]
         yield
+
+
+def _run_round(sequences: list[SequenceState], networks: Mapping[str, Network]) -> None:
+    """One batched call a network. A function of its own, so that between rounds nothing holds a sequence's memory."""
+    for name, network in networks.items():
+        waiting = [one for one in sequences if one.pending is not None and one.pending.network_name == name]
+        if not waiting:
+            continue
+        for one in waiting:
+            if name not in one.kv_caches:
+                one.kv_caches[name] = network.new_kv_cache()
+        batch = [one.pending for one in waiting if one.pending is not None]
+        batch_outputs = network.forward(batch, [one.kv_caches[name] for one in waiting])
+        for one, outputs in zip(waiting, batch_outputs, strict=True):
+            one.advance(outputs)
 
 
 def run(generator: DecodeGenerator, networks: Mapping[str, Network]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from saltus.drafting.answer_memory import AnswerMemory
 from saltus.engine.engine import AnyRequest
+from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
-from saltus.serving.batching import Batcher, Job, Part
+from saltus.serving.batching import Batcher
 from saltus.serving.errors import ApiError
+from saltus.serving.jobs import Job, Part
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import SamplingFields
 
@@ -31,6 +33,7 @@ class Choice:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt_scores: PromptScores | None = None
 
     def add(self, part: Part) -> None:
         self.text += part.text
@@ -39,6 +42,7 @@ class Choice:
         self.top_logprobs += part.top_logprobs
         self.calls += part.calls
         self.finish_reason = part.finish_reason
+        self.prompt_scores = self.prompt_scores or part.prompt_scores
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Answer:
     """The texts that a request asked for: `whole` or `stream`, one of them once, after `submit`."""
 
     prefix = ""  # of its id
+    score_prompts = False  # the log-probabilities of prompts belong to the answer
 
     def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: SamplingFields) -> None:
         self.backend, self.method, self.asked = backend, method, asked
@@ -75,7 +80,9 @@ class Answer:
             return lambda part: loop.call_soon_threadsafe(self.parts.put_nowait, (index, part))
 
         for choice in self.choices:
-            choice.job = Job(choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget)
+            prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
+            scores = PromptScores(prompt, top) if self.score_prompts else None
+            choice.job = Job(choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget, scores)
         self.backend.batcher.submit(*(choice.job for choice in self.choices if choice.job is not None))
 
     def drop(self) -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
-import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -22,7 +16,9 @@ import saltus
 from saltus.engine.encoding import require_unicode
 from saltus.engine.fim import find_fim_format
 from saltus.serving.answers import Answer
+from saltus.serving.error_answers import add_error_answers
 from saltus.serving.errors import ApiError
+from saltus.serving.guard import KEY_IN_SCOPE, PAGE_FILES, Guard
 from saltus.serving.infill import InfillRequest
 from saltus.serving.protocol import (
     ChatCompletionRequest,
@@ -34,25 +30,11 @@ from saltus.serving.protocol import (
 from saltus.serving.service import Service
 from saltus.serving.translation import conversation
 
-log = logging.getLogger("saltus.serving")
-
-MAX_BODY_BYTES = 16 * 2**20
-TOO_LONG = f"the body has more than {MAX_BODY_BYTES:,} bytes; shorten it"
-PAGE, PAGE_FILES = Path(__file__).with_name("page"), ("style.css", "script.js")
+PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
 }
-OPEN_ROUTES = (  # that need no key
-    "/", *(f"/page/{name}" for name in PAGE_FILES),
-    "/health", "/version", "/metrics", "/load", "/docs", "/openapi.json",
-)  # fmt: skip
-
-KEY_IN_SCOPE = "saltus.api_key"
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool = False) -> FastAPI:
@@ -65,12 +47,8 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
         await asyncio.to_thread(service.batcher.close, 10.0)
 
     app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
-    app.add_middleware(_Guard, api_keys=tuple(api_keys), log_bodies=log_requests)  # pyright: ignore[reportArgumentType]
-    app.exception_handler(ApiError)(_api_error)
-    app.exception_handler(RequestValidationError)(_invalid_request)
-    app.exception_handler(HTTPException)(_http_error)
-    app.exception_handler(RecursionError)(_too_deep)
-    app.exception_handler(Exception)(_fault)
+    app.add_middleware(Guard, api_keys=tuple(api_keys), log_bodies=log_requests)  # pyright: ignore[reportArgumentType]
+    add_error_answers(app)
 
     async def respond(request: Request, answer: Answer) -> Response:
         if service.memories is not None:
@@ -196,123 +174,3 @@ async def _until_read(answer: Answer) -> AsyncIterator[str]:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
-
-
-async def _invalid_request(_: Request, error: Exception) -> Response:
-    """The first field at fault, in one line."""
-    assert isinstance(error, RequestValidationError)
-    errors = error.errors()
-    of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-    first = max(
-        of_field, key=lambda one: len(one["loc"])
-    )  # where a value may have several forms, the one that fits most
-    names = _names_in(error.body, first["loc"])
-    if first["type"] == "extra_forbidden":
-        message = f"the field {names[-1]!r} is not supported; leave it out"
-    elif first["type"] == "value_error":
-        message = str(first["ctx"]["error"])
-    elif first["type"] == "json_invalid" or not names:
-        message, names = "the body is not a JSON object (of content type application/json)", []
-    else:
-        message = f"{'.'.join(names) or 'the body'}: {first['msg']}"
-    refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
-    return JSONResponse(refused.body(), 400)
-
-
-def _names_in(body: Any, place: Sequence[str | int]) -> list[str]:
-    """The names on the way to a value that is wrong, without those of the types that were tried on it."""
-    names: list[str] = []
-    value = body
-    for number, part in enumerate(place[1:], start=2):
-        try:
-            value = value[part]
-        except (LookupError, TypeError):
-            if number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
-                continue
-        names.append(str(part))
-    return names
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = str(error.detail)
-    if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
-        message = "the body is not JSON in UTF-8, or it is nested too deeply"
-    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
-
-
-async def _fault(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, f"a fault of the server: {type(error).__name__}; please report it").body(), 500)
-
-
-async def _too_deep(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(400, "the JSON is nested too deeply").body(), 400)
-
-
-class _Guard:
-    """Checks keys and sizes, gives each request an id, and logs it as a line of JSON."""
-
-    def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], api_keys: Sequence[str], log_bodies: bool
-    ) -> None:
-        self.app, self.api_keys, self.log_bodies = app, [key.encode() for key in api_keys], log_bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")[:128]
-        request_id = given if given and given.isascii() and given.decode().isprintable() else uuid.uuid4().hex.encode()
-        started, status, body = time.monotonic(), 499, bytearray()
-
-        async def send_with_id(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
-
-        try:
-            if (refusal := self._refusal(scope, headers)) is not None:
-                return await JSONResponse(refusal.body(), refusal.status)(scope, receive, send_with_id)
-            await self.app(scope, _limited(receive, body if self.log_bodies else None), send_with_id)
-        finally:
-            seconds = round(time.monotonic() - started, 4)
-            line = {"request_id": request_id.decode(), "method": scope["method"], "path": scope["path"]}
-            asked = {"body": body.decode(errors="replace")} if self.log_bodies else {}
-            log.info(json.dumps({**line, "status": status, "seconds": seconds, **asked}))
-
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        """Why a request is not answered; one with a valid key is noted to come from it."""
-        if self.api_keys and scope["path"] not in OPEN_ROUTES:
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            known = [hmac.compare_digest(key, each) for each in self.api_keys]  # all of them, in constant time
-            if scheme.lower() != b"bearer" or not any(known):
-                return ApiError(401, "give a valid API key as a bearer token", code="invalid_api_key")
-            scope[KEY_IN_SCOPE] = key.decode()
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            return ApiError(413, TOO_LONG)
-        return None
-
-
-def _limited(receive: Receive, copy: bytearray | None) -> Receive:
-    """Receive a body, into `copy` too, and refuse one that grows beyond the limit."""
-    size = 0
-
-    async def limited() -> MutableMapping[str, Any]:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, TOO_LONG)  # the only error that FastAPI lets through here
-        if copy is not None:
-            copy.extend(message.get("body", b""))
-        return message
-
-    return limited

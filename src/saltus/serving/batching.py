@@ -10,72 +10,27 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+
+import numpy as np
 
 from saltus.core.canvas import continuation
-from saltus.core.control.controller import Controller
-from saltus.core.distributions import DecodeGenerator, Step
+from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import TARGET, ForwardInputs
 from saltus.core.protocols import Network
 from saltus.core.scheduler import SequenceState, run_batch
-from saltus.core.tree import Tree
 from saltus.engine.decoder import DecodingSetup, counting_generator
-from saltus.engine.engine import AnyRequest, Engine
+from saltus.engine.engine import Engine
 from saltus.engine.prefix_cache import supports_prefix_cache
 from saltus.engine.prefix_tree import PrefixTree
-from saltus.engine.request import CallRecord
-from saltus.serving.errors import ApiError
+from saltus.engine.prompt_scores import PromptScores
+from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
+from saltus.serving.batch_controller import BatchController
+from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory
+from saltus.serving.jobs import Job, Limits, Part
 
 log = logging.getLogger("saltus.serving")
 
 PREFILL_ROWS = 256  # tokens of a prompt that are read between two calls of the running texts
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server accepts."""
-
-    max_batch: int = 16  # texts decoded at once
-    max_queue: int = 256  # texts that wait
-    max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values; a quarter more is for texts to come
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a call added to a text; the last part has a finish reason."""
-
-    text: str
-    calls: tuple[CallRecord, ...]
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[list[tuple[int, float]], ...] = ()
-    finish_reason: str | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens that were decided; of some the text is still held back."""
-        return [token for call in self.calls for token in call.tokens]
-
-
-@dataclass(eq=False)
-class Job:
-    """One text for the engine's thread. `deliver` gets Parts, and at last one with a finish reason, or an error."""
-
-    request: AnyRequest
-    method: str
-    deliver: Callable[[Part | ApiError], None]
-    budget: int | None = None  # draft tokens of a call, at most; None: the server's
-    cancelled: bool = False  # set by any thread: the text is dropped between two calls
-    cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
-    sequence: SequenceState | None = None
-    unread: int = 0  # tokens of the prompt to be read before the text is decoded
-    num_delivered: int = 0  # of the request's calls
-    failure: Exception | None = None  # what ended its decoding, and no other text's
-
-    @property
-    def num_tokens(self) -> int:
-        """The longest that the text can get."""
-        return len(self.request.request.prompt) + self.request.request.max_new_tokens
 
 
 class Batcher:
@@ -94,7 +49,6 @@ class Batcher:
         self.lock = threading.Lock()  # of num_open
         self.closed = False
         self.networks: dict[str, Network] = {}
-        self.bytes_per_token = _bytes_per_token(engine)
         self.prefix_tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_cache(engine.network) else None
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
 
@@ -111,10 +65,7 @@ class Batcher:
     def submit(self, *jobs: Job) -> None:
         """Queue jobs together. Errors: ApiError 429 if the queue is full, 503 if the server is closing."""
         for job in jobs:
-            if job.num_tokens * self.bytes_per_token > self.limits.max_cached_bytes:
-                raise ApiError(
-                    400, f"a text of {job.num_tokens:,} tokens does not fit into the server's memory; shorten it"
-                )
+            self._check_fits(job)
         with self.lock:
             if self.closed:
                 raise ApiError(503, "the server is shutting down; try another one")
@@ -131,8 +82,8 @@ class Batcher:
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text that fits into the memory."""
-        return self.limits.max_cached_bytes // self.bytes_per_token
+        """Tokens of the longest text that fits into the memory, drafted by the server's method."""
+        return self.limits.max_cached_bytes // self._bytes_per_token(self.engine.method)
 
     @property
     def num_waiting(self) -> int:
@@ -142,25 +93,33 @@ class Batcher:
     @property
     def cache_usage(self) -> float:
         """The share of the memory for keys and values that admitted texts may come to use."""
-        return sum(job.num_tokens for job in self.running) * self.bytes_per_token / self.limits.max_cached_bytes
+        return sum(map(self.num_bytes, self.running)) / self.limits.max_cached_bytes
+
+    def num_bytes(self, job: Job) -> int:
+        """The most memory that the keys and values of a text can take, those of its draft models included."""
+        return job.num_tokens * self._bytes_per_token(job.method)
+
+    def _bytes_per_token(self, method: str) -> int:
+        setup = self.engine.decoder.setups.get(method)  # without one, draft models are counted when they are loaded
+        return sum(map(kv_bytes_per_token, [self.engine.network] if setup is None else setup.networks.values()))
+
+    def _check_fits(self, job: Job) -> None:
+        if self.num_bytes(job) > self.limits.max_cached_bytes:
+            message = f"a text of {job.num_tokens:,} tokens does not fit into the server's memory; shorten it"
+            raise ApiError(400, message)
 
     def _run(self) -> None:
         rounds = None
         sequences: list[SequenceState] = []
         while not self.closed:
             self._take_incoming(block=not self.running and not self.waiting)
+            self._drop_cancelled(sequences)
             self._admit()
-            for job in [job for job in self.running if job.cancelled]:
-                self._end(job, sequences)
-            reading = next((job for job in self.running if job.unread), None)
+            self._read_next_piece(sequences)
+            if all(job.unread for job in self.running):
+                continue
+            started = time.perf_counter()
             try:
-                if reading is not None:
-                    self._read_piece(reading)
-                    if not reading.unread and reading.sequence is not None:
-                        sequences.append(reading.sequence)
-                if not sequences:
-                    continue
-                started = time.perf_counter()
                 rounds = rounds or run_batch(sequences, self.networks)
                 if next(rounds, StopIteration) is StopIteration:
                     rounds = None
@@ -168,11 +127,21 @@ class Batcher:
             except Exception as error:
                 log.exception("a call failed")
                 rounds = None
-                for job in list(self.running):
-                    self._end(job, sequences, ApiError(500, f"a call failed: {error}"))
+                self._recover(error, sequences)
         self._take_incoming(block=False)
         for job in [*self.running, *self.waiting]:
             self._end(job, sequences, ApiError(503, "the server is shutting down"))
+
+    def _recover(self, error: Exception, sequences: list[SequenceState]) -> None:
+        """After a call that failed: without memory the others go on if the newest text ends; else all of them end."""
+        decoding = [job for job in self.running if not job.unread]
+        if is_out_of_memory(error):
+            if self.prefix_tree is not None and self.prefix_tree.num_bytes:
+                self.prefix_tree.clear()
+                return
+            decoding = decoding[-1:]
+        for job in decoding:
+            self._end(job, sequences, as_api_error(error, "a call failed: "))
 
     def _take_incoming(self, block: bool) -> None:
         try:
@@ -184,34 +153,55 @@ class Batcher:
         except queue.Empty:
             pass
 
+    def _drop_cancelled(self, sequences: list[SequenceState]) -> None:
+        for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
+            if job in self.waiting:
+                self.waiting.remove(job)
+            self._end(job, sequences)
+
     def _admit(self) -> None:
         """Admit waiting jobs in their order, while there is memory for the longest that they can get."""
         while self.waiting and len(self.running) < self.limits.max_batch:
             job = self.waiting[0]
-            tokens = job.num_tokens + sum(each.num_tokens for each in self.running)
-            if not job.cancelled and tokens * self.bytes_per_token > self.limits.max_cached_bytes and self.running:
-                return
-            self.waiting.popleft()
-            self.running.append(job)
-            if job.cancelled:
-                continue
             try:
-                self._start(job)
+                setup = self.engine.decoder.setup(job.method)  # loads its draft models at their first use
+                self._check_fits(job)
+                if sum(map(self.num_bytes, [job, *self.running])) > self.limits.max_cached_bytes:
+                    return
+                self._start(job, setup)
+                self.running.append(self.waiting.popleft())
             except Exception as error:
-                self._end(job, [], _as_api_error(error))
+                self.waiting.popleft()
+                self._end(job, [], as_api_error(error))
 
-    def _start(self, job: Job) -> None:
-        setup = self.engine.decoder.setup(job.method)
+    def _start(self, job: Job, setup: DecodingSetup) -> None:
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
-        job.sequence = SequenceState(
-            _isolated(counting_generator(setup, job.request.request, _BatchController(setup, self, job.budget)), job)
-        )
+        controller = BatchController(setup, lambda: len(self.running), job.budget)
+        generator = counting_generator(setup, job.request.request, controller)
+        job.sequence = SequenceState(_isolated(generator, job))
         job.unread = len(job.request.request.prompt)
+
+    def _read_next_piece(self, sequences: list[SequenceState]) -> None:
+        """Read a piece of the oldest prompt that is not read yet; a text whose prompt is read joins the others."""
+        job = next((job for job in self.running if job.unread), None)
+        if job is None:
+            return
+        try:
+            self._read_piece(job)
+        except Exception as error:
+            log.exception("a prompt could not be read")
+            self._end(job, sequences, as_api_error(error, "a call failed: "))
+            return
+        if not job.unread and job.sequence is not None:
+            sequences.append(job.sequence)
 
     def _read_piece(self, job: Job) -> None:
         """Read the next tokens of a prompt into the job's cache; the last of them are left to its first call."""
         assert job.sequence is not None
+        if job.prompt_scores is not None and job.prompt_scores.num_unscored:
+            self._score_piece(job, job.prompt_scores)
+            return
         if self.prefix_tree is None:  # then pieces of a prompt may round otherwise than the whole: one call reads it
             job.unread = 0
             return
@@ -229,6 +219,21 @@ class Batcher:
         self.engine.network.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
         job.unread = len(prompt) - end
 
+    def _score_piece(self, job: Job, scores: PromptScores) -> None:
+        """Read and score the next tokens of a prompt; what the tree of prefixes has of it is of no use."""
+        assert job.sequence is not None
+        kv_caches, prompt = job.sequence.kv_caches, job.request.request.prompt
+        kv_cache = kv_caches.setdefault(TARGET, self.engine.network.new_kv_cache())
+        scores.score_piece(self.engine.network, kv_cache)
+        if scores.num_unscored:
+            return
+        job.unread = 0
+        if self.prefix_tree is None:
+            del kv_caches[TARGET]  # the text is that of a prompt that one call reads
+        else:  # the last tokens are left to the first call, as ever
+            unread = self.engine.decoder.setup(job.method).num_unread_states(job.request.request)
+            kv_cache.reuse_prefix(np.asarray(prompt[: max(len(prompt) - unread, 1)], dtype=np.int64))
+
     def _deliver(self, sequences: list[SequenceState], seconds: float) -> None:
         for job in list(self.running):
             if job.unread or job.sequence is None:
@@ -237,18 +242,20 @@ class Batcher:
             request.seconds += seconds
             calls = request.calls[job.num_delivered :]
             if job.failure is not None:
-                self._end(job, sequences, _as_api_error(job.failure))
+                self._end(job, sequences, job.failure)
                 continue
-            if self.prefix_tree is not None and calls and not job.num_delivered:  # the prompt has just been read
-                self.prefix_tree.put(request.prompt, job.sequence.kv_caches)
+            if calls and not job.num_delivered:  # the prompt has just been read
+                self._keep_prefix(job)
             if job.sequence.pending is None:
                 self._end(job, sequences)
             elif not calls:
                 continue
+            scores = job.prompt_scores if not job.num_delivered else None
             before = sum(len(call.tokens) for call in request.calls[: job.num_delivered])
             job.num_delivered += len(calls)
             logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
-            job.deliver(Part(output.release(request.finished), tuple(calls), logprobs, top, request.finish_reason))
+            text = output.release(request.finished)
+            job.deliver(Part(text, tuple(calls), logprobs, top, request.finish_reason, scores))
 
     def _end(self, job: Job, sequences: list[SequenceState], error: ApiError | None = None) -> None:
         if error is not None:
@@ -262,9 +269,20 @@ class Batcher:
             self.num_open -= 1
         if job.sequence is not None:
             sequences[:] = [one for one in sequences if one is not job.sequence]
-            if self.prefix_tree is not None and error is None:
-                self.prefix_tree.put(request.prompt, job.sequence.kv_caches)
+            if error is None:
+                self._keep_prefix(job)
             job.sequence = None
+
+    def _keep_prefix(self, job: Job) -> None:
+        """Copy what a text has read into the tree of prefixes, if there is memory for it."""
+        if self.prefix_tree is None or job.sequence is None:
+            return
+        try:
+            self.prefix_tree.put(job.request.request.prompt, job.sequence.kv_caches)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.prefix_tree.clear()
 
 
 def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:
@@ -273,40 +291,4 @@ def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:
         yield from generator
     except Exception as error:
         log.warning("a text could not be decoded: %s", error)
-        job.failure = error
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    return ApiError(400 if isinstance(error, ValueError) else 500, str(error))
-
-
-class _BatchController(Controller):
-    """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
-
-    def __init__(self, setup: DecodingSetup, batcher: Batcher, budget: int | None) -> None:
-        self._setup, self._batcher = setup, batcher
-        budget = setup.budget if budget is None else min(setup.budget, budget)
-        super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
-
-    def _current(self) -> Controller:
-        together = 1 << (max(len(self._batcher.running), 1) - 1).bit_length()
-        found = self._setup.controller(together)
-        self.call_cost, self.drafting_switch = found.call_cost, found.drafting_switch
-        return found
-
-    def should_draft(self) -> bool:
-        return self._current().should_draft()
-
-    def num_nodes(self, tree: Tree) -> int:
-        return min(self._current().num_nodes(tree), self.budget)
-
-    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
-        self._current().record(tree, step, draft_seconds, other_seconds)
-
-
-def _bytes_per_token(engine: Engine) -> int:
-    """Of the keys and values of all layers of the target."""
-    config = engine.network.model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * engine.network.model.dtype.itemsize
+        job.failure = as_api_error(error)

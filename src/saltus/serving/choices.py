@@ -13,8 +13,8 @@ from saltus.engine.engine import TextRequest
 from saltus.engine.request import CallRecord
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.serving.answers import Answer, Backend, Choice
-from saltus.serving.batching import Part
 from saltus.serving.errors import ApiError
+from saltus.serving.jobs import Part
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.serving.structured import Tools, call_object
 from saltus.serving.translation import speculation_metrics, usage
@@ -120,17 +120,25 @@ class TextForm(_Form):
         return self._entry(choice.index, {"text": part.text}, part)
 
     def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
-        texts = [self.tokenizer.decode([token]) for token in of.tokens[: len(of.logprobs)]]
-        offsets = [self.offsets[index] + length for length in accumulate(map(len, texts), initial=0)]
+        """Of an echoed prompt first, whose first token has none, and then of new tokens."""
+        prompt = [] if of.prompt_scores is None else list(of.prompt_scores.tokens)
+        texts = [self.tokenizer.decode([token]) for token in [*prompt, *of.tokens[: len(of.logprobs)]]]
+        values, listed = list(of.logprobs), [self._by_text(likely) for likely in of.top_logprobs]
+        if of.prompt_scores is not None:
+            values = [None, *of.prompt_scores.log_probabilities, *values]
+            listed = [self._by_text(likely) for likely in of.prompt_scores.top_log_probabilities] + listed
+            listed = [None, *listed] if listed else []
+        lengths = list(map(len, texts))
+        offsets = list(accumulate(lengths[: len(prompt)], initial=0))[: len(prompt)]
+        offsets += accumulate(lengths[len(prompt) :], initial=self.offsets[index])
         self.offsets[index] = offsets.pop()
-        # by text: of tokens that are written alike the likeliest stays
-        listed = [
-            {self.tokenizer.decode([token]): value for token, value in reversed(likely)} for likely in of.top_logprobs
-        ]
         return {
-            "tokens": texts, "token_logprobs": list(of.logprobs), "top_logprobs": listed or None,
-            "text_offset": offsets,
+            "tokens": texts, "token_logprobs": values, "top_logprobs": listed or None, "text_offset": offsets,
         }  # fmt: skip
+
+    def _by_text(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of tokens that are written alike the likeliest stays."""
+        return {self.tokenizer.decode([token]): value for token, value in reversed(likely)}
 
 
 class ChoicesAnswer(Answer):
@@ -147,6 +155,7 @@ class ChoicesAnswer(Answer):
         asked: ChatCompletionRequest | CompletionRequest,
     ) -> None:
         self.form, self.prefix = form, form.prefix
+        self.score_prompts = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
         super().__init__(backend, requests, method, asked)
 
     async def whole(self) -> dict[str, Any]:
@@ -167,26 +176,29 @@ class ChoicesAnswer(Answer):
         silent: list[list[CallRecord]] = [[] for _ in self.choices]  # calls whose text is still held back
 
         def event(
-            choices: list[dict[str, Any]], with_usage: bool = continuous, calls: Sequence[CallRecord] | None = None
+            choices: list[dict[str, Any]], counts: dict[str, Any] | None, calls: Sequence[CallRecord] | None = None
         ) -> str:
             chunk = self._object(self.form.chunk_object, choices)
             if calls is not None and self.asked.include_metrics:
                 chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
-            if with_usage:
-                chunk["usage"] = self._usage()
+            if counts is not None:
+                chunk["usage"] = counts
             return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
+        opened: set[int] = set()
         try:
-            for choice in self.choices:
-                if (opening := self.form.opening(choice.index)) is not None:
-                    yield event([opening])
             async for choice, part in self.arriving():
                 silent[choice.index] += part.calls
+                if choice.index not in opened:  # not before, so that clients can time the first token by it
+                    opened.add(choice.index)
+                    if (opening := self.form.opening(choice.index)) is not None:
+                        yield event([opening], self._usage(len(part.tokens)) if continuous else None)
                 if part.text or part.logprobs or part.finish_reason is not None:
-                    yield event([self.form.delta(choice, part)], continuous, silent[choice.index])
+                    counts = self._usage() if continuous else None
+                    yield event([self.form.delta(choice, part)], counts, silent[choice.index])
                     silent[choice.index] = []
             if options is not None and options.include_usage:
-                yield event([], True, self.calls)
+                yield event([], self._usage(), self.calls)
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
         yield "data: [DONE]\n\n"
@@ -196,11 +208,12 @@ class ChoicesAnswer(Answer):
             "id": self.id, "object": kind, "created": self.created, "model": self.backend.name, "choices": choices,
         }  # fmt: skip
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """Token counts up to now, without the last tokens if they are not sent yet."""
         each_prompt = self.choices[:: self.asked.n]
         return usage(
             sum(len(choice.request.request.prompt) for choice in each_prompt),
-            sum(len(choice.tokens) for choice in self.choices),
+            sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.job.cached_tokens for choice in each_prompt if choice.job is not None),
             self.calls if getattr(self.asked, "prediction", None) is not None else None,
         )

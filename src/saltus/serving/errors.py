@@ -27,3 +27,21 @@ class ApiError(Exception):
         """The JSON object that OpenAI's clients read."""
         kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception, doing: str = "") -> ApiError:
+    """An error of the engine as an answer of one line; `doing` says where it came from."""
+    if isinstance(error, ApiError):
+        return error
+    if is_out_of_memory(error):
+        message = "the server has too little memory left for this text; try again later, or send a shorter one"
+        return ApiError(503, message, headers={"Retry-After": "1"})
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return ApiError(400 if isinstance(error, ValueError) else 500, doing + line.strip())
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True for an allocation that failed: Python's, NumPy's, or PyTorch's on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs

@@ -10,10 +10,11 @@ from saltus.drafting.answer_memory import AnswerMemories
 from saltus.engine.engine import Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.serving.answers import Answer, Backend
-from saltus.serving.batching import Batcher, Limits
+from saltus.serving.batching import Batcher
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.serving.errors import ApiError
 from saltus.serving.infill import InfillAnswer, InfillRequest
+from saltus.serving.jobs import Limits
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from saltus.serving.responses import ResponseAnswer, response_messages
@@ -77,6 +78,8 @@ class Service:
         self.check_model(asked.model)
         method, seed = requested_method(asked.speculative, self.engine.method), chosen_seed(asked)
         prompts, limit = completion_prompts(asked.prompt), asked.max_tokens
+        if asked.echo and asked.logprobs is not None:
+            self._check_scores_prompts(asked)
         settings = {"raw": True, "suffix": asked.suffix, "grammar": await run_in_threadpool(asked.grammar, self.engine)}
         requests = [
             await run_in_threadpool(text_request, self.engine, prompt, asked, limit, seed + i, **settings)
@@ -114,6 +117,13 @@ class Service:
                 text_request, self.engine, before, asked, limit, seed, raw=True, suffix=after, files=files
             )
         return InfillAnswer(self.backend, [request], method, asked)
+
+    def _check_scores_prompts(self, asked: CompletionRequest) -> None:
+        """Refuse log-probabilities of an echoed prompt where there are none. Errors: ApiError 400."""
+        if self.engine.network.any_subset:
+            raise ApiError(400, "this model gives no log-probabilities of a prompt; leave out echo or logprobs", "echo")
+        if asked.suffix is not None:
+            raise ApiError(400, "a suffix and log-probabilities of an echoed prompt exclude each other", "suffix")
 
     def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)

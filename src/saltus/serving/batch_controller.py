@@ -1,0 +1,34 @@
+"""Choose the draft tokens of a call by how many texts run at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from saltus.core.control.controller import Controller
+from saltus.core.distributions import Step
+from saltus.core.tree import Tree
+from saltus.engine.decoder import DecodingSetup
+
+
+class BatchController(Controller):
+    """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
+
+    def __init__(self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None) -> None:
+        self._setup, self._num_running = setup, num_running
+        budget = setup.budget if budget is None else min(setup.budget, budget)
+        super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
+
+    def _current(self) -> Controller:
+        together = 1 << (max(self._num_running(), 1) - 1).bit_length()
+        found = self._setup.controller(together)
+        self.call_cost, self.drafting_switch = found.call_cost, found.drafting_switch
+        return found
+
+    def should_draft(self) -> bool:
+        return self._current().should_draft()
+
+    def num_nodes(self, tree: Tree) -> int:
+        return min(self._current().num_nodes(tree), self.budget)
+
+    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
+        self._current().record(tree, step, draft_seconds, other_seconds)

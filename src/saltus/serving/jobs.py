@@ -1,0 +1,60 @@
+"""The texts that a server decodes, as other threads hand them to the engine's thread, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from saltus.core.scheduler import SequenceState
+from saltus.engine.engine import AnyRequest
+from saltus.engine.prompt_scores import PromptScores
+from saltus.engine.request import CallRecord
+from saltus.serving.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server accepts."""
+
+    max_batch: int = 16  # texts decoded at once
+    max_queue: int = 256  # texts that wait
+    max_cached_bytes: int = 4 * 2**30  # of the running texts' keys and values; a quarter more is for texts to come
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a call added to a text; the last part has a finish reason."""
+
+    text: str
+    calls: tuple[CallRecord, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[list[tuple[int, float]], ...] = ()
+    finish_reason: str | None = None
+    prompt_scores: PromptScores | None = None  # of the first part, where they were asked for
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that were decided; of some the text is still held back."""
+        return [token for call in self.calls for token in call.tokens]
+
+
+@dataclass(eq=False)
+class Job:
+    """One text for the engine's thread. `deliver` gets Parts, and at last one with a finish reason, or an error."""
+
+    request: AnyRequest
+    method: str
+    deliver: Callable[[Part | ApiError], None]
+    budget: int | None = None  # draft tokens of a call, at most; None: the server's
+    prompt_scores: PromptScores | None = None  # to be filled while the prompt is read
+    cancelled: bool = False  # set by any thread: the text is dropped between two calls
+    cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
+    sequence: SequenceState | None = None
+    unread: int = 0  # tokens of the prompt to be read before the text is decoded
+    num_delivered: int = 0  # of the request's calls
+    failure: ApiError | None = None  # what ended its decoding, and no other text's
+
+    @property
+    def num_tokens(self) -> int:
+        """The longest that the text can get."""
+        return len(self.request.request.prompt) + self.request.request.max_new_tokens
