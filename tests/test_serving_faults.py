@@ -81,15 +81,18 @@ def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkey
 def test_a_client_that_vanishes_while_it_waits_leaves_the_queue(engine, monkeypatch):
     permits, forward = threading.Semaphore(0), engine.network.forward
     monkeypatch.setattr(engine.network, "forward", lambda *given: permits.acquire() and forward(*given))
-    body = json.dumps({"model": "tiny", "prompt": "the", "max_tokens": 9, "ignore_eos": True}).encode()
+    body = json.dumps(
+        {"model": "tiny", "prompt": "the", "max_tokens": 9, "ignore_eos": True, "speculative": False}
+    ).encode()
     with serving(engine, Limits(max_batch=1)) as (service, url):
         try:
-            connections = [post(url, body) for _ in range(3)]
-            assert eventually(lambda: service.batcher.num_open == 3)
-            waiting = [*service.batcher.waiting]
+            connections = []
+            for number in range(3):
+                connections.append(post(url, body))
+                assert eventually(lambda number=number: service.batcher.num_open == number + 1)
             connections.pop().close()
             permits.release(2)  # a text of nine tokens is not finished by them
-            assert eventually(lambda: service.batcher.num_open == 2), waiting
+            assert eventually(lambda: service.batcher.num_open == 2)
         finally:
             permits.release(1000)
         for connection in connections:
