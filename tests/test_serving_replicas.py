@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 import saltus
@@ -62,10 +63,17 @@ def command(*arguments: object) -> list[str]:
     return [*program, "serve", "--ray", "--method", "lookup", *map(str, arguments)]
 
 
+def ask_in_session(url: str, session: str) -> int:
+    """How many tokens of a prompt the replica of a session had read before."""
+    asked = {"prompt": "a dog and a log and the mat", "max_tokens": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=100, headers={"x-session-id": session})
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 @pytest.mark.slow
 def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port, tmp_path):
     pytest.importorskip("ray.serve")
-    httpx, psutil = pytest.importorskip("httpx"), pytest.importorskip("psutil")
+    psutil = pytest.importorskip("psutil")
     folder, url = str(tiny_folder()), f"http://127.0.0.1:{unused_port}"
     with open(tmp_path / "log", "w") as log:
         started = subprocess.Popen(
@@ -98,6 +106,10 @@ def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port,
             alone.generate("the cat", raw=True, max_new_tokens=24, temperature=1.0, seed=seed).text
             for seed in range(12)
         ]
+        cached = {session: [ask_in_session(url, session) for _ in range(3)] for session in map(str, range(12))}
+        firsts = [found[0] for found in cached.values()]
+        assert firsts.count(0) == 2, cached  # each replica has read the prompt once
+        assert all(min(found[1:]) > 0 for found in cached.values()), cached  # and no session has changed its replica
         asked = {"prompt": "the cat", "max_tokens": 12, "temperature": 1.0, "seed": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=100) as answer:
             lines = [line for line in answer.iter_lines() if line]

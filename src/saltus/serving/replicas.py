@@ -50,12 +50,24 @@ def start_replicas(make_app: Callable[[], Any], replicas: Replicas, host: str, p
         max_ongoing_requests=replicas.max_requests,
         ray_actor_options={"num_cpus": cpus, "num_gpus": replicas.gpus},
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        **_router_options(),
     )
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(deployment.bind(), name=NAME)
     except (ray.exceptions.RayError, RuntimeError) as error:
         raise ValueError(f"the replicas did not start: {_cause(error, serve)}") from error
+
+
+def _router_options() -> dict[str, Any]:
+    """How requests find their replica: by SessionRouter, or by Ray's default if this Ray cannot hash sessions."""
+    try:
+        from ray.serve.config import RequestRouterConfig
+
+        from saltus.serving.session_router import SessionRouter
+    except ImportError:
+        return {}
+    return {"request_router_config": RequestRouterConfig(request_router_class=SessionRouter)}
 
 
 def equal_share(cpus_of_nodes: list[float], count: int) -> float:
