@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,22 @@ def select_hidden_states(
     return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
 
 
+@dataclass(frozen=True)
+class ContextRows:
+    """The rows of one text in a pass, after the `past_length` rows in its cache."""
+
+    inputs: Float[Tensor, "rows hidden"]
+    kv_cache: ContextKVCache
+    past_length: int
+    num_outputs: int  # of the last rows
+
+
 class ContextLayers:
     """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
+        self.num_layers = model.config.num_hidden_layers
         if not isinstance(model, PackedDecoder):
             attention.install_attention(model)
         self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
@@ -83,23 +95,49 @@ class ContextLayers:
 
         Rows before these may run in several calls. Without `output_logits` the logits are empty.
         """
-        while len(inputs) > MAX_ROWS_PER_CALL:
-            count = min(MAX_ROWS_PER_CALL, len(inputs) - num_outputs)
-            self._forward(inputs[:count], kv_cache, past_length, 1, output_logits)
-            inputs, past_length = inputs[count:], past_length + count
-        return self._forward(inputs, kv_cache, past_length, num_outputs, output_logits)
+        last = self._without_first_rows(ContextRows(inputs, kv_cache, past_length, num_outputs))
+        (found,) = self._forward([last], output_logits)
+        return found
 
-    def _forward(
-        self, inputs: Tensor, kv_cache: ContextKVCache, past_length: int, num_outputs: int, output_logits: bool
+    def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
+        """The same for several texts, in few passes of limited rows. A row rounds as if it were alone."""
+        found: list[tuple[Tensor, Tensor]] = []
+        waiting: list[ContextRows] = []
+        for text in map(self._without_first_rows, texts):
+            if waiting and sum(len(each.inputs) for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
+                found += self._forward(waiting)
+                waiting = []
+            waiting.append(text)
+        return found + (self._forward(waiting) if waiting else [])
+
+    def _without_first_rows(self, text: ContextRows) -> ContextRows:
+        """What a single pass can hold of a text, after the rows before it have run."""
+        while len(text.inputs) > MAX_ROWS_PER_CALL:
+            count = min(MAX_ROWS_PER_CALL, len(text.inputs) - text.num_outputs)
+            self._forward([replace(text, inputs=text.inputs[:count], num_outputs=1)], output_logits=False)
+            text = replace(text, inputs=text.inputs[count:], past_length=text.past_length + count)
+        return text
+
+    def _forward(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
+        positions = [np.arange(len(text.inputs)) + text.past_length for text in texts]
+        rows = [
+            SequenceRows(text.kv_cache.kv_cache, text.past_length, places, np.tri(len(places), dtype=np.uint8))
+            for text, places in zip(texts, positions, strict=True)
+        ]
+        counts, ends = [text.num_outputs for text in texts], accumulate(map(len, positions))
+        kept = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        inputs, keep = torch.cat([text.inputs for text in texts]), torch.from_numpy(kept).to(self.device)
+        places = torch.from_numpy(np.concatenate(positions)).to(self.device)
+        logits, states = self._evaluate(inputs, places, AttentionCall(rows, self.num_layers), keep, output_logits)
+        by_text = logits.split(counts) if output_logits else [logits] * len(texts)
+        return list(zip(by_text, states.split(counts), strict=True))
+
+    def _evaluate(
+        self, inputs: Tensor, positions: Tensor, call: AttentionCall, keep: Tensor, output_logits: bool
     ) -> tuple[Tensor, Tensor]:
-        positions = np.arange(past_length, past_length + len(inputs))
-        rows = SequenceRows(kv_cache.kv_cache, past_length, positions, np.tri(len(inputs), dtype=np.uint8))
-        call = AttentionCall([rows], self.model.config.num_hidden_layers)
         if self.native_decoder is not None:
-            keep = torch.arange(len(inputs) - num_outputs, len(inputs), device=self.device)
-            return self.native_decoder(inputs, torch.from_numpy(positions), call, keep, output_logits=output_logits)
-        places = torch.from_numpy(positions[None]).to(self.device)
+            return self.native_decoder(inputs, positions, call, keep, output_logits=output_logits)
         with attention.attention_context(call), BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
-            states = self.model.model(inputs_embeds=inputs[None], position_ids=places, use_cache=False)
-            states = states.last_hidden_state[0, -num_outputs:]
+            states = self.model.model(inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False)
+            states = states.last_hidden_state[0, keep]
             return self.model.lm_head(states) if output_logits else states.new_empty(0), states

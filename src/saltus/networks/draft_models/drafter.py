@@ -26,7 +26,12 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.drafting.draft_tree import PositionPredictions
 from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
-from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.networks.draft_models.context_layers import (
+    ContextKVCache,
+    ContextLayers,
+    ContextRows,
+    select_hidden_states,
+)
 from saltus.networks.draft_models.row_candidates import PathKernel, path_kernel, row_candidates, rows_likely_tokens
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
@@ -259,25 +264,38 @@ class DraftNetwork:
         """
         started = time.perf_counter()
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
-            outputs = [self._forward_one(inputs, kv_cache) for inputs, kv_cache in zip(batch, kv_caches, strict=True)]
+            outputs = self._forward(batch, kv_caches)
         seconds = time.perf_counter() - started
         return [replace(each, seconds=seconds) for each in outputs]
 
-    def _forward_one(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> ForwardOutputs:
+    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        """The rows of all texts in one pass; their drafts are predicted one after another."""
+        pairs = list(zip(batch, kv_caches, strict=True))
+        features = [self._new_context_features(inputs, kv_cache) for inputs, kv_cache in pairs]
+        read = [len(each) for each in features]
+        texts = []
+        for (inputs, kv_cache), context in zip(
+            pairs, self._linear(self.model.fuse, torch.cat(features)).split(read), strict=True
+        ):
+            queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
+            rows = torch.cat([context, queries.to(context.dtype)])
+            past = len(inputs.canvas.decided_prefix) - len(context) - kv_cache.first_position
+            texts.append(ContextRows(rows, kv_cache, past, len(queries) + 1))
+        outputs, num_rows = [], sum(len(text.inputs) for text in texts)
+        found = self.context_layers.run_together(texts)
+        for (inputs, kv_cache), count, (logits, states) in zip(pairs, read, found, strict=True):
+            kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
+            predictions = self._predictions(logits[1:], states[1:])
+            outputs.append(ForwardOutputs(logits, states, 0.0, count, num_rows, self.model.tokens, predictions))
+        return outputs
+
+    def _new_context_features(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> Tensor:
+        """What `fuse` reads at the context positions that are not in the cache."""
         assert inputs.hidden_states is not None
         decided = inputs.canvas.decided_prefix
-        end, begin = len(decided), len(decided) - len(inputs.hidden_states)  # of the given hidden states
+        begin = len(decided) - len(inputs.hidden_states)  # of the given hidden states
         past = kv_cache.reuse_prefix(decided, begin)
-        tokens = torch.from_numpy(decided[past:end].copy()).to(self.device)
+        tokens = torch.from_numpy(decided[past:].copy()).to(self.device)
         layers = (*self.model.shape.taps, None)
         states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
-        features = self._context_features(states, tokens)
-        context = self._linear(self.model.fuse, features)
-        queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
-        rows = torch.cat([context, queries.to(context.dtype)])
-        logits, states = self.context_layers(rows, kv_cache, past - kv_cache.first_position, len(queries) + 1)
-        kv_cache.tokens = decided[kv_cache.first_position : end].copy()
-        predictions = self._predictions(logits[1:], states[1:])
-        return ForwardOutputs(
-            logits, states, 0.0, end - past, end - past + len(queries), self.model.tokens, predictions
-        )
+        return self._context_features(states, tokens)

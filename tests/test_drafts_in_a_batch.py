@@ -1,0 +1,77 @@
+"""Drafts of several texts in one pass of the drafter: each has the bits that it has alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import tiny_llama
+from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
+from saltus.networks.draft_models.drafter import DraftNetwork
+from saltus.networks.models.causal import CausalNetwork
+from test_ptp import drafter, question, states
+
+LENGTHS = (3, 40, MAX_ROWS_PER_CALL + 90, 17, 1, 150)
+
+
+def batch_drafter(dtype: torch.dtype, kernels: bool = True) -> tuple[CausalNetwork, DraftNetwork]:
+    target = CausalNetwork(tiny_llama().to(dtype))
+    network = drafter(target, correction=6)
+    network.model.to(dtype)
+    network = DraftNetwork(network.model, target)
+    if not kernels:
+        network.context_layers.native_decoder = None
+    return target, network
+
+
+def counted_passes(network: DraftNetwork, monkeypatch) -> list[int]:
+    """The rows of each pass from now on."""
+    rows, evaluate = [], network.context_layers._evaluate
+    monkeypatch.setattr(
+        network.context_layers, "_evaluate", lambda inputs, *rest: rows.append(len(inputs)) or evaluate(inputs, *rest)
+    )
+    return rows
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "transformers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(dtype, kernels):
+    target, network = batch_drafter(dtype, kernels)
+    random = np.random.default_rng(3)
+    texts = [random.integers(5, 250, length + 5) for length in LENGTHS]
+    hidden = [states(target, text) for text in texts]
+    uniforms = [tuple(random.random(1 + number)) for number in range(len(texts))]
+    together, apart = ([network.new_kv_cache() for _ in texts] for _ in range(2))
+    for begin, end in ((1, -4), (-4, -3), (-3, 0)):  # hidden states of the prompts, then of new tokens
+        questions = [
+            question(text[: len(text) + end], of[begin - 1 : len(text) + end - 1], numbers)
+            for text, of, numbers in zip(texts, hidden, uniforms, strict=True)
+        ]
+        expected = [network.forward([one], [cache])[0] for one, cache in zip(questions, apart, strict=True)]
+        for found, alone in zip(network.forward(questions, together), expected, strict=True):
+            assert torch.equal(found.logits, alone.logits)
+            assert torch.equal(found.hidden_states, alone.hidden_states)
+            assert found.context_tokens_read == alone.context_tokens_read
+    for one, other in zip(together, apart, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_few_rows_of_many_texts_are_one_pass(monkeypatch):
+    target, network = batch_drafter(torch.float32)
+    texts = [np.arange(5, 25) + number for number in range(5)]
+    questions = [question(text, states(target, text)[:-1]) for text in texts]
+    passes = counted_passes(network, monkeypatch)
+    outputs = network.forward(questions, [network.new_kv_cache() for _ in texts])
+    rows = 5 * (19 + 3)
+    assert passes == [rows]
+    assert [each.num_rows for each in outputs] == [rows] * 5
+
+
+def test_a_pass_has_limited_rows(monkeypatch):
+    target, network = batch_drafter(torch.float32)
+    texts = [np.random.default_rng(number).integers(5, 250, length) for number, length in enumerate(LENGTHS)]
+    texts = [text for text in texts if len(text) > 1]
+    questions = [question(text, states(target, text)[:-1]) for text in texts]
+    passes = counted_passes(network, monkeypatch)
+    network.forward(questions, [network.new_kv_cache() for _ in texts])
+    assert max(passes) <= MAX_ROWS_PER_CALL
+    assert sum(passes) == sum(len(text) - 1 + 3 for text in texts)
