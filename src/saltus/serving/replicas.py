@@ -67,7 +67,8 @@ def _router_options() -> dict[str, Any]:
         from saltus.serving.session_router import SessionRouter
     except ImportError:
         return {}
-    return {"request_router_config": RequestRouterConfig(request_router_class=SessionRouter)}
+    router: Any = SessionRouter
+    return {"request_router_config": RequestRouterConfig(request_router_class=router)}
 
 
 def equal_share(cpus_of_nodes: list[float], count: int) -> float:
