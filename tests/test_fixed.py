@@ -136,10 +136,10 @@ def test_every_decoding_call_has_one_width_and_extents_follow_positions(networks
     network, seen, firsts = small("Llama"), [], []
     evaluate = network.fixed_shape_runner._run_static_inputs
 
-    def watched(sequence, board, reach):
+    def watched(sequence, board, reach, queries):
         seen.append((board.num_rows, reach))
         firsts.append(int(board.positions[0]))
-        return evaluate(sequence, board, reach)
+        return evaluate(sequence, board, reach, queries)
 
     monkeypatch.setattr(network.fixed_shape_runner, "_run_static_inputs", watched)
     network.fixed_shape_runner.prefill_chunk, kv_cache = 32, network.new_kv_cache()
@@ -248,18 +248,18 @@ def replayed(monkeypatch):
 
     class Graph:
         def replay(self):
-            (sequence, board, reach, place), out = self.call
+            (sequence, board, reach, queries, place), out = self.call
             assert sequence.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
-            for old, new in zip(out, evaluate(sequence, board, reach), strict=True):
+            for old, new in zip(out, evaluate(sequence, board, reach, queries), strict=True):
                 old.copy_(new)
 
     @contextmanager
     def graph(made, *_, **__):
         calls = []
 
-        def recorded(sequence, board, reach):
-            out = evaluate(sequence, board, reach)
-            calls.append(((sequence, board, reach, sequence.keys.data_ptr()), tuple(x.clone() for x in out)))
+        def recorded(sequence, board, reach, queries):
+            out = evaluate(sequence, board, reach, queries)
+            calls.append(((sequence, board, reach, queries, sequence.keys.data_ptr()), tuple(x.clone() for x in out)))
             return calls[-1][1]
 
         with monkeypatch.context() as patch:

@@ -13,6 +13,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.sampling import Distribution
 
 NO_TOKEN = -1  # the token id of a node that has no token
+PLACEHOLDER_TOKEN = 0  # that a network reads in its place; its embedding is replaced by that of the query
 TARGET = "target"  # the name of the network whose text is decoded
 
 

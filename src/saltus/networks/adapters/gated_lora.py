@@ -53,6 +53,42 @@ class Gate:
     temperatures: Float[Tensor, "gated"]
     has_token: Bool[Tensor, "gated"] | None = None  # None: no row has a token
 
+    def embed(self, embedding: UniformEmbedding) -> Float[Tensor, "gated hidden"]:
+        """The embedding of the conditioning of each row."""
+        return embedding(self.uniforms, self.temperatures)
+
+    def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "gated width"]:
+        """The rows that the adapter sees."""
+        return rows[self.rows]
+
+    def replace(
+        self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "gated width"]
+    ) -> Float[Tensor, "rows width"]:
+        """Put the changed rows back; all others are copied."""
+        return rows.index_copy(0, self.rows, changed)
+
+
+@dataclass(frozen=True)
+class StaticGate:
+    """The same for calls of a fixed shape: the adapter evaluates all rows, and a mask chooses between its rows and the
+    model's. All shapes and addresses are fixed, so CUDA graphs can hold it.
+    """
+
+    is_query: Bool[Tensor, "rows"]
+    has_token: Bool[Tensor, "rows"]
+    embeddings: Float[Tensor, "rows hidden"]  # of each query's conditioning; zeros elsewhere
+
+    def embed(self, embedding: UniformEmbedding) -> Float[Tensor, "rows hidden"]:
+        return self.embeddings
+
+    def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        return rows
+
+    def replace(
+        self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "rows width"]:
+        return torch.where(self.is_query[:, None], changed, rows)
+
 
 class LoraLayer(nn.Module):
     """s · B A of one linear layer (Hu et al. 2021); B starts at zero."""
@@ -95,10 +131,10 @@ class Adapter(nn.Module):
             part.load_state_dict(found.state_dict())
 
     def embed_queries(
-        self, gate: Gate, tokens: Float[Tensor, "gated hidden"] | None = None
+        self, gate: Gate | StaticGate, tokens: Float[Tensor, "gated hidden"] | None = None
     ) -> Float[Tensor, "gated hidden"]:
         """The input embeddings of queries; a token query's is added to its token's embedding."""
-        conditioning = self.auxiliary(gate.uniforms, gate.temperatures)
+        conditioning = gate.embed(self.auxiliary)
         if gate.has_token is None or tokens is None:
             return conditioning
         return conditioning + torch.where(gate.has_token[:, None], tokens.to(conditioning.dtype), 0.0)
@@ -172,7 +208,7 @@ class gated_adapter:
 
     model: Any
     adapter: Adapter
-    gate: Gate
+    gate: Gate | StaticGate
     hooks: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> None:
@@ -196,13 +232,13 @@ class gated_adapter:
     def _add_lora(self, path: str, x: Tensor, out: Tensor) -> Tensor:
         part = self.adapter.lora_layer(path)
         assert part is not None
-        low = part(x.reshape(-1, x.shape[-1])[self.gate.rows])
+        low = part(self.gate.select(x.reshape(-1, x.shape[-1])))
         return self._replace_gated_rows(out, lambda before: before.to(low.dtype) + low)
 
     def _replace_gated_rows(self, out: Tensor, change) -> Tensor:
         flat = out.reshape(-1, out.shape[-1])
-        changed = change(flat[self.gate.rows]).to(out.dtype)
-        return flat.index_copy(0, self.gate.rows, changed).view(out.shape)
+        changed = change(self.gate.select(flat)).to(out.dtype)
+        return self.gate.replace(flat, changed).view(out.shape)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from saltus.core.canvas import Canvas
-from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs
-from saltus.networks.adapters.gated_lora import Adapter, Gate, gated_adapter
+from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, ForwardOutputs
+from saltus.networks.adapters.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention, native
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
@@ -30,7 +30,6 @@ log = logging.getLogger("saltus")
 
 MAX_ROWS_PER_CALL = 256  # limits the memory that a long prompt needs
 MAX_NODES = 512  # of a tree, its queries included; a tree is never split
-PLACEHOLDER_TOKEN = 0  # token id of a query row; its embedding is replaced by the query embedding
 
 
 @dataclass
@@ -126,6 +125,8 @@ class CausalNetwork:
             self.adapter = adapter
             if self.native_decoder is not None:
                 self.native_decoder.attach_adapter(adapter)
+            if self.fixed_shape_runner is not None:
+                self.fixed_shape_runner.attach_adapter(adapter)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
@@ -142,11 +143,6 @@ class CausalNetwork:
                 ]
 
     def _check_queries_supported(self) -> None:
-        if self.fixed_shape_runner is not None:
-            raise ValueError(
-                "fixed shapes (CUDA) do not support query nodes yet;"
-                " load the model with device='cpu' or exact=False, or draft with another method"
-            )
         if self.adapter is None:
             raise ValueError("query nodes need an adapter that was trained for this model; attach one")
 
@@ -197,11 +193,12 @@ class CausalNetwork:
         return _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length)
 
     def _evaluate(
-        self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int
+        self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and hidden states of the last rows (0: of all); tokens and positions are [1, rows]."""
         exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
-        with self._capture_hidden_states() as hidden_states, exact:
+        gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        with self._capture_hidden_states() as hidden_states, exact, gated:
             out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=num_logits, use_cache=False)
         states = hidden_states()
         return out.logits[0], states[-num_logits:] if num_logits else states

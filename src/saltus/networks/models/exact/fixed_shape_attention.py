@@ -12,6 +12,9 @@ split at a position that follows from p alone (`first_recent_position`), where D
 One softmax covers both parts, in float32, and the two parts of the weighted sum are added. Whether an ancestor is
 decided text or a node changes which slot is read, never the computation. Hidden columns have weight exactly zero.
 The kernels must compute all rows of one product of one shape alike.
+
+Query rows, which are never verified, attend in another way, and a mask chooses (`QueryInputs`): so their chains may be
+longer than D.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_SCRATCH_SLOTS = 512  # slots before those of the text: slot 0 is for padding rows, slot i + 1 for node i
+from saltus.core.forward import ForwardInputs
+from saltus.networks.adapters.gated_lora import Adapter, StaticGate
+
+NUM_SCRATCH_SLOTS = 544  # slots before those of the text: slot 0 is for padding rows, slot i + 1 for node i
 
 
 def first_recent_position(positions, max_tree_depth: int):
@@ -99,12 +105,62 @@ class StaticInputs:
         self.packed.zero_()
 
 
+class QueryInputs:
+    """What calls that contain queries need beyond `StaticInputs`, in tensors whose addresses never change."""
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.gate = StaticGate(zeros(num_rows), zeros(num_rows), zeros(num_rows, hidden_size, dtype=dtype))
+        self.visible_nodes = zeros(num_rows, NUM_SCRATCH_SLOTS)
+        self.node_positions = zeros(NUM_SCRATCH_SLOTS, dtype=torch.long)  # by slot
+        self.num_decided = zeros(1, dtype=torch.long)  # positions of the text; a query attends to all of them
+
+    def fill(self, inputs: ForwardInputs, nodes: np.ndarray, adapter: Adapter) -> None:
+        """Write the queries of a call; `nodes` is the node of each row, below zero for decided tokens."""
+        self.clear()
+        rows = np.flatnonzero(nodes >= inputs.num_draft_tokens)
+        queries, device = nodes[rows], self.num_decided.device
+        base, visible = len(inputs.canvas.decided_prefix), np.zeros(self.visible_nodes.shape, dtype=bool)
+        for row, query in zip(rows.tolist(), queries.tolist(), strict=True):
+            visible[row, 1 + np.array(inputs.path(query))] = True
+        positions = np.zeros(NUM_SCRATCH_SLOTS, dtype=np.int64)
+        positions[1 : 1 + len(inputs.depths)] = base + np.array(inputs.depths)
+        self.visible_nodes.copy_(torch.from_numpy(visible))
+        self.node_positions.copy_(torch.from_numpy(positions))
+        self.num_decided.fill_(base)
+        index = torch.from_numpy(rows).to(device)
+        self.gate.is_query[index] = True
+        self.gate.has_token[index] = torch.tensor([inputs.kinds[query].has_token for query in queries], device=device)
+        uniforms = np.array(inputs.uniforms)[queries - inputs.num_draft_tokens]
+        uniforms = torch.from_numpy(uniforms).to(device)
+        self.gate.embeddings[index] = adapter.auxiliary(uniforms, torch.full_like(uniforms, inputs.temperature))
+
+    def clear(self) -> None:
+        """No row is a query."""
+        for tensor in (self.gate.is_query, self.gate.has_token, self.gate.embeddings, self.visible_nodes):
+            tensor.zero_()
+        self.num_decided.fill_(1)  # something to attend to
+
+    def hidden_columns(self, positions: Tensor, extent: int, window: int | None) -> Tensor:
+        """True for columns, the nodes' and then the text's, that a query must not attend to, [rows, slots]."""
+        text = torch.arange(extent, device=positions.device)
+        hidden = torch.cat([~self.visible_nodes, (text >= self.num_decided).expand(len(positions), -1)], -1)
+        if window is not None:
+            hidden |= torch.cat([self.node_positions, text]) <= positions[:, None] - window
+        return hidden
+
+
 class FixedShapeAttention:
     """The attention of one call: its rows over the first `extent` positions of the buffers."""
 
-    def __init__(self, kv_buffers: KVBuffers, inputs: StaticInputs, extent: int) -> None:
-        self.kv_buffers, self.inputs, self.extent = kv_buffers, inputs, extent
+    def __init__(
+        self, kv_buffers: KVBuffers, inputs: StaticInputs, extent: int, queries: QueryInputs | None = None
+    ) -> None:
+        self.kv_buffers, self.inputs, self.extent, self.queries = kv_buffers, inputs, extent, queries
         self.hidden_by_window: dict[int | None, Tensor] = {}
+        self.hidden_from_queries: dict[int | None, Tensor] = {}  # by window, too
 
     def attend(self, module, query, key, value, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """[1, heads, rows, dim] → [1, rows, heads, dim]; the new keys and values are written to the buffers."""
@@ -133,7 +189,24 @@ class FixedShapeAttention:
         weights = scores.masked_fill(self._hidden_columns(window), -torch.inf).softmax(-1)
         out = (weights[..., :extent].flatten(1, 2) @ old_v).view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
         out = out + weights[..., extent:].permute(2, 0, 1, 3) @ recent_v
+        if self.queries is not None:
+            queries = self._attend_queries(q, keys, values, self.queries, window, softcap)
+            out = torch.where(self.queries.gate.is_query[:, None, None, None], queries, out)
         return out.reshape(1, rows, heads, -1).to(query.dtype)
+
+    def _attend_queries(
+        self, q: Tensor, keys: Tensor, values: Tensor, queries: QueryInputs, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """All rows as queries, over nodes and text in one masked product: [rows, kv_heads, group, dim]."""
+        kv_heads, group, rows, _ = q.shape
+        k, v = (x[: NUM_SCRATCH_SLOTS + self.extent].transpose(0, 1).float() for x in (keys, values))
+        scores = (q.flatten(1, 2) @ k.mT).view(kv_heads, group, rows, -1)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window not in self.hidden_from_queries:
+            self.hidden_from_queries[window] = queries.hidden_columns(self.inputs.positions, self.extent, window)
+        weights = scores.masked_fill(self.hidden_from_queries[window], torch.finfo(scores.dtype).min).softmax(-1)
+        return (weights.flatten(1, 2) @ v).view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
 
     def _hidden_columns(self, window: int | None) -> Tensor:
         """True for columns that a row must not attend to, [rows, extent + 2 D]."""

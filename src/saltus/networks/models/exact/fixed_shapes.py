@@ -6,6 +6,9 @@ extent of attention is the first of min, 2 · min, 4 · min, … that holds the 
 border takes two calls. So the shapes in which a token is evaluated follow from its position and from the end of its
 prompt, never from the method, and the order of sums in attention follows from the position
 (fixed_shape_attention.py). Texts of a batch run one after the other, since a wider call would be another shape.
+
+Queries of an adapter share decoding calls with draft tokens. In such a call the adapter evaluates all rows, and a mask
+takes its results for the queries alone; the model's own products have the shapes that they always have.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, ForwardOutputs
+from saltus.networks.adapters.gated_lora import Adapter, StaticGate
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.fixed_shape_attention import (
     NUM_SCRATCH_SLOTS,
     FixedShapeAttention,
     KVBuffers,
+    QueryInputs,
     StaticInputs,
     first_recent_position,
 )
@@ -35,8 +40,9 @@ from saltus.networks.models.exact.fixed_shape_attention import (
 BASE_ROWS_PER_CALL = 32  # rows that an accelerator computes for about the price of one
 log = logging.getLogger("saltus")
 
-RunModel = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all) → logits, hidden states."""
+RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
+"""Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
+states."""
 
 
 @dataclass
@@ -93,6 +99,8 @@ class FixedShapeRunner:
     min_attention_extent: int = 512  # a multiple of prefill_chunk
     use_cuda_graphs: bool = False
     free_kv_buffers: list[KVBuffers] = field(default_factory=list)  # of finished texts
+    adapter: Adapter | None = None  # of the query rows
+    query_inputs: QueryInputs | None = None  # for this adapter
     static_inputs: dict[int, StaticInputs] = field(default_factory=dict)
     graph_memory_pool: Any = None  # shared by the graphs, which are replayed one at a time
     capture_stream: Any = None  # one for all captures, since matrix libraries keep a workspace for each stream
@@ -102,7 +110,8 @@ class FixedShapeRunner:
 
     def forward(self, inputs: ForwardInputs, kv_cache: FixedShapeKVCache) -> ForwardOutputs:
         """Logits after the decided text and after each node. Errors: ValueError if the tree is too deep or large."""
-        started, nodes, depth = time.perf_counter(), len(inputs.tokens), max(inputs.depths, default=-1) + 1
+        started, nodes = time.perf_counter(), len(inputs.tokens)
+        depth = max(inputs.depths[: inputs.num_draft_tokens], default=-1) + 1
         if nodes >= NUM_SCRATCH_SLOTS or depth > self.rows_per_call:
             raise ValueError(
                 f"a tree of {nodes} nodes is {depth} deep, but calls hold paths of {self.rows_per_call} and trees of"
@@ -129,7 +138,8 @@ class FixedShapeRunner:
         """Logits and hidden states of the output rows, each [nodes + 1, …]."""
         buffers, pieces = self._assign_kv_buffers(kv_cache, len(inputs.canvas.tokens)), []
         for rows, width in _split_into_calls(inputs, past_length, self):
-            out = self._run_rows(buffers, rows, width, kv_cache.pending_copies)
+            queries = self._fill_queries(inputs, rows, width)
+            out = self._run_rows(buffers, rows, width, kv_cache.pending_copies, queries)
             kv_cache.pending_copies = []
             if len(found := np.flatnonzero(rows.output_rows >= 0)):  # consecutive, at the end
                 own = slice(int(found[0]), int(found[-1]) + 1)
@@ -156,33 +166,58 @@ class FixedShapeRunner:
         kv_cache.kv_buffers.grow(room)
         return kv_cache.kv_buffers
 
+    def attach_adapter(self, adapter: Adapter | None) -> None:
+        """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
+        self.adapter, self.query_inputs = adapter, None
+
+    def _fill_queries(self, inputs: ForwardInputs, rows: RowTable, num_rows: int) -> QueryInputs | None:
+        """The queries among the rows of a call; None if there are none."""
+        nodes = rows.output_rows - 1
+        if not (nodes >= inputs.num_draft_tokens).any():
+            return None
+        assert num_rows == self.rows_per_call, "prompts have no queries"
+        assert self.adapter is not None
+        if self.query_inputs is None:
+            dtype = next(self.adapter.auxiliary.parameters()).dtype
+            self.query_inputs = QueryInputs(num_rows, self.adapter.hidden_size, dtype, self.device)
+        self.query_inputs.fill(inputs, nodes, self.adapter)
+        return self.query_inputs
+
     def _run_rows(
-        self, buffers: KVBuffers, rows: RowTable, num_rows: int, slot_copies: list[tuple[int, int]]
+        self,
+        buffers: KVBuffers,
+        rows: RowTable,
+        num_rows: int,
+        slot_copies: list[tuple[int, int]],
+        queries: QueryInputs | None,
     ) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of all rows; the next call overwrites them."""
         if num_rows not in self.static_inputs:
             self.static_inputs[num_rows] = StaticInputs(num_rows, self.rows_per_call, self.device)
         inputs = self.static_inputs[num_rows]
         extent = attention_extent(int(rows.positions[0]), self.min_attention_extent)
-        if self.use_cuda_graphs and (num_rows, extent) not in buffers.graphs:
-            self._capture_cuda_graph(buffers, inputs, extent)
+        shape = num_rows, extent, queries
+        if self.use_cuda_graphs and shape not in buffers.graphs:
+            self._capture_cuda_graph(buffers, inputs, extent, queries)
         inputs.fill(rows.tokens, rows.positions, rows.slots, rows.recent_slots, slot_copies)
         if not self.use_cuda_graphs:
-            return self._run_static_inputs(buffers, inputs, extent)
-        graph, *out = buffers.graphs[num_rows, extent]
+            return self._run_static_inputs(buffers, inputs, extent, queries)
+        graph, *out = buffers.graphs[shape]
         graph.replay()
         return out[0], out[1]
 
     def _run_static_inputs(
-        self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int
+        self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int, queries: QueryInputs | None
     ) -> tuple[Tensor, Tensor]:
+        num_logits = 0 if inputs.num_rows == self.rows_per_call else 1
         buffers.copy_slots(inputs.copy_destinations, inputs.copy_sources)
-        with attention.attention_context(FixedShapeAttention(buffers, inputs, attention_extent)):
-            return self.run_model(
-                inputs.tokens[None], inputs.positions[None], 0 if inputs.num_rows == self.rows_per_call else 1
-            )
+        with attention.attention_context(FixedShapeAttention(buffers, inputs, attention_extent, queries)):
+            gate = None if queries is None else queries.gate
+            return self.run_model(inputs.tokens[None], inputs.positions[None], num_logits, gate)
 
-    def _capture_cuda_graph(self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int) -> None:
+    def _capture_cuda_graph(
+        self, buffers: KVBuffers, inputs: StaticInputs, attention_extent: int, queries: QueryInputs | None
+    ) -> None:
         """Capture a call over these buffers, after two idle calls that load kernels and allocate memory."""
         inputs.clear()
         self.capture_stream = self.capture_stream or torch.cuda.Stream(self.device)
@@ -191,19 +226,19 @@ class FixedShapeRunner:
         self.capture_stream.wait_stream(current)
         with torch.cuda.stream(self.capture_stream):
             for _ in range(2):
-                self._run_static_inputs(buffers, inputs, attention_extent)
+                self._run_static_inputs(buffers, inputs, attention_extent, queries)
         current.wait_stream(self.capture_stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
                 graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"
             ):
-                out = self._run_static_inputs(buffers, inputs, attention_extent)
+                out = self._run_static_inputs(buffers, inputs, attention_extent, queries)
         except RuntimeError as error:
             self.use_cuda_graphs = False
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
-            buffers.graphs[inputs.num_rows, attention_extent] = graph, *out
+            buffers.graphs[inputs.num_rows, attention_extent, queries] = graph, *out
 
 
 def rows_for_budget(budget: int) -> int:
@@ -255,7 +290,8 @@ def _make_rows(inputs: ForwardInputs, start: int, max_tree_depth: int) -> RowTab
     recent_slots = np.where(recent < base, NUM_SCRATCH_SLOTS + recent, np.take_along_axis(ancestors, depths, 1))
     recent_slots = np.where(hidden, slots[:, None], recent_slots)
     output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
-    tokens = np.concatenate([decided[start:], inputs.tokens]).astype(np.int64)
+    known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
+    tokens = np.concatenate([decided[start:], known]).astype(np.int64)
     return RowTable(tokens, positions, slots, recent_slots, output_rows)
 
 
