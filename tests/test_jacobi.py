@@ -19,9 +19,9 @@ from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
+from saltus.drafting.block_window import BlockWindow, FrozenBlocks
 from saltus.drafting.ngram_pool import NGRAMS_PER_TOKEN, NgramPool
 from saltus.methods.jacobi import (
-    BlockWindow,
     Guess,
     Iterate,
     Jacobi,
@@ -139,6 +139,54 @@ def test_a_running_window_keeps_its_length():
     assert [len(chain) for chain in chains(written)] == [min(7, room) for room in rooms]
     shrinking = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, **ALONE)
     assert min(len(chain) for chain in chains(shrinking)[:-7]) < 7
+
+
+def test_frozen_blocks_are_those_of_algorithm_1():
+    """Blocks of four, by hand: accept on trial, freeze, spawn with a clone, promote and verify anew."""
+    window = FrozenBlocks(size=4, max_blocks=2, spawn_threshold=2)
+    assert window.end(1, []) == 4
+    assert window.end(2, []) == 8, "two of four are decided"
+    assert [window.first_guess(hole, 2, [7, 8]) for hole in (4, 5, 6, 7)] == [7, 8, None, None]
+    # Holes 2 to 7 were evaluated: block two matches in its first token, and takes the model's token after it.
+    assert window.keep_frozen(2, [7, 8, 7, 8, 1, 1], [7, 9, 7, 5, 6, 6, 4]) == [7, 9, 7, 5, 6, 6, 4]
+    assert window.accepted == [2]
+    assert window.end(3, []) == 8
+    # Holes 3 to 7: the accepted tokens 7 and 5 stay, whatever the model would now say, and 6 is right.
+    assert window.keep_frozen(3, [9, 7, 5, 6, 6], [9, 1, 2, 6, 3]) == [9, 7, 5, 6, 3]
+    assert window.accepted == [4]
+    assert window.end(4, []) == 8, "promoted: nothing is frozen any more"
+    assert window.accepted == []
+    assert window.keep_frozen(4, [7, 5, 6, 3], [1, 2, 6, 3]) == [1, 2, 6, 3]
+
+
+def test_a_third_block_starts_when_the_second_has_accepted_enough():
+    window = FrozenBlocks(size=4, max_blocks=3, spawn_threshold=3, accepted=[3])
+    assert window.end(0, []) == 12
+    assert window.end(5, []) == 12, "the first is finished"
+    assert window.end(7, []) == 16
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
+@pytest.mark.parametrize("recycle", ["tails", "diagonals"])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_frozen_blocks_write_the_text_of_plain_decoding(blocks: int, recycle: str, sampling: Sampling):
+    for seed in range(3):
+        settings = {"sampling": sampling, "seed": seed}
+        plain = write(60, toy_network(logit_scale=1.0), method="plain", **settings)
+        options = {"multi_block": "frozen", "blocks": blocks, "block": 6, "spawn": 0.5, "recycle": recycle}
+        frozen = write(60, toy_network(logit_scale=1.0), **settings, **options)
+        assert frozen.tokens == plain.tokens
+        assert len(frozen.steps) < len(plain.steps)
+    options |= {"spawn": 0.0, "candidates": 0}
+    live = write(60, toy_network(logit_scale=1.0), sampling=sampling, **options)
+    assert 6 * (blocks - 1) < max(map(len, chains(live))) <= 6 * blocks
+
+
+def test_a_frozen_guess_stays_until_its_block_is_the_first_one():
+    """Where nothing depends on the text, the second block is accepted at once, and verified in one call."""
+    settings = {"sampling": SAMPLED, "block": 10, "spawn": 0.0, "candidates": 0}
+    frozen, one = (len(write(101, blind(), multi_block="frozen", blocks=n, **settings).steps) for n in (2, 1))
+    assert frozen < one
 
 
 def test_first_guesses_come_from_the_text_and_its_seed_alone():
@@ -327,8 +375,14 @@ def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():
         ("pool", 0),
         ("candidates", -1),
         ("recycle", "all"),
+        ("multi_block", "both"),
     ],
 )
 def test_options_out_of_range_are_refused_in_a_line(option: str, value):
     with pytest.raises(ValueError, match=rf"^jacobi: {option} is {value!r}, but .*$"):
         Jacobi(**{option: value})
+
+
+def test_a_running_block_cannot_be_frozen():
+    with pytest.raises(ValueError, match="no later blocks to freeze"):
+        Jacobi(running=True, multi_block="frozen")

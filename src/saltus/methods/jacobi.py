@@ -16,6 +16,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, reject
 from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
+from saltus.drafting.block_window import BlockWindow, FrozenBlocks, new_window
 from saltus.drafting.ngram_pool import NgramPool
 from saltus.drafting.ptp_queries import with_token_queries
 
@@ -29,14 +30,15 @@ class Jacobi:
     The blocks form one chain of the tree: later blocks continue the first one, are corrected in the same call, and are
     verified when the text reaches them. The next iterate consists of the text's own picks, greedy or sampled. A model
     trained by `saltus train jacobi` is decoded like any model; an adapter trained by it corrects the guesses with query
-    nodes of its own inside the verification call. Unlike in Alg. 1, no guess is frozen, and a new block's first guesses
-    are drawn from the text (docs/methods.md).
+    nodes of its own inside the verification call. Unless `multi_block` is frozen, no guess is frozen, and a new block's
+    first guesses are drawn from the text (docs/methods.md).
     """
 
     model: str = ""  # a folder with an adapter of `saltus train jacobi`; empty: the target corrects the guesses
     block: int = 16  # tokens of a block
     blocks: int = 2  # blocks that may be live at once
     spawn: float = 0.85  # the next block starts when this share of the last one is decided or settled
+    multi_block: str = "corrected"  # guesses of later blocks: corrected in each call, or frozen once accepted (Alg. 1)
     running: bool = False  # the first block keeps its length: it moves on as its tokens are decided
     candidates: int = 4  # recycled n-grams offered beside the chain
     recycle: str = "diagonals"  # n-grams of what: tails (of iterates, a block long) or diagonals (of successive ones)
@@ -51,13 +53,17 @@ class Jacobi:
             raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
         if self.recycle not in ("tails", "diagonals"):
             raise ValueError(f"jacobi: recycle is {self.recycle!r}, but must be tails or diagonals")
+        if self.multi_block not in ("corrected", "frozen"):
+            raise ValueError(f"jacobi: multi_block is {self.multi_block!r}, but must be corrected or frozen")
+        if self.running and self.multi_block == "frozen":
+            raise ValueError("jacobi: a running block has no later blocks to freeze; drop running or multi_block")
 
     @property
     def draft_models(self) -> dict[str, str]:
         return {"jacobi": f"adapter:{self.model}"} if self.model else {}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        window = BlockWindow(self.block, self.blocks, math.ceil(self.spawn * self.block), self.running)
+        window = new_window(self.block, self.blocks, self.spawn, self.running, self.multi_block == "frozen")
         tail_length = self.block if self.recycle == "tails" else 0
         parts = noise, rule, Iterate(self.ngram), window, NgramPool(self.pool), self.candidates, tail_length
         return AdapterJacobiDrafter(*parts, sampling.temperature) if self.model else JacobiDrafter(*parts)
@@ -70,7 +76,7 @@ class JacobiDrafter:
     noise: Noise
     rule: Rule
     iterate: Iterate
-    window: BlockWindow
+    window: BlockWindow | FrozenBlocks
     pool: NgramPool
     candidates: int
     tail_length: int  # tokens after the key of a recycled tail; 0: diagonals are recycled
@@ -82,7 +88,9 @@ class JacobiDrafter:
             iterate.start_at(last.canvas.num_decided)
             nodes = self.nodes_of_iterate(last)
             inputs = [last.inputs.tokens[i] for i in nodes]
-            corrected = iterate.correct(inputs, *self.corrections(last, nodes))
+            answers, probabilities = self.corrections(last, nodes)
+            answers = self.window.keep_frozen(last.canvas.num_decided, inputs, answers)
+            corrected = iterate.correct(inputs, answers, probabilities)
             iterate.start_at(canvas.num_decided)
             self._recycle(canvas, corrected)
         if not len(canvas.decided_prefix):  # the text starts with a hole: there are no tokens to guess from
@@ -90,8 +98,10 @@ class JacobiDrafter:
         end = self.window.end(canvas.num_decided, iterate.settled)
         missing = range(len(iterate.guesses), min(end - canvas.num_decided, room))
         text = canvas.decided_prefix
-        for u in self.noise.uniforms("jacobi/guess", canvas.open_positions[missing.start : missing.stop]):
-            iterate.guesses.append(Guess((int(text[int(u * len(text))]),)))
+        uniforms = self.noise.uniforms("jacobi/guess", canvas.open_positions[missing.start : missing.stop])
+        for hole, u in zip(missing, uniforms, strict=True):
+            cloned = self.window.first_guess(canvas.num_decided + hole, canvas.num_decided, iterate.tokens)
+            iterate.guesses.append(Guess((int(text[int(u * len(text))]) if cloned is None else cloned,)))
         chain = iterate.guesses[: min(end - canvas.num_decided, room)]
         recycled = self.pool.starting_with(int(text[-1]), self.candidates)
         return [
@@ -243,35 +253,6 @@ def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
     while children := inputs.children(node):
         nodes.append(node := children[0])
     return nodes
-
-
-@dataclass
-class BlockWindow:
-    """The holes that have guesses: the live blocks in order (Jacobi Forcing, Alg. 1, spawn and promote)."""
-
-    size: int
-    max_blocks: int
-    spawn_threshold: int  # decided or settled tokens of the last block from which the next one starts
-    running: bool
-    start: int = 0  # where the first live block starts
-    live: int = 1
-
-    def end(self, done: int, settled: Sequence[bool]) -> int:
-        """The index after the last live block; `settled[i]`: the guess of hole done + i no longer changes."""
-        while self.start + self.size <= done:
-            self.start += self.size
-            self.live = max(self.live - 1, 1)
-        if self.running:
-            self.start = done
-        while self.live < self.max_blocks:
-            last = self.start + (self.live - 1) * self.size
-            firm = max(done, last)
-            while firm < done + len(settled) and settled[firm - done]:
-                firm += 1
-            if firm - last < self.spawn_threshold:
-                break
-            self.live += 1
-        return self.start + self.live * self.size
 
 
 def _acceptance_probabilities(chain: Sequence[Guess]) -> list[float]:
