@@ -102,7 +102,10 @@ def test_a_wrong_template_is_refused_in_a_line_before_a_model_is_loaded(content,
         saltus.load(chat_template=name)
     (tmp_path / "prompts.txt").write_text("hi")
     collect = ["collect", "text", "-f", tmp_path / "prompts.txt", "--out", tmp_path / "out"]
-    for command in (["generate", "hi"], ["chat"], ["serve"], ["bench"], collect):
+    for command in (
+        *(["generate", "hi"], ["chat"], ["serve"], ["bench"], ["bench", "step"], ["tune"], ["demo"], ["lm-eval"]),
+        collect,
+    ):
         assert said in complaint(*command, "--chat-template", name)
 
 
@@ -129,6 +132,32 @@ def test_generate_and_the_teacher_s_texts_take_a_template(bare_folder, tmp_path)
 
     expected = saltus.load(str(bare_folder), chat_template="vicuna").encode(TALK)
     assert list(read_teacher_texts(out)[0].prompt) == expected
+
+
+@pytest.mark.slow
+def test_every_command_that_answers_takes_a_template(bare_folder, tmp_path, monkeypatch):
+    """Without one, messages are refused."""
+    monkeypatch.setenv("SALTUS_CACHE", str(tmp_path))
+    prompts = lines(tmp_path / "prompts.jsonl", {"messages": TALK})
+    tune = "tune", "-m", bare_folder, "-f", prompts, "--texts", 1, "--rounds", 1, "-n", 3, "--no-save", "--json"
+    assert "has no chat template" in complaint(*tune)
+    assert json.loads(saltus_(*tune, "--chat-template", "vicuna").stdout)["complete"]
+    step = "bench", "step", "-m", bare_folder, "--nodes", 1, "--lengths", 8, "--batches", 1, "--rounds", 1, "--json"
+    assert json.loads(saltus_(*step, "--chat-template", "vicuna").stdout)["complete"]
+    demo = "demo", "the cat", "-m", bare_folder, "-n", 4
+    raw, asked = (saltus_(*demo, *more).stdout for more in ((), ("--chat-template", "vicuna")))
+    assert raw != asked
+
+
+def test_lm_eval_s_model_takes_a_template(bare_folder):
+    pytest.importorskip("lm_eval")
+    from saltus.evaluation.benchmarks.lm_eval_model import model_class
+
+    with refused("name one (--chat-template, chat_template=), such as vicuna"):
+        model_class()(str(bare_folder)).apply_chat_template([QUESTION])
+    named = model_class().create_from_arg_string(f"pretrained={bare_folder},chat_template=vicuna")
+    text = PUBLISHED["vicuna"].removeprefix("<s>").replace("</s>", END)
+    assert named.apply_chat_template(TALK) == text
 
 
 def test_the_recipe_of_a_model_without_a_template_names_one_in_its_collect_command():

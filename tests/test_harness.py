@@ -379,6 +379,11 @@ def test_arguments_are_completed_by_what_they_leave_out():
     assert complete_arguments(["--tasks", "x", "--model", "hf"]) == ["run", "--tasks", "x", "--model", "hf"]
     assert complete_arguments(["--model=hf"]) == ["run", "--model=hf"]
     assert complete_arguments(["--model_args", "seed=1"]) == [*run, "--model_args", "seed=1"]
+    applied = [*run, "-t", "x", "--apply_chat_template", "--model_args", "chat_template=vicuna"]
+    assert complete_arguments(["-t", "x", "--chat-template", "vicuna"]) == applied
+    assert complete_arguments(["--chat-template=vicuna", "-t", "x"]) == applied
+    again = complete_arguments(["--apply_chat_template", "--chat-template", "vicuna", "-t", "x"])
+    assert again.count("--apply_chat_template") == 1
     assert complete_arguments(["ls", "tasks"]) == ["ls", "tasks"]
     assert complete_arguments(["--help"]) == ["--help"]
 

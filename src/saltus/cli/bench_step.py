@@ -19,6 +19,7 @@ def step(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    chat_template: o.ChatTemplate = None,
     nodes: Annotated[
         str,
         typer.Option(
@@ -70,9 +71,12 @@ def step(
     from saltus.evaluation.profiling.call_timing import CallGrid, default_lengths
 
     CallGrid(**inputs)  # refuse wrong numbers before loading
-    from saltus.cli.open_engine import open_engine
+    from saltus.cli.open_engine import open_engine, validate_settings
 
-    engine = open_engine(model, "lookup", None, dtype=dtype, device=device, weights=weights)
+    validate_settings("lookup", None, chat_template=chat_template)
+    engine = open_engine(
+        model, "lookup", None, dtype=dtype, device=device, weights=weights, chat_template=chat_template
+    )
     grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
     grid.check_context_length(engine.target.context_length, model)
     if out:

@@ -29,6 +29,8 @@ def lm_eval(
 
         saltus lm-eval --tasks hellaswag --batch_size 8 --output_path results
 
+        saltus lm-eval --tasks gsm8k --model_args pretrained=FOLDER --chat-template vicuna
+
         saltus lm-eval ls tasks
 
         saltus lm-eval run --help
@@ -38,6 +40,9 @@ def lm_eval(
     [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF file),
     method, dtype, weights, device, seed, coupling, rule, budget, options of methods like lookup.longest=5,
     and of lm_eval's own max_length, max_gen_toks and add_bos_token.
+
+    [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own; lm_eval
+    then applies it ([bold]--apply_chat_template[/bold]).
 
     [bold]Scores[/bold] are those of [bold]--model hf[/bold], up to rounding. Generated
     text is decoded by the method; given answers are scored by the model alone,
@@ -52,14 +57,39 @@ def lm_eval(
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments, completed by the command `run` and the model."""
-    given = list(arguments)
+    """The arguments, completed by the command `run` and the model, and with --chat-template in lm_eval's words."""
+    given, template = _without_chat_template(arguments)
     if not given or given[0] not in (*COMMANDS, "-h", "--help"):
         given.insert(0, "run")
     names_one = any(one in ("--model", "-M") or one.startswith("--model=") for one in given)
     if given[0] == "run" and len(given) > 1 and not names_one:
         given[1:1] = ["--model", "saltus"]
-    return given
+    if template is None:
+        return given
+    if names_one and not any(one in ("saltus", "--model=saltus") for one in given):
+        raise ValueError("--chat-template is for the model saltus; leave it out, or leave --model out")
+    applied = any(one.startswith("--apply_chat_template") for one in given)
+    return [*given, *([] if applied else ["--apply_chat_template"]), "--model_args", f"chat_template={template}"]
+
+
+def _without_chat_template(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without --chat-template, and its value. Errors: ValueError for one without or with a wrong one."""
+    from saltus.engine.chat_template import read_chat_template
+
+    rest: list[str] = []
+    template, left = None, iter(arguments)
+    for one in left:
+        name, equals, value = one.partition("=")
+        if name != "--chat-template":
+            rest.append(one)
+            continue
+        template = value if equals else next(left, None)
+        if template is None:
+            raise ValueError("--chat-template needs a name or a file, such as vicuna")
+        read_chat_template(template)
+        if "," in template:
+            raise ValueError(f"lm_eval cannot be given {template}, which has a comma; rename the file")
+    return rest, template
 
 
 def _run(arguments: list[str]) -> None:

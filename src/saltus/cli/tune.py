@@ -29,6 +29,7 @@ def tune(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    chat_template: o.ChatTemplate = None,
     prompts: o.Prompts = None,
     texts: Annotated[
         int,
@@ -83,14 +84,12 @@ def tune(
     """
     from saltus.cli.open_engine import open_engine, validate_settings
 
-    validate_settings("jacobi", (), temperature=temperature, seed=seed)
+    validate_settings("jacobi", (), chat_template=chat_template, temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, budget=MAX_DEPTH,
-        tuned_settings=False,
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights,
+        chat_template=chat_template, budget=MAX_DEPTH, tuned_settings=False,
     )  # fmt: skip
-    if options and engine.network.max_draft_tokens is not None:
-        raise ValueError("an adapter is not served by fixed shapes (CUDA) yet; tune on --device cpu")
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     result = _search_settings(engine, inputs, how, rounds, dearest, options)

@@ -64,6 +64,7 @@ class SaltusLMBase:
         rule: str = "match",
         budget: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
@@ -84,7 +85,7 @@ class SaltusLMBase:
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
         settings = {"dtype": dtype, "weights": weights, "rule": rule, "budget": budget, "options": chosen}
-        settings["device"] = device or "auto"
+        settings |= {"device": device or "auto", "chat_template": chat_template}
         named = {} if source is None else {"model": str(source)}
         self.engine = (
             source if isinstance(source, Engine) else load(method=method, **named, **settings, tuned_settings=False)
@@ -185,7 +186,10 @@ class SaltusLMBase:
             )
 
         if not self.tokenizer.chat_template:
-            raise ValueError(f"{self.engine.target.name} has no chat template; leave --apply_chat_template out")
+            raise ValueError(
+                f"{self.engine.target.name} has no chat template; name one (--chat-template, chat_template=), such as"
+                " vicuna, or leave --apply_chat_template out"
+            )
         try:
             return rendered(chat_history)
         except TemplateError:
