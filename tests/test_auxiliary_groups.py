@@ -25,7 +25,7 @@ from saltus.drafting import ptp_queries
 from saltus.drafting.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
 from saltus.drafting.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
-from saltus.methods.ptp import AdapterPtp
+from saltus.methods.ptp import AdapterPtp, Ptp
 from saltus.networks.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 from test_gated import adapter_for
@@ -453,6 +453,44 @@ def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
     """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
     monkeypatch.setattr(ptp_queries, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])
     assert p_value(4, "categorical") < 1e-6
+
+
+@pytest.mark.parametrize("is_student", [False, True])
+def test_the_option_drafts_asks_for_as_many_chains(is_student):
+    """Of several chains of a call the most central one is verified."""
+    method = Ptp(drafts=3, length=4).for_trained_model(
+        "adapter",
+        {"form": "categorical", "window": 6, "coupling": "probability", **({"student_of": "x"} if is_student else {})},
+    )
+    assert method.drafts == 3
+    target = learned("categorical", BY_UNIFORM)
+    networks = {"target": target, "ptp": replace(toy_network(logit_scale=1.5), name="ptp", adapter=target.adapter)}
+    drafted: list[ForwardInputs] = []
+    for network in networks.values():
+        forward = network.forward
+        network.forward = lambda batch, caches, forward=forward: drafted.extend(batch) or forward(batch, caches)
+    steps: list = []
+    drafter = method.drafter(Noise(0), BY_UNIFORM, reject)
+    generator = speculate(continuation(PROMPT, 12), Noise(0), BY_UNIFORM, [drafter], steps.append, reject)
+    for _ in run_batch([SequenceState(generator)], networks):
+        pass
+    calls = [inputs for inputs in drafted if inputs.query_nodes and len(inputs.canvas.open_positions) > 5]
+    assert calls
+    assert all(list(inputs.parents).count(-1) == 3 for inputs in calls)
+    assert all(len(inputs.query_nodes) == 12 for inputs in calls)
+    assert sum(len(step.tokens) for step in steps) == 12
+
+
+def test_several_drafts_where_they_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="drafts is 0, but must be 1 or more"):
+        Ptp(drafts=0)
+    with pytest.raises(ValueError, match="several drafts need an adapter, but auto is a drafter"):
+        Ptp(drafts=2).for_trained_model("drafter", {}).drafter(Noise(0), BY_UNIFORM, reject)
+    adapter = Ptp(drafts=2).for_trained_model("adapter", {"form": "categorical", "window": 6})
+    with pytest.raises(ValueError, match="several drafts need fresh uniforms"):
+        adapter.drafter(Noise(0), BY_UNIFORM, match)
+    with pytest.raises(ValueError, match="several drafts need uniforms, which gumbel has not"):
+        adapter.drafter(Noise(0), Sampling(temperature=1.0), reject)
 
 
 def test_what_cannot_be_exact_is_refused():

@@ -14,6 +14,7 @@ from saltus.cli.bench import bench
 from saltus.cli.chat import chat
 from saltus.cli.check import check
 from saltus.cli.collect import collect
+from saltus.cli.collect_data import data as collect_data
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
 from saltus.cli.generate import generate
@@ -77,6 +78,7 @@ app.command(rich_help_panel=GENERATE_PANEL)(demo)
 app.command(rich_help_panel=COMPARE_PANEL)(check)
 app.add_typer(bench, name="bench", rich_help_panel=COMPARE_PANEL)
 app.command(rich_help_panel=COMPARE_PANEL, context_settings=PASS_THROUGH_SETTINGS, no_args_is_help=True)(lm_eval)
+collect.command("data")(collect_data)
 app.add_typer(collect, name="collect", rich_help_panel=TRAIN_PANEL)
 app.add_typer(train, name="train", rich_help_panel=TRAIN_PANEL)
 app.command(rich_help_panel=TRAIN_PANEL)(tune)

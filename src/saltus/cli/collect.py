@@ -29,6 +29,8 @@ def collect_(context: typer.Context) -> None:
         saltus collect text
 
         saltus collect jacobi
+
+        saltus collect data
     """
     if not context.invoked_subcommand:
         typer.echo(context.get_help())
@@ -104,6 +106,8 @@ class CollectionOptions:
     chat_template: o.ChatTemplate = None
     free_shapes: FreeShapes = False
     temperature: Temperatures = None
+    top_p: o.TopP = 1.0
+    top_k: o.TopK = 0
     coupling: o.Coupling = o.DEFAULT_COUPLING
     seed: o.Seed = 0
     max_new_tokens: o.MaxNewTokens = 256
@@ -203,7 +207,7 @@ def _collect_texts(
     }  # fmt: skip
     settings: dict[str, Any] = {
         "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
-        "coupling": given.coupling,
+        "coupling": given.coupling, "top_k": given.top_k, "top_p": given.top_p,
         "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))), **plan_settings,
     }  # fmt: skip
     from saltus.engine.chat_template import read_chat_template

@@ -55,14 +55,14 @@ Overrides = Annotated[
 Steps = Annotated[int | None, _option(RECIPE_PANEL, "--steps", metavar="N", min=1, help=INSTEAD)]
 Seed = Annotated[int | None, _option(RECIPE_PANEL, "--seed", "-s", metavar="N", min=0, help=INSTEAD)]
 Model = Annotated[str | None, _option(RECIPE_PANEL, "--model", "-m", metavar="MODEL", help=INSTEAD)]
-Teacher = Annotated[
-    Path | None,
+Teachers = Annotated[
+    list[Path] | None,
     _option(
         WORK_PANEL,
         "--teacher",
         metavar="PATH",
         help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind;"
-        " for jacobi a folder of [i]saltus collect jacobi[/i]. [dim]\\[default: WORK/teacher][/dim]",
+        " for jacobi a folder of [i]saltus collect jacobi[/i]; may be repeated. [dim]\\[default: WORK/teacher][/dim]",
     ),
 ]
 Work = Annotated[
@@ -163,7 +163,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         seed: Seed = None,
         model: Model = None,
         device: o.Device = "auto",
-        teacher: Teacher = None,
+        teacher: Teachers = None,
         work: Work = None,
         begin: InitialFolder = None,
         out: Out = None,
@@ -191,7 +191,8 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
             lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
         )
         work = work or Path("runs", file.stem)
-        _train(chosen, file.stem, _teacher_path(teacher, work, chosen), work, begin, out or work / chosen.kind, device)
+        teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]
+        _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device)
 
     train.command(method, help=help)(command)
 
@@ -250,10 +251,12 @@ def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
     return path
 
 
-def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None, out: Path, device: str) -> None:
+def _train(
+    recipe: Any, name: str, teachers: Sequence[Path], work: Path, begin: Path | None, out: Path, device: str
+) -> None:
     from saltus.training.run import open_run, select_teacher_texts
 
-    samples, tensorboard = select_teacher_texts(recipe, teacher), summary_writer()
+    samples, tensorboard = select_teacher_texts(recipe, *teachers), summary_writer()
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.evaluation.reports.environment import git_commit, machine_info
@@ -265,7 +268,7 @@ def _train(recipe: Any, name: str, teacher: Path, work: Path, begin: Path | None
     def load_engine(model: str) -> Any:
         return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=on_cpu, weights="bf16")
 
-    run = open_run(recipe, samples, teacher, work, begin, load_engine)
+    run = open_run(recipe, samples, teachers, work, begin, load_engine)
     with lock_folder(work):
         _collect_with_progress(run)
         task = run.make_task()

@@ -39,11 +39,12 @@ class Ptp:
     model: str = "auto"  # a folder written by `saltus train ptp`; auto: the drafter shipped for the target
     length: int = 8  # draft tokens, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each position, at most
+    drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
     trained_coupling: Coupling = field(default="probability", init=False)  # under others queries have no uniforms
 
     def __post_init__(self) -> None:
-        for name in ("length", "choices"):
+        for name in ("length", "choices", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
 
@@ -59,9 +60,13 @@ class Ptp:
             object.__setattr__(made, "trained_coupling", coupling)
             return made
         form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
-        return AdapterPtp(self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling)
+        return AdapterPtp(
+            self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling, self.drafts
+        )
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        if self.drafts > 1:
+            raise ValueError(f"ptp: several drafts need an adapter, but {self.model} is a drafter; leave drafts out")
         return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
@@ -97,6 +102,7 @@ class AdapterPtp:
     window: int  # queries of a chain in training
     is_student: bool
     coupling: Coupling
+    drafts: int = 1
 
     @property
     def draft_models(self) -> dict[str, str]:
@@ -106,8 +112,8 @@ class AdapterPtp:
         form = usable_form(self.form, self.coupling, sampling)
         if self.is_student:
             length = min(self.length, self.window)
-            return two_call_drafter(noise, sampling, rule, form, length, network_name="ptp")
+            return two_call_drafter(noise, sampling, rule, form, length, self.drafts, "ptp")
         length = min(self.length, self.window - 1)  # the first query predicts the verifier's own token
-        if self.two_calls or rule is reject:
-            return two_call_drafter(noise, sampling, rule, form, length)
+        if self.two_calls or rule is reject or self.drafts > 1:
+            return two_call_drafter(noise, sampling, rule, form, length, self.drafts)
         return FusedPtpDrafter(noise, sampling, form, length)

@@ -54,8 +54,17 @@ class Objective(ABC):
         """Errors: ValueError for settings that mean nothing here. `window_keys` are those that the recipe gives."""
         if unused := sorted(self.unused_window_keys & set(window_keys)):
             raise ValueError(self.unused_keys_hint.format(unused[0]))
+        if recipe.truncation and (why := self.why_not_truncated(recipe)):
+            raise ValueError(f"top_k and top_p are for queries that are conditioned on their own uniforms; {why}")
         if recipe.schedule.optimiser == "muon" and not self.has_matrices:
             raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimiser adamw")
+
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        """Why top-k and top-p mean nothing here, with the cure; empty if they do.
+
+        Where distributions are learned, decoding would cut them once more.
+        """
+        return f"a recipe of kind {recipe.kind} has none, so leave them out"
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         """The teacher's texts. Errors: ValueError."""
@@ -94,10 +103,18 @@ class CachedStateObjective(Objective):
                 " coupling=probability or token-order"
             )
 
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        if recipe.kind != "drafter":
+            return super().why_not_truncated(recipe)
+        informed = recipe.drafter.informed and not recipe.lessons.laws
+        return "" if informed else "set informed=true and laws=0, or leave them out"
+
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
         network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
-        return collect_hidden_states(network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling)
+        return collect_hidden_states(
+            network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling, recipe.truncation
+        )
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model = inputs.recipe, inputs.network.model
@@ -121,6 +138,11 @@ class AdapterObjective(Objective):
             raise ValueError(
                 f"the coupling gumbel has no uniforms for the form {recipe.adapter.form}; set form=independent"
             )
+        if recipe.adapter.inverse and recipe.adapter.student:
+            raise ValueError("inverse training has no teacher; leave student out, and train that model by --model")
+
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        return "" if recipe.adapter.form == "one-hot" else "set form=one-hot, or leave them out"
 
     def student_name(self, recipe: Recipe) -> str:
         return recipe.adapter.student
@@ -129,7 +151,7 @@ class AdapterObjective(Objective):
         recipe = inputs.recipe
         return collect_uniform_intervals(
             inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots,
-            recipe.coupling,
+            recipe.coupling, recipe.truncation,
         )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
@@ -140,7 +162,7 @@ class AdapterObjective(Objective):
         return AdapterTrainingTask(
             model, load_uniform_intervals(inputs.data_folder), settings.gating,
             settings.distillation(windows.placement), windows, name, settings.recompute, settings.autocast, teacher,
-            inputs.model_name,
+            inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
         )  # fmt: skip
 
 

@@ -105,14 +105,15 @@ def train_task(
 def open_run(
     recipe: Recipe,
     samples: Sequence[Sample],
-    teacher: Path,
+    teachers: Sequence[Path],
     work_folder: Path,
     initial_folder: Path | None,
     load_engine: Callable[[str], Any],
 ) -> TrainingRun:
     """Load the models of a run. Errors: ValueError if another model wrote the texts, or for another vocabulary."""
     engine = load_engine(recipe.model)
-    check_teacher_model(teacher, engine.network.model, recipe.model)
+    for teacher in teachers:
+        check_teacher_model(teacher, engine.network.model, recipe.model)
     student = None
     if student_name := OBJECTIVES[recipe.kind].student_name(recipe):
         student_engine = load_engine(student_name)
@@ -131,14 +132,13 @@ def _weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def select_teacher_texts(recipe: Recipe, teacher: Path) -> Sequence[Sample]:
-    """Texts that are long enough, as many as the recipe takes, evenly spread. Errors: ValueError."""
-    texts = OBJECTIVES[recipe.kind].read_texts(teacher)
+def select_teacher_texts(recipe: Recipe, *teachers: Path) -> Sequence[Sample]:
+    """Texts that are long enough, as many as the recipe takes, evenly spread over all. Errors: ValueError."""
+    texts = [text for teacher in teachers for text in OBJECTIVES[recipe.kind].read_texts(teacher)]
     long_enough = [sample for sample in texts if len(sample.completion) >= MIN_COMPLETION_TOKENS]
     if len(long_enough) < 2:
-        raise ValueError(
-            f"{teacher} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more"
-        )
+        named = " and ".join(map(str, teachers))
+        raise ValueError(f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more")
     count = min(recipe.teacher_texts or len(long_enough), len(long_enough))
     return [long_enough[number * len(long_enough) // count] for number in range(count)]
 
@@ -147,6 +147,7 @@ def check_teacher_model(teacher: Path, model: Any, name: str) -> None:
     """Errors: ValueError where the metadata of a folder names another model."""
     metadata: Mapping[str, Any] = read_metadata(teacher) if teacher.is_dir() else {}
     if metadata and metadata["fingerprint"] != model_fingerprint(model):
-        raise ValueError(
-            f"the texts in {teacher} were written by {metadata['model']}, not by {name}; let {name} write its own"
-        )
+        made, cure = "written by", f"let {name} write its own"
+        if metadata.get("given"):
+            made, cure = "tokenized for", f"give --model {name} to saltus collect data"
+        raise ValueError(f"the texts in {teacher} were {made} {metadata['model']}, not {name}; {cure}")

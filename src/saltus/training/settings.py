@@ -12,6 +12,7 @@ from saltus.networks.adapters.uniform_embedding import KINDS
 from saltus.networks.draft_models.drafter import DrafterShape
 from saltus.networks.draft_models.heads import HeadShape
 from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSchedule
+from saltus.training.data.uniform_intervals import Truncation
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule
@@ -70,6 +71,8 @@ class AdapterSettings:
     form: UniformConditioning = "one-hot"
     loss: Loss = "ce"
     window: int = 16  # queries of a window; the first drafts nothing
+    inverse: bool = False  # uniforms of the adapter's own distributions, not of the target's (PTP, Alg. 3)
+    student_windows: float = 0.0  # share of the sampled windows whose tokens the adapter drafts (PTP, Alg. 2)
     recompute: bool = False  # checkpoint activations: less memory, more time
     autocast: bool = False  # compute in bfloat16
 
@@ -77,6 +80,12 @@ class AdapterSettings:
         assert self.gating and self.distillation(1.0)  # they raise errors for their settings now
         if self.window < 2:
             raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
+        if self.inverse and (self.form, self.loss) != ("categorical", "ce"):
+            raise ValueError("inverse training is for the form categorical and the loss ce; set form=categorical")
+        if not 0 <= self.student_windows <= 1:
+            raise ValueError(f"student_windows is {self.student_windows}, but is a share, in [0, 1]")
+        if self.inverse and self.student_windows:
+            raise ValueError("inverse training learns given texts; leave student_windows out, or inverse")
 
     @property
     def gating(self) -> GatedLoraSettings:
@@ -170,6 +179,8 @@ class Recipe:
     chat_template: str = ""  # with which the teacher's texts are collected, if the model has none of its own
     dtype: str = "auto"  # of the target while it reads texts
     temperatures: tuple[float, ...] = (0.7, 1.0)  # besides 0
+    top_k: int = 0  # of the target's distributions for which it drafts; 0: all tokens
+    top_p: float = 1.0
     coupling: Coupling = RECIPE_COUPLING  # whose uniforms its queries are conditioned on; gumbel has none
     teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
     lessons: WindowSettings = field(default_factory=WindowSettings)  # the key is kept for recipes that exist
@@ -178,10 +189,24 @@ class Recipe:
     heads: HeadsSettings = field(default_factory=HeadsSettings)
     forcing: JacobiForcingSettings = field(default_factory=JacobiForcingSettings)
 
+    def __post_init__(self) -> None:
+        assert self.truncation is not None  # it raises errors for its settings now
+
+    @property
+    def truncation(self) -> Truncation:
+        """Top-k and top-p of the uniform intervals."""
+        return Truncation(self.top_k, self.top_p)
+
     @property
     def identity(self) -> Mapping[str, Any]:
         """All settings that can change the result, as checkpoints and cards hold them."""
         omitted = ["about", "time", "chat_template", *(kind for kind in get_args(Kind) if kind != self.kind)]
         if self.coupling == RECIPE_COUPLING:  # as in checkpoints that exist
             omitted.append("coupling")
-        return {name: value for name, value in asdict(self).items() if name not in omitted}
+        if not self.truncation:
+            omitted += ["top_k", "top_p"]
+        found = {name: value for name, value in asdict(self).items() if name not in omitted}
+        for name in ("inverse", "student_windows"):  # without them, too
+            if not found.get("adapter", {}).get(name, True):
+                del found["adapter"][name]
+        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.training.data.uniform_intervals import uniform_intervals
+from saltus.training.data.uniform_intervals import Truncation, uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically
 
 TEXTS_PER_SHARD = 128
@@ -42,6 +42,7 @@ def collect_hidden_states(
     folder: Path,
     temperatures: Sequence[float] = (0.7, 1.0),
     coupling: Coupling = "probability",
+    truncation: Truncation | None = None,
 ) -> Iterator[int]:
     """Write shards of `TEXTS_PER_SHARD` texts; existing ones are kept. Yields how many texts are done.
 
@@ -55,15 +56,21 @@ def collect_hidden_states(
         "taps": list(network.hidden_state_layers),
         "temperatures": list(temperatures),
         **coupling_metadata(coupling),
+        **truncation_metadata(truncation),
     }
     yield from write_shards(
-        samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures, coupling)
+        samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures, coupling, truncation)
     )
 
 
 def coupling_metadata(coupling: Coupling) -> dict[str, str]:
     """The coupling of uniform intervals in the metadata of shards: none for `probability`, as in older ones."""
     return {} if coupling == "probability" else {"coupling": coupling}
+
+
+def truncation_metadata(truncation: Truncation | None) -> dict[str, Any]:
+    """Top-k and top-p of uniform intervals in the metadata of shards: none where nothing is cut, as in older ones."""
+    return asdict(truncation) if truncation else {}
 
 
 def write_shards(
@@ -113,7 +120,9 @@ def _read_metadata(file: Path) -> dict[str, str]:
         raise ValueError(f"{file} is damaged ({error}); delete it and collect again") from None
 
 
-def _read_text(network: Any, sample: Sample, temperatures: Sequence[float], coupling: Coupling) -> dict[str, Tensor]:
+def _read_text(
+    network: Any, sample: Sample, temperatures: Sequence[float], coupling: Coupling, truncation: Truncation | None
+) -> dict[str, Tensor]:
     """One text. The completion is read as a chain of draft nodes, `TOKENS_PER_CALL` at a time."""
     completion, kv_cache = torch.tensor(sample.completion), network.new_kv_cache()
     nodes = len(completion) - 1
@@ -127,7 +136,7 @@ def _read_text(network: Any, sample: Sample, temperatures: Sequence[float], coup
         states.append(outputs.hidden_states[outputs.context_tokens_read if start else 0 :])
     intervals = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
     for index, temperature in enumerate(temperatures):
-        own = uniform_intervals(torch.cat(logits), completion, temperature, coupling)
+        own = uniform_intervals(torch.cat(logits), completion, temperature, coupling, truncation)
         intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1)
     features = torch.cat([*states, states[-1][-1:]])  # a placeholder for the last token, whose state is never used
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
@@ -176,7 +185,7 @@ class HiddenStateCorpus:
 
 def load_hidden_states(folder: Path) -> HiddenStateCorpus:
     """States stay in their files until they are used. Errors: ValueError without shards, or for a damaged one."""
-    shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures", "coupling"))
+    shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures", "coupling", "top_k", "top_p"))
     return HiddenStateCorpus(
         shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
         tuple(metadata["temperatures"]), tuple(metadata["taps"]), metadata["target"],

@@ -35,6 +35,21 @@ def pack_causal(tokens: Int[Tensor, "batch length"]) -> PackedBatch:
     return pack_rows(tokens, mask)
 
 
+@dataclass(eq=False)
+class PackedMemory:
+    """Keys and values of the rows that were computed so far, for batches whose later rows follow."""
+
+    positions: Int[Tensor, "batch length"]  # of all rows
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer so far, [batch, heads, rows, dim], the new ones included."""
+        if layer in self.layers:
+            key, value = (torch.cat(pair, 2) for pair in zip(self.layers[layer], (key, value), strict=True))
+        self.layers[layer] = key, value
+        return key, value
+
+
 def packed_logits(
     model: Any,
     packed: PackedBatch,
@@ -42,13 +57,15 @@ def packed_logits(
     adapter: Adapter | None = None,
     temperatures: Float[Tensor, "batch windows"] | None = None,
     recompute: bool = False,
+    memory: PackedMemory | None = None,
 ) -> Float[Tensor, "kept vocab"]:
     """Logits of some rows, in float32 or better, in one call of a model that `prepare_model` returned.
 
     Row indices count through the whole batch. With an adapter, its weights act on the queries, conditioned on the
-    windows' temperatures. `recompute` checkpoints the activations: less memory, more time.
+    windows' temperatures. `recompute` checkpoints the activations: less memory, more time. With a `memory` the rows
+    follow those that it holds.
     """
-    packed_attention = _PackedAttention(packed)
+    packed_attention = _PackedAttention(packed, memory)
     gate = None if temperatures is None else query_gate(packed, temperatures)
 
     @contextmanager
@@ -84,10 +101,13 @@ class _PackedAttention:
     """Attention with a packed batch's mask: an additive mask [batch, 1, rows, columns] for each sliding window."""
 
     packed: PackedBatch
+    memory: PackedMemory | None = None
     additive_masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def attend(self, module, query, key, value, scale, window, softcap) -> Tensor:
         """[batch, heads, rows, dim] to [batch, rows, heads, dim]."""
+        if self.memory is not None:
+            key, value = self.memory.extend(module.layer_idx, key, value)
         mask = self._additive_mask(window, query.dtype)
         if not softcap:
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
@@ -99,8 +119,9 @@ class _PackedAttention:
     def _additive_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if (window, dtype) not in self.additive_masks:
             mask, positions = self.packed.mask, self.packed.positions
+            columns = positions if self.memory is None else self.memory.positions[:, : mask.shape[2]]
             if window is not None:
-                mask = mask & (positions[:, :, None] - positions[:, None] < window)
+                mask = mask & (positions[:, :, None] - columns[:, None] < window)
             self.additive_masks[window, dtype] = torch.where(mask, 0.0, MASKED_SCORE).to(dtype)[:, None]
         return self.additive_masks[window, dtype]
 

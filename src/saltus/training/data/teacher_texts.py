@@ -45,12 +45,18 @@ class CollectionPlan:
     texts_per_shard: int = 128
     block_size: int = 0
     coupling: Coupling = DEFAULT_COUPLING
+    top_k: int = 0
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
-            Sampling(temperature=temperature, coupling=self.coupling)
+            self.sampling(temperature)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be 0 or more; take its absolute value")
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How the texts of a temperature are sampled."""
+        return Sampling(temperature=temperature, top_k=self.top_k, top_p=self.top_p, coupling=self.coupling)
 
     @property
     def num_texts(self) -> int:
@@ -81,6 +87,8 @@ class CollectionPlan:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
             "coupling": self.coupling,
+            **({"top_k": self.top_k} if self.top_k else {}),
+            **({"top_p": self.top_p} if self.top_p < 1 else {}),
             "prompts": blake2b(inputs.encode(), digest_size=16).hexdigest(),
             "questions": len(self.prompts),
             "shard": self.texts_per_shard,
@@ -141,7 +149,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, engine: Engine) -> list[i
     if differs:
         name = differs.replace("_", "-")
         raise ValueError(
-            f"{folder} was begun with {name} {found.get(differs)}, not {metadata[differs]};"
+            f"{folder} was begun with {name} {found.get(differs, 'off')}, not {metadata.get(differs, 'off')};"
             " give the same again, or collect into another folder"
         )
     return missing_shards(folder, plan)
@@ -180,7 +188,7 @@ def write_shard(
     for number, temperature in plan.texts_of_shard(shard_number):
         prompt = plan.prompts[number].prompt
         length = plan.max_new_tokens if context is None else min(plan.max_new_tokens, context - len(prompt))
-        sampling = Sampling(temperature=temperature, coupling=plan.coupling)
+        sampling = plan.sampling(temperature)
         seed = text_seed(plan.seed, number)
         request_type = TrajectoryRequest if plan.block_size else Request
         requests.append(request_type(prompt, length, seed, sampling, engine.target.end_tokens.__contains__))

@@ -14,9 +14,15 @@ from torch import Tensor
 
 from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.training.data.hidden_states import Sample, coupling_metadata, load_shards, write_shards
+from saltus.training.data.hidden_states import (
+    Sample,
+    coupling_metadata,
+    load_shards,
+    truncation_metadata,
+    write_shards,
+)
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
-from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, uniform_intervals
+from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, Truncation, uniform_intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +44,7 @@ def collect_uniform_intervals(
     temperatures: Sequence[float] = (0.7, 1.0),
     max_length: int = 1024,
     coupling: Coupling = "probability",
+    truncation: Truncation | None = None,
 ) -> Iterator[int]:
     """Write shards with the intervals of the first `max_length` tokens of each text; yields how many texts are done.
 
@@ -46,15 +53,18 @@ def collect_uniform_intervals(
     """
     prepare_model(model)
     metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "slots": max_length}
-    metadata |= coupling_metadata(coupling)
+    metadata |= coupling_metadata(coupling) | truncation_metadata(truncation)
     yield from write_shards(
-        samples, folder, metadata, lambda sample: _read_text(model, sample, temperatures, max_length, coupling)
+        samples,
+        folder,
+        metadata,
+        lambda sample: _read_text(model, sample, temperatures, max_length, coupling, truncation),
     )
 
 
 def load_uniform_intervals(folder: Path) -> TextCorpus:
     """Errors: ValueError where the folder holds no shards, or a damaged one."""
-    shards, texts, metadata = load_shards(folder, ("target", "temperatures", "slots", "coupling"))
+    shards, texts, metadata = load_shards(folder, ("target", "temperatures", "slots", "coupling", "top_k", "top_p"))
     return TextCorpus(
         shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
         metadata.get("coupling", "probability"),
@@ -63,7 +73,12 @@ def load_uniform_intervals(folder: Path) -> TextCorpus:
 
 @torch.no_grad()
 def _read_text(
-    model: Any, sample: Sample, temperatures: Sequence[float], max_length: int, coupling: Coupling
+    model: Any,
+    sample: Sample,
+    temperatures: Sequence[float],
+    max_length: int,
+    coupling: Coupling,
+    truncation: Truncation | None,
 ) -> dict[str, Tensor]:
     """One text. The row before each token of its completion predicts it."""
     tokens = torch.tensor([*sample.prompt, *sample.completion])[:max_length]
@@ -74,7 +89,7 @@ def _read_text(
         for index, temperature in enumerate(temperatures):
             for start in range(0, len(logits), ROWS_PER_CHUNK):
                 rows = slice(start, start + ROWS_PER_CHUNK)
-                found = uniform_intervals(logits[rows], own[first:][rows], temperature, coupling)
+                found = uniform_intervals(logits[rows], own[first:][rows], temperature, coupling, truncation)
                 intervals[index, first:][rows] = torch.stack([found.low, found.high], -1).cpu()
     texts = torch.tensor([[min(first, len(tokens)), len(tokens), round(1000 * sample.temperature)]])
     return {"tokens": tokens.to(torch.int32), "edges": intervals, "texts": texts}

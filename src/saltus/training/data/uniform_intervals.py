@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from saltus.core.sampling import LIKELY_THRESHOLD, Coupling
+from saltus.core.sampling import LIKELY_THRESHOLD, Coupling, Sampling
 
 INTERVAL_MARGIN = 2.0**-20  # of an interval, excluded at both ends, so that rounding cannot leave it
 ROWS_PER_CHUNK = 64  # distributions over a vocabulary in float64 at a time
@@ -23,20 +23,51 @@ class UniformIntervals:
     high: Float[Tensor, "*shape"]
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """The likely tokens that a distribution keeps, after the temperature, as `core.truncation` keeps them."""
+
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        Sampling(top_k=self.top_k, top_p=self.top_p)  # it raises errors for its settings
+
+    def __bool__(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1
+
+    def kept(self, scores: Float[Tensor, "*shape vocab"]) -> Bool[Tensor, "*shape vocab"]:
+        """True for tokens that are kept: ties with the k-th are; of equals at the border of p, higher ids."""
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        if self.top_k:
+            kept = scores >= scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
+        if self.top_p < 1:
+            ordered, ids = scores.masked_fill(~kept, -torch.inf).sort(dim=-1, stable=True)
+            dropped = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            dropped[..., -1] = False
+            kept = kept & ~torch.zeros_like(dropped).scatter(-1, ids, dropped)
+        return kept
+
+
 def uniform_intervals(
     logits: Float[Tensor, "*shape vocab"],
     tokens: Int[Tensor, "*shape"],
     temperature: float = 1.0,
     coupling: Coupling = "probability",
+    truncation: Truncation | None = None,
 ) -> UniformIntervals:
     """[F_{t−1}, F_t) of every token, F being its row's cumulative probabilities in the coupling's order (PTP, Eq. 9).
 
-    It sums without sorting, so the last digits may differ from `core.sampling.uniform_interval`.
+    A token that truncation removes has no interval. It sums without sorting, so the last digits may differ from
+    `core.sampling.uniform_interval`.
     """
     if coupling == "gumbel":
         none = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=logits.device)
         return UniformIntervals(none, none.clone())
     weights = _weights(logits, temperature)
+    if truncation:
+        scores = logits.detach().float() / temperature if temperature != 1 else logits.detach().float()
+        weights = weights * truncation.kept(scores)
     own = weights.gather(-1, tokens[..., None])
     before = torch.arange(weights.shape[-1], device=weights.device) < tokens[..., None]
     if coupling == "probability":

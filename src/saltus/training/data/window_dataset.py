@@ -65,6 +65,7 @@ class Batch:
     uniforms: Float[Tensor, "batch windows window"]  # they pick the targets; NaN: none, as when greedy
     temperatures: Float[Tensor, "batch windows"]  # 0 is greedy
     loss_mask: Bool[Tensor, "batch windows window"]  # False after a text's end, or after an invalid u
+    inside: Bool[Tensor, "batch windows window"]  # False after a text's end
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(part.to(device) for part in vars(self).values()))
@@ -169,6 +170,7 @@ class WindowDataset:
             uniforms=torch.where(greedy[..., None], torch.nan, uniforms),
             temperatures=torch.where(greedy, 0.0, temperatures),
             loss_mask=valid_prefix(inside & (valid | uniforms.isnan() | greedy[..., None])),
+            inside=inside,
         )
 
     def _temperature_indices(self, text_temperatures: np.ndarray) -> np.ndarray:

@@ -100,6 +100,16 @@ def pack_windows(
     )
 
 
+def select_rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:
+    """Rows of the context alone, or whole depths of queries, and the columns up to the last of them."""
+    assert stop <= packed.context_length or start >= packed.context_length
+    part, context = slice(start, stop), stop <= packed.context_length
+    return PackedBatch(
+        packed.tokens[:, part], packed.uniforms[:, part], packed.positions[:, part], packed.mask[:, part, :stop],
+        stop - start if context else 0, packed.num_windows, 0 if context else (stop - start) // packed.num_windows,
+    )  # fmt: skip
+
+
 def gather_windows(rows: Tensor, window_starts: Int[Tensor, "batch windows"], window_size: int) -> Tensor:
     """The rows at the windows' positions: [batch, length, …] to [batch, windows, window, …]."""
     places = window_starts[:, :, None] + torch.arange(window_size, device=window_starts.device)

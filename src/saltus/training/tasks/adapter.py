@@ -16,11 +16,13 @@ from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_
 from saltus.networks.loading.adapter_files import load_adapter, save_adapter
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.uniform_intervals import pick_tokens
+from saltus.training.data.uniform_intervals import Truncation, pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
 from saltus.training.data.window_packing import PackedBatch, pack_windows, query_uniforms
 from saltus.training.tasks import losses
 from saltus.training.tasks.losses import DistillationSettings, token_loss
+from saltus.training.tasks.own_uniforms import find_own_uniforms
+from saltus.training.tasks.student_windows import choose_windows, window_logits, with_student_windows
 from saltus.training.tasks.training_task import WindowTrainingTask
 
 
@@ -45,8 +47,10 @@ class AdapterTrainingTask(WindowTrainingTask):
     the second query is). The second query makes the first draft, and the loss is discounted from there.
 
     The model is frozen and uses our attention from now on. With a `teacher` it is a student model that learns to
-    draft the teacher's texts; then the first query makes a draft too. The recipe's `slots` is the longest context in
-    tokens. `recompute` saves memory for time; `autocast` computes in bfloat16.
+    draft the teacher's texts; then the first query makes a draft too. With `inverse` the uniforms are those under which
+    the adapter itself writes the texts, so that it learns the texts' own distribution, without a teacher (PTP, Alg. 3
+    and Eq. 13); the target's intervals serve to evaluate it. The recipe's `slots` is the longest context in tokens.
+    `recompute` saves memory for time; `autocast` computes in bfloat16.
     """
 
     model: Any  # of Hugging Face
@@ -59,6 +63,9 @@ class AdapterTrainingTask(WindowTrainingTask):
     autocast: bool = False
     teacher: Any = None  # of Hugging Face, with the same vocabulary; None: the model itself
     teacher_name: str = ""
+    inverse: bool = False
+    student_windows: float = 0.0  # share of the sampled windows whose tokens the adapter drafts
+    truncation: Truncation | None = None  # of the teacher's distributions for these
     module: Adapter = field(init=False)
     window_dataset: WindowDataset = field(init=False)
 
@@ -90,7 +97,7 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean over the windows' valid tokens, later ones discounted."""
-        batch = self.window_dataset.training_batch(step).to(self.model.device)
+        batch = self._with_uniforms(self.window_dataset.training_batch(step).to(self.model.device), step)
         packed, rows = self._pack(batch)
         with self._dropout(step), self._autocast():
             logits = packed_logits(
@@ -100,6 +107,32 @@ class AdapterTrainingTask(WindowTrainingTask):
         depths = depths.expand(batch.loss_mask.shape)[batch.loss_mask]
         weights = self.window_settings.discount ** (depths - self._num_undrafted_queries).clamp_min(0)
         return (self._token_losses(logits, batch) * weights).sum() / weights.sum().clamp_min(1)
+
+    def _with_uniforms(self, batch: Batch, step: int) -> Batch:
+        """The batch with the adapter's own uniforms (`inverse`), or with windows that it drafts; without dropout."""
+        if not self.inverse and not self.student_windows:
+            return batch
+        generator = seeded_generator(self.window_settings.seed, "inverse" if self.inverse else "student", step)
+        training, settings = self.module.training, self.distillation
+        self.module.eval()
+        with self._autocast():
+            if self.inverse:
+                uniforms, valid = find_own_uniforms(
+                    self.model, self.module, batch, generator, self.corpus.coupling, settings.beta
+                )
+                batch = replace(batch, uniforms=uniforms, loss_mask=batch.inside & valid)
+            else:
+                batch = with_student_windows(
+                    batch, choose_windows(batch, self.student_windows, generator), self.model, self.module,
+                    self._distilled_model, settings.form, generator, self.corpus.coupling, settings.beta,
+                    self.truncation,
+                )  # fmt: skip
+        self.module.train(training)
+        return batch
+
+    @property
+    def _distilled_model(self) -> Any:
+        return self.model if self.teacher is None else self.teacher
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """A folder for `saltus.networks.loading.adapter_files.load_adapter`."""
@@ -131,13 +164,15 @@ class AdapterTrainingTask(WindowTrainingTask):
     @torch.no_grad()
     def _teacher_logits(self, batch: Batch) -> Float[Tensor, "counted vocab"]:
         """The teacher's logits for the valid tokens: those after the token before each."""
+        if self.student_windows:
+            with self._autocast():
+                return window_logits(self._distilled_model, batch)[batch.loss_mask]
         batch_size, slots = batch.tokens.shape
         device = batch.window_starts.device
         before = batch.window_starts[..., None] + torch.arange(-1, self.distillation.window - 1, device=device)
         rows = torch.arange(batch_size, device=device)[:, None, None] * slots + before
-        teacher = self.model if self.teacher is None else self.teacher
         with self._autocast():
-            return packed_logits(teacher, pack_causal(batch.tokens), rows[batch.loss_mask])
+            return packed_logits(self._distilled_model, pack_causal(batch.tokens), rows[batch.loss_mask])
 
     def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         batch = batch.to(self.model.device)

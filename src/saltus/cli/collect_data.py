@@ -1,0 +1,53 @@
+"""`saltus collect data`: the texts of a data set as training texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saltus.cli import options as o
+from saltus.cli.collect import Out, TextsPerShard
+
+
+def data(
+    texts: Annotated[
+        Path,
+        typer.Option(
+            "--texts",
+            "-f",
+            metavar="FILE",
+            help='JSON lines with "prompt" and "completion", with "messages" that end with the assistant\'s, or with'
+            ' "text".',
+            rich_help_panel=o.PROMPT_PANEL,
+        ),
+    ],
+    out: Out,
+    model: o.Model = o.DEFAULT_MODEL,
+    chat_template: o.ChatTemplate = None,
+    max_new_tokens: o.MaxNewTokens = 256,
+    shard: TextsPerShard = 128,
+) -> None:
+    """Write the texts of a data set as token ids, as if the model had answered its prompts.
+
+    A model's drafts can be trained on any texts: the model says under which uniforms
+    it would have written them. Their temperature counts as 1.
+
+    [bold]Examples[/bold]
+
+        saltus collect data --texts answers.jsonl --out data
+
+        saltus train ptp -r smollm2-adapter --teacher teacher --teacher data
+    """
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_engine, validate_settings
+    from saltus.training.data.given_texts import read_rows, write_given_texts
+    from saltus.training.loop.checkpoint import lock_folder
+
+    validate_settings("plain", None, chat_template=chat_template)
+    read_rows(texts)  # it raises errors before a model is loaded
+    engine = open_engine(model, "plain", None, chat_template=chat_template, tuned_settings=False)
+    with lock_folder(out):
+        count = write_given_texts(engine, texts, out, max_new_tokens, shard)
+    print_note(f"{count:,} texts in {out}")

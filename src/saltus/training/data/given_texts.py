@@ -1,0 +1,96 @@
+"""Texts of a data set as training texts: tokenized, in the folders that `saltus collect text` writes (PTP, Alg. 2)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from saltus.engine.engine import Engine
+from saltus.networks.loading.model_identity import model_fingerprint
+from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata
+from saltus.training.loop.checkpoint import write_atomically
+
+TEMPERATURE = 1.0  # a text of a data set is a sample of a distribution, not its likeliest text
+FORMS = '"prompt" and "completion", "messages" that end with the assistant\'s, or "text"'
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The objects of JSON lines. Errors: ValueError that names the file and the line."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{file} cannot be read: {reason}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number}: this is not JSON ({error.msg})") from None
+        if not isinstance(rows[-1], dict) or not _parts(rows[-1]):
+            raise ValueError(f"{file}, line {number}: it must have {FORMS}")
+    if not rows:
+        raise ValueError(f"{file} holds no texts; write one JSON object a line with {FORMS}")
+    return rows
+
+
+def _parts(row: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """What comes before a text, empty if nothing does, and the text; None for another form."""
+    messages = row.get("messages")
+    if isinstance(messages, list) and len(messages) > 1:
+        last = messages[-1]
+        known = isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str)
+        return (messages[:-1], last["content"]) if known else None
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        return (row["prompt"], row["completion"]) if row["prompt"].strip() else None
+    text = row.get("text")
+    return ("", text) if isinstance(text, str) and text.strip() else None
+
+
+def tokenize_row(engine: Engine, row: Mapping[str, Any], max_new_tokens: int) -> tuple[list[int], list[int]]:
+    """The tokens of the prompt and of its text; a whole text ends with an end token. A bare text follows its first."""
+    parts = _parts(row)
+    assert parts is not None
+    prompt, text = parts
+    tokens = list(engine.tokenizer.encode(text, add_special_tokens=not prompt))
+    if not prompt:
+        return tokens[:1], tokens[1 : 1 + max_new_tokens]
+    ends = engine.target.end_tokens
+    end = engine.tokenizer.eos_token_id if engine.tokenizer.eos_token_id in ends else min(ends, default=None)
+    return list(engine.encode(prompt)), (tokens + ([] if end is None else [end]))[:max_new_tokens]
+
+
+def write_given_texts(engine: Engine, file: Path, folder: Path, max_new_tokens: int, texts_per_shard: int) -> int:
+    """Write a file's texts for a model; returns how many. Errors: ValueError where the folder holds other texts."""
+    texts, context = [], engine.target.context_length
+    for row in read_rows(file):
+        prompt, completion = tokenize_row(engine, row, max_new_tokens)
+        completion = completion if context is None else completion[: max(context - len(prompt), 0)]
+        if prompt and completion:
+            source = str(row.get("source") or row.get("category") or file.stem)
+            texts.append({"source": source, "temperature": TEMPERATURE, "prompt": prompt, "completion": completion})
+    if not texts:
+        raise ValueError(f"{file} has no text that {engine.target.name} can read; give shorter prompts")
+    digest = blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
+    metadata = {
+        "model": engine.target.name, "fingerprint": model_fingerprint(engine.network.model), "given": True,
+        "temperatures": [TEMPERATURE], "max_new_tokens": max_new_tokens, "prompts": digest, "questions": len(texts),
+        "shard": texts_per_shard,
+    }  # fmt: skip
+    if (folder / METADATA_FILE).exists() and read_metadata(folder) != metadata:
+        raise ValueError(f"{folder} holds other texts; write these into another folder")
+    for number, start in enumerate(range(0, len(texts), texts_per_shard)):
+        part = texts[start : start + texts_per_shard]
+        data = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in part).encode()
+        write_atomically(
+            folder / f"{number:05d}.jsonl.gz", lambda out, data=data: out.write(gzip.compress(data, mtime=0))
+        )
+    content = (json.dumps(metadata, indent=1) + "\n").encode()
+    write_atomically(folder / METADATA_FILE, lambda out: out.write(content))
+    return len(texts)
