@@ -335,6 +335,26 @@ def test_shares_cover_their_range_evenly():
     assert HoleSettings("narrow").hole_fractions(8, 1.0, generator).min() >= 0.9
 
 
+@pytest.mark.parametrize(
+    ("spread", "initial", "warm_up", "low", "high"),
+    [
+        ("paper", 0.15, 5 / 75, 0.9, 0.99),
+        ("paper-wide", 0.15, 5 / 75, 0.15, 0.99),
+        ("paper-code", 0.05, 20 / 75, 0.15, 0.99),
+    ],
+)
+def test_the_spreads_of_the_paper_grow_as_published(spread, initial, warm_up, low, high):
+    """ASSD, D.3, D.7 and F.2: from one rate, linearly, to a range that is covered evenly."""
+    generator, holes = seeded_generator(0, "test"), HoleSettings(spread)
+    assert holes.hole_fractions(4, 0.0, generator) == pytest.approx([initial] * 4)
+    for progress in (0.5 * warm_up, warm_up, 1.0):
+        warm = min(progress / warm_up, 1)
+        found = np.sort(holes.hole_fractions(1000, progress, generator))
+        ends = [initial + warm * (end - initial) for end in (low, high)]
+        assert found[[0, -1]] == pytest.approx(ends, abs=0.002)
+        assert found.mean() == pytest.approx(np.mean(ends), abs=0.002)
+
+
 def test_left_to_right_and_any_order():
     generator, taken = seeded_generator(0, "test"), np.array([False, True, True, False, True, True, True])
     assert HoleSettings().decoding_ranks(taken, generator).tolist() == [0, 1, 2, 0, 3, 4, 5]

@@ -42,7 +42,7 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.training_loop import Schedule, print_progress
 from saltus.training.run import train_task
 from saltus.training.tasks.any_subset import (
-    HOLE_FRACTION_RANGES,
+    HOLE_SPREADS,
     AnySubsetTrainingTask,
     HoleSettings,
     XlnetTrainingTask,
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=6)
     add("--rate", type=float, help="learning rate; default 0.003, or 0.0001 with --from")
     add("--from", dest="begin", type=Path, help="a folder: an XLNet, or a model of this command")
-    add("--spread", choices=list(HOLE_FRACTION_RANGES), default="wide", help="fraction of a text that is holes")
+    add("--spread", choices=list(HOLE_SPREADS), default="wide", help="fraction of a text that is holes")
     add("--spans", type=float, default=0.5, help="fraction of the texts whose holes are spans")
     add("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
     add("--left-to-right", action="store_true", help="a causal model, to compare with")

@@ -24,10 +24,28 @@ from saltus.training.tasks.training_task import TrainingTask
 HoleOrder = Literal["lattice", "any"]
 """Holes are decided from left to right (Eq. 4), or in a random permutation (the paper's ablation)."""
 
-HOLE_FRACTION_RANGES = {"few": (0.05, 0.6), "narrow": (0.9, 0.99), "wide": (0.05, 0.99)}
-"""The fraction of a text that is holes, after the warm-up."""
+Spread = Literal["few", "narrow", "wide", "paper", "paper-wide", "paper-code"]
 
-INITIAL_HOLE_FRACTION = 0.15  # at step 0
+
+@dataclass(frozen=True)
+class HoleSpread:
+    """The fraction of a text that is holes: `initial` at step 0, then growing linearly to the range `low` … `high`."""
+
+    low: float
+    high: float
+    initial: float = 0.15
+    warm_up: float = 0.2  # fraction of the steps in which it grows
+
+
+HOLE_SPREADS: dict[Spread, HoleSpread] = {
+    "few": HoleSpread(0.05, 0.6),
+    "narrow": HoleSpread(0.9, 0.99),
+    "wide": HoleSpread(0.05, 0.99),
+    "paper": HoleSpread(0.9, 0.99, warm_up=5 / 75),  # ASSD, D.3: text, 5,000 of 75,000 steps
+    "paper-wide": HoleSpread(0.15, 0.99, warm_up=5 / 75),  # F.2: prompts of 1 % to 85 %
+    "paper-code": HoleSpread(0.15, 0.99, initial=0.05, warm_up=20 / 75),  # D.7: code, 20,000 of 75,000 steps
+}
+
 MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them
 LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
 
@@ -36,8 +54,8 @@ LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by leng
 class HoleSettings:
     """Which tokens of a text are holes: how many, in spans or scattered, and with blanks after them or not."""
 
-    fraction_range: Literal["few", "narrow", "wide"] = "wide"
-    warm_up_fraction: float = 0.2  # fraction of the steps in which holes grow from 15 % of a text
+    spread: Spread = "wide"
+    warm_up_fraction: float | None = None  # fraction of the steps in which the holes grow; None: that of the spread
     span_probability: float = 0.5  # of a text whose holes are a few spans, as users' are; else they are scattered
     order: HoleOrder = "lattice"
     # of blanks at the ends of a text's spans, as in holes that are too long; in the two halves of the steps
@@ -47,9 +65,10 @@ class HoleSettings:
 
     def hole_fractions(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
         """The fraction of each text: evenly spread over the range in every batch, in random order."""
-        low, high = HOLE_FRACTION_RANGES[self.fraction_range]
-        warm = min(progress / self.warm_up_fraction, 1.0) if self.warm_up_fraction else 1.0
-        low, high = (INITIAL_HOLE_FRACTION + (end - INITIAL_HOLE_FRACTION) * warm for end in (low, high))
+        spread = HOLE_SPREADS[self.spread]
+        warm_up = spread.warm_up if self.warm_up_fraction is None else self.warm_up_fraction
+        warm = min(progress / warm_up, 1.0) if warm_up else 1.0
+        low, high = (spread.initial + (end - spread.initial) * warm for end in (spread.low, spread.high))
         places = (generator.random() + np.arange(count)) / count % 1
         return generator.permutation(low + (high - low) * places)
 
