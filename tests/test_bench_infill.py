@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 import saltus
 from conftest import byte_tokenizer, tiny_xlnet
 from saltus.core.sampling import Sampling
+from saltus.engine.fim import fim_prompt
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark
-from saltus.evaluation.benchmarks.infill_requests import infill_request
+from saltus.evaluation.benchmarks.infill_requests import hole_request, infill_request
 from saltus.evaluation.benchmarks.suites import load_tasks
 from saltus.evaluation.benchmarks.systems_under_test import MethodUnderTest, methods_under_test
 from test_cli import complaint, lines, saltus_
@@ -129,6 +133,53 @@ def test_the_command_grades_fillings_and_refuses_peers(filler, tmp_path, monkeyp
 
     monkeypatch.setattr(MethodUnderTest, "to_answer", right)
     assert json.loads(saltus_(*asked, "--methods", "assd", "--json").stdout)["methods"]["assd"]["accuracy"] == 1.0
+
+
+@pytest.fixture
+def coder(tiny_folder, tmp_path) -> str:
+    """A causal model whose tokenizer has fill-in-the-middle tokens."""
+    shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=256), tmp_path / "coder")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "coder")
+    tokens = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.save_pretrained(tmp_path / "coder")
+    return str(tmp_path / "coder")
+
+
+@pytest.mark.parametrize("settings", [{}, {"sampling": Sampling()}])
+def test_a_model_with_fill_in_the_middle_tokens_reads_both_sides(coder, tasks, settings):
+    engine = saltus.load(coder, "plain")
+    run = Benchmark(engine, methods_under_test(engine, ["plain", "lookup", "jacobi"]), tasks, WRITING | settings)
+    run.warm_up()
+    for number, task in enumerate(tasks):
+        records = run.measure_task(number)
+        assert [record["problems"] for record in records] == [[], [], []]
+        assert len({tuple(record["tokens"]) for record in records}) == 1
+        sampling = run.request_settings["sampling"]
+        expected = engine.generate(
+            task.raw, suffix=task.suffix, raw=True, stop=task.stop, max_new_tokens=12, seed=1,
+            temperature=sampling.temperature,
+        )  # fmt: skip
+        assert "".join(records[0]["pieces"]) == expected.text
+        assert records[0]["tokens"] == expected.tokens
+        prompt = fim_prompt(engine.tokenizer, "it", task.raw, task.suffix)
+        assert records[0]["prompt_tokens"] == len(prompt.tokens)
+    peer = SimpleNamespace(name="transformers", kind="peer", generate=print, to_answer=print)
+    with pytest.raises(ValueError, match="fills holes here; leave out peers"):
+        Benchmark(engine, [peer], tasks, WRITING)
+    left = Benchmark(engine, methods_under_test(engine, ["plain"]), tasks, WRITING | settings, raw=True)
+    assert left.measure_task(0)[0]["prompt_tokens"] == len(engine.encode(LINE["prompt"], raw=True))
+
+
+def test_of_a_long_text_a_fill_in_the_middle_model_reads_the_nearest_lines(coder, tasks):
+    engine = saltus.load(coder, "plain")
+    long = "".join(f"    line = {number}\n" for number in range(99))
+    request = hole_request(engine, dataclasses.replace(tasks[0], raw=long, suffix="\n" + long), dict(WRITING))
+    assert isinstance(request.prompt, str)
+    assert request.suffix is not None
+    assert long.endswith(request.prompt)
+    assert ("\n" + long).startswith(request.suffix)
+    assert 200 < len(request.prompt_tokens) + request.max_new_tokens <= engine.target.context_length
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ class Settings(SamplingSettings, total=False):
     ignore_eos: bool  # False; True: go on after end tokens
     grammar: Grammar | None  # None; what the whole text must be, such as `Grammar.json_schema({...})`
     tools: Sequence[Mapping[str, Any]]  # (); functions that the answer to messages may call, as OpenAI describes them
+    suffix: str | None  # None; a model with fill-in-the-middle tokens writes what stands between the prompt and this
     prediction: str | None  # None; what the text will probably repeat, such as code to be edited: `lookup` drafts it
 
 

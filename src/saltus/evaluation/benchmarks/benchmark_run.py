@@ -14,7 +14,7 @@ from typing import Any
 from saltus.engine.engine import Engine
 from saltus.engine.prompts import Conversation
 from saltus.evaluation.benchmarks.graders import Grader
-from saltus.evaluation.benchmarks.infill_requests import infill_request
+from saltus.evaluation.benchmarks.infill_requests import hole_request, reads_both_sides
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
@@ -48,7 +48,7 @@ class Benchmark:
             )
 
     def _reads_both_sides(self, task: Task) -> bool:
-        return task.suffix is not None and self.engine.network.any_subset
+        return reads_both_sides(self.engine, task, left_only=self.raw)
 
     def warm_up(self) -> None:
         """Let each system decode a little, so that no first call is measured."""
@@ -56,7 +56,7 @@ class Benchmark:
         if holes is None:
             request = self._new_request(WARM_UP_PROMPT, False, ())
         else:
-            request = infill_request(self.engine, holes, dict(self.request_settings))
+            request = hole_request(self.engine, holes, dict(self.request_settings))
         few = min(16, request.max_new_tokens)
         for system in self.systems:
             system.to_answer(request, system.generate(dataclasses.replace(request, max_new_tokens=few)))
@@ -73,7 +73,7 @@ class Benchmark:
         conversation = Conversation(task.prompt)
         for turn, (shown, prompt) in enumerate(_conversation_turns(task, conversation, raw)):
             if self._reads_both_sides(task):
-                request = infill_request(self.engine, task, dict(self.request_settings))
+                request = hole_request(self.engine, task, dict(self.request_settings))
             else:
                 request = self._new_request(prompt, raw, task.stop if raw else ())
             made = {}
@@ -104,7 +104,7 @@ class Benchmark:
     ) -> Record:
         context = self.engine.target.context_length
         room = None if context is None else context - len(request.prompt_tokens)
-        ends = self.engine.target.end_tokens
+        ends = self.engine.target.end_tokens | request.end_tokens
         if request.template is not None:
             ends, room = frozenset(() if request.hole_end is None else (request.hole_end,)), None
         early = early_end_problems(request, answer, ends, room)

@@ -9,11 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+
+# What the protocols TargetNetwork, FillsHoles and DrafterHost have besides `forward` and `new_kv_cache`.
+MEMBERS_OF_PROTOCOLS = (
+    "model", "free_shapes", "any_subset", "accepts_drafters", "compute_path", "max_draft_tokens", "blank_token",
+    "adapter", "hidden_state_layers", "attach_adapter", "add_hidden_state_layers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,15 @@ class CallRecorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.network, name)
+
+
+def record_calls(network: Any) -> CallRecorder:
+    """A recorder that satisfies the protocols that the network satisfies.
+
+    From Python 3.12 on `isinstance` of a protocol ignores `__getattr__`, so its class has their members.
+    """
+    own = {name: property(attrgetter(f"network.{name}")) for name in MEMBERS_OF_PROTOCOLS if hasattr(network, name)}
+    return type(CallRecorder.__name__, (CallRecorder,), own)(network)
 
 
 def _known_tokens(inputs: ForwardInputs) -> np.ndarray:

@@ -124,7 +124,7 @@ SUITES = {
             "HuggingFaceH4/MATH-500@test", {"problem": str, "solution": str}, _math, "math",
         ),
         Suite(
-            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; any-subset models read both sides",
+            "infilling", "HumanEval infilling (Bavarian et al. 2022), pass@1; models that can read both sides",
             _INFILLING_URL, _CODE_FIELDS | {"suffix": str, "canonical_solution": str}, _infilling, "infilling",
         ),
     )

@@ -15,6 +15,7 @@ from saltus.engine.results import Generation, Infilling
 from saltus.evaluation.benchmarks.call_recorder import (
     CallRecorder,
     RecordedCall,
+    record_calls,
     tokens_decided_by_call,
     verification_problems,
 )
@@ -33,6 +34,8 @@ class BenchmarkRequest:
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
+    suffix: str | None = None  # a causal model writes what stands between prompt and suffix
+    end_tokens: frozenset[int] = frozenset()  # that end this text, besides those of the model
     # One hole to fill in place of a continuation: `prompt_tokens` are then those on both sides.
     template: InfillTemplate | None = None
     hole_end: int | None = None  # the token that ends an open hole, which has `max_new_tokens` tokens at most
@@ -107,7 +110,7 @@ class MethodUnderTest:
         stream = self.engine.stream(
             request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
             max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, temperature=sampling.temperature,
-            top_k=sampling.top_k, top_p=sampling.top_p, coupling=sampling.coupling,
+            top_k=sampling.top_k, top_p=sampling.top_p, coupling=sampling.coupling, suffix=request.suffix,
         )  # fmt: skip
         pieces = [chunk.text for chunk in stream]
         return pieces, stream.generation, list(self.call_recorder.calls)
@@ -138,8 +141,8 @@ class MethodUnderTest:
 
 def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnderTest]:
     """A system for each method; they share the engine's model, its call costs, and one CallRecorder."""
-    recorder = CallRecorder(engine.network)
-    assert isinstance(recorder, TargetNetwork)  # by the attributes of the network that it wraps
+    recorder = record_calls(engine.network)
+    assert isinstance(recorder, TargetNetwork)
     recorded = engine.copy_with(network=recorder)
     for name in methods:
         recorded.decoder.setup(name)  # load draft models now
