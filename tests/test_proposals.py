@@ -283,6 +283,13 @@ def test_texts_are_written_with_top_k_and_top_p_and_their_intervals_are_cut(fold
     assert load_checkpoint(tmp_path / "work" / "checkpoint.pt")["step"] == 12
 
 
+def test_the_command_that_writes_a_teacher_s_texts_cuts_them_as_the_recipe_does(folder, tmp_path):
+    file = tmp_path / "gated.toml"
+    file.write_text(ADAPTER, encoding="utf-8")
+    given = [*training(file, folder, tmp_path / "none", tmp_path / "work"), "--set", "top_k=4", "--set", "top_p=0.9"]
+    assert "--temperature 0.7 --top-k 4 --top-p 0.9 --out" in complaint(*given)
+
+
 def test_distributions_that_are_learned_are_not_cut(folder, teacher, tmp_path):
     file = tmp_path / "drafter.toml"
     file.write_text(RECIPE, encoding="utf-8")

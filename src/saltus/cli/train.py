@@ -243,10 +243,12 @@ def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
 
         temperatures = " ".join(f"--temperature {each:g}" for each in (0.0, *recipe.temperatures))
         template = f" --chat-template {recipe.chat_template}" if recipe.chat_template else ""
+        cut = f" --top-k {recipe.top_k}" if recipe.top_k else ""
+        cut += f" --top-p {recipe.top_p:g}" if recipe.top_p < 1 else ""
         raise ValueError(
             f"there is no teacher text in {path}; let the model write it first:"
             f" saltus collect {OBJECTIVES[recipe.kind].collect_command} --model {recipe.model}{template} --prompts FILE"
-            f" {temperatures} --out {path}"
+            f" {temperatures}{cut} --out {path}"
         )
     return path
 
