@@ -171,7 +171,6 @@ def test_a_drafter_that_reads_uniforms_cannot_be_trained_for_a_coupling_without(
     assert "the coupling gumbel has no uniforms to condition queries on; set informed=false" in said
 
 
-
 @pytest.mark.slow
 def test_a_student_of_its_own_is_trained_and_drafts_for_its_teacher(folder, tiny_folder, teacher, tmp_path):
     file, out = tmp_path / "student.toml", tmp_path / "student"
