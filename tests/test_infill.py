@@ -35,7 +35,7 @@ from saltus.training.tasks.any_subset import (
     span_holes,
 )
 from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
-from test_serving import serving
+from tiny_server import serving
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens
 
