@@ -84,6 +84,12 @@ def test_help_needs_neither_torch_nor_transformers():
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.slow
+def test_the_package_is_a_command_of_python():
+    done = subprocess.run([sys.executable, "-m", "saltus", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"saltus {saltus.__version__}\n"
+
+
 def test_saltus_alone_shows_its_commands():
     assert all(name in saltus_().stdout for name in ("generate", "chat", "check", "bench", "pull", "methods", "demo"))
 

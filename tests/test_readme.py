@@ -1,12 +1,16 @@
 """Keep README and docs true: their commands exist, their methods are the methods, their Python runs."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click import Command
+from typer.main import get_command
 
+from saltus.cli.app import app
 from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
 from saltus.core.rules import match
@@ -39,6 +43,46 @@ def test_linked_pages_exist():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each `saltus` command of a page's console blocks; variables of the shell get their values."""
+    found: list[list[str]] = []
+    for block in blocks("console", page.read_text(encoding="utf-8")):
+        values: dict[str, str] = {}
+        for line in re.sub(r"\\\n *", "", block).splitlines():
+            command = line.removeprefix("$ ")
+            for name, value in values.items():
+                command = command.replace(f"${name}", value)
+            words = shlex.split(command, comments=True)
+            values |= {name: value for name, mark, value in (word.partition("=") for word in words) if mark}
+            if words[:1] == ["saltus"]:
+                found.append(words[1:])
+    return found
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOLD = [(page, words) for page in PAGES if page.name != "renamed.md" for words in commands_of(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), TOLD, ids=[f"{page.stem}-{i}" for i, (page, _) in enumerate(TOLD)])
+def test_the_commands_of_the_docs_exist_with_their_options(page: Path, words: list[str]):
+    command: Command = get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]  # pyright: ignore[reportAttributeAccessIssue]
+    if command.name == "lm-eval":
+        return  # they are another program's
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)} | {"-h", "--help"}
+    own = words[: words.index("--")] if "--" in words else words
+    used = {word.partition("=")[0] for word in own if re.match(r"--?[a-zA-Z]", word)}
+    assert used <= known, f"{page.name}: {command.name} has no {', '.join(sorted(used - known))}"
+
+
+def test_programs_beside_the_package_use_no_name_that_they_do_not_define():
+    # The linter's rule is off (pyproject.toml), and pyright reads src/ only.
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "benchmarks", "examples"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_example_method_of_the_docs_offers_branches():
