@@ -197,9 +197,9 @@ def scattered(canvas, tokens, draws, vocab: int) -> tuple[ForwardInputs, list[in
 
 
 def names(engine) -> list[str]:
-    """Installed methods that need no model of their own, and two together."""
+    """Installed methods for causal models that need no model of their own, and two together."""
     found = []
-    for name in [*(name for name in available_methods() if name != "plain"), "jacobi+lookup"]:
+    for name in [*(name for name in available_methods() if name not in ("plain", "assd")), "jacobi+lookup"]:
         try:
             if not any(one.draft_models for one in make_methods(name, engine.decoder.options)):
                 found.append(name)

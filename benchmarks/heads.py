@@ -45,7 +45,7 @@ def summary(texts: Sequence[Any], window: int | None) -> dict[str, Any]:
         "ms_per_call": round(1000 * statistics.median(call.seconds for call in calls), 2),
         "ms_besides": round(1000 * drafting, 2),
     }
-    full = [call.seconds for call in calls if call.nodes == window]
+    full = [call.seconds for call in calls if call.num_draft_tokens == window]
     if full:
         found["ceiling"] = round(((window or 0) + 1) / (statistics.median(full) + drafting), 1)
     return found
@@ -88,7 +88,7 @@ def main() -> None:
     engines = {}
     for rule in chosen.rules:
         for folder in chosen.heads:
-            options = {"mtpc": {"model": str(folder), "least": chosen.least}}
+            options = {"mtpc": {"model": str(folder), "least": chosen.least, "choices": 1}}  # a chain
             made = plain.copy_with(rule=rule, options=options, adaptive=chosen.adaptive)  # one model in memory
             engines[rule, folder.name] = replace(made, method="mtpc")
     prompts = [inputs.preview for inputs in read_prompts([], chosen.prompts, chosen.limit)]
@@ -104,7 +104,7 @@ def main() -> None:
         print()
         base = summary(texts["", "plain"], None)["tokens_per_second"]
         for (rule, name), found in texts.items():
-            window = max((call.nodes for text in found for call in text.calls), default=0) or None
+            window = max((call.num_draft_tokens for text in found for call in text.calls), default=0) or None
             row = {"temperature": temperature, "rule": rule, "heads": name, **summary(found, window)}
             rows.append(row | {"speed_up": round(row["tokens_per_second"] / base, 3)})
             print(json.dumps(rows[-1]), flush=True)

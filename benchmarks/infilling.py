@@ -42,7 +42,7 @@ from saltus.core.canvas import HOLE, Canvas, infilling
 from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
-from saltus.core.sampling import Sampling, pick
+from saltus.core.sampling import Sampling, sample
 from saltus.drafting.ptp_queries import with_query_chains
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
 from saltus.engine.request import Request
@@ -95,7 +95,10 @@ def windows(file: Path, count: int) -> list[list[str]]:
 
 def sentences(story: Sequence[str], missing: slice, engine: saltus.Engine) -> Task:
     gone = " ".join(story[missing])
-    template = InfillTemplate((" ".join(story[: missing.start]) + " ", " " + " ".join(story[missing.stop :])), (None,))
+    blind = engine.network.blank_token is None  # it cannot end a hole, and is told the length of the original
+    length = len(engine.tokenizer(gone, add_special_tokens=False).input_ids) if blind else None
+    before, after = " ".join(story[: missing.start]) + " ", " " + " ".join(story[missing.stop :])
+    template = InfillTemplate((before, after), (length,))
     count = missing.stop - missing.start
     return Task(
         tokenize_template(template, engine.tokenizer, max_open_tokens=SENTENCE * count),
@@ -166,7 +169,7 @@ def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, distribution: Sam
         inputs, network.forward([inputs], [network.new_kv_cache()])[0], distribution, Noise(seed)
     )
     uniforms = Noise(seed).uniforms("text", canvas.order).tolist()
-    tokens = [pick(u, distributions[query]) for u, query in zip(uniforms, inputs.query_chain(-1), strict=True)]
+    tokens = [sample(u, distributions[query]) for u, query in zip(uniforms, inputs.query_chain(-1), strict=True)]
     end = next((i for i, token in enumerate(tokens) if distribution.num_forced_after(i, token)), count)
     return tokens[:end] + [engine.network.blank_token] * (count - end)
 
@@ -254,12 +257,11 @@ def main() -> None:
     for task, texts in tasks.items():
         if not texts:
             continue
+        blank = engine.network.blank_token if texts[0].sentences else None
         distribution = Sampling(
             given.temperature,
-            banned=tuple(token for token in special if not texts[0].sentences or token != engine.network.blank_token),
-            hole_end_tokens=((engine.network.blank_token, 0, len(texts[0].layout.canvas.order) - 1),)
-            if texts[0].sentences
-            else (),
+            banned=tuple(token for token in special if token != blank),
+            hole_end_tokens=() if blank is None else ((blank, 0, len(texts[0].layout.canvas.order) - 1),),
         )
         for rule in ("match",) if given.by_default else ("match", "reject"):
             found: dict[str, list[dict[str, Any]]] = {}

@@ -338,8 +338,8 @@ def test_ctrl_c_keeps_what_was_measured(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--nodes", "0,4"), "nodes has 0, but each must lie in 1…128"),
-        (("--nodes", "129"), "nodes has 129, but each must lie in 1…128"),
+        (("--nodes", "0,4"), "nodes has 0, but each must lie in 1…512"),
+        (("--nodes", "513"), "nodes has 513, but each must lie in 1…512"),
         (("--nodes", ""), "--nodes is empty"),
         (("--lengths", "16,x"), "--lengths is '16,x', but must be whole numbers"),
         (("--lengths", "0"), "lengths has 0, but each must be 1 or more"),

@@ -142,8 +142,9 @@ def test_a_model_that_writes_from_left_to_right_is_refused(tiny_folder):
 
 
 @pytest.mark.slow
-def test_xlnet_fills_holes(tmp_path):
-    tiny_xlnet().save_pretrained(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_xlnet_fills_holes(tmp_path, dtype: torch.dtype):
+    tiny_xlnet().to(dtype).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     engine = saltus.load(str(tmp_path), "assd")
     text = "the [[4]] sat on the [[3]]."

@@ -63,7 +63,8 @@ class XlnetNetwork:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.model.eval()
+        # Whatever a checkpoint's dtype is: Transformers' two streams encode positions in float32, and need such weights.
+        self.model.float().eval()
 
     @property
     def compute_path(self) -> Literal["transformers"]:
