@@ -63,7 +63,7 @@ class XlnetNetwork:
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # Whatever a checkpoint's dtype is: Transformers' two streams encode positions in float32, and need such weights.
+        # Transformers' two streams encode positions in float32 and need such weights, whatever a checkpoint's dtype is.
         self.model.float().eval()
 
     @property
