@@ -105,9 +105,11 @@ def serve(
 
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
+        from saltus.serving.allocator import return_freed_buffers
         from saltus.serving.jobs import Limits
         from saltus.serving.service import Service
 
+        return_freed_buffers()
         engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
         if max_model_len is not None:
             engine.limit_context(max_model_len)
