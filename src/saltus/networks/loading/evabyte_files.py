@@ -27,8 +27,11 @@ DEFAULT_SETTINGS = {
 
 
 def is_evabyte(folder: Path) -> bool:
-    """True if the folder's configuration names an EvaByte model."""
-    return _read_json(folder / "config.json").get("model_type") == EVABYTE
+    """True if the folder's configuration names an EvaByte model; a damaged one names none."""
+    try:
+        return _read_json(folder / "config.json").get("model_type") == EVABYTE
+    except (SourceError, ValueError):
+        return False
 
 
 def load_evabyte(folder: Path, dtype: Any = "auto") -> EvaByteDecoder:
