@@ -1,5 +1,7 @@
 """Programs that others wrote, against the server: litellm, llm, and schemathesis, which invents requests."""
 
+# ruff: noqa: F811  fixtures
+
 import json
 import os
 import subprocess
@@ -7,18 +9,9 @@ import sys
 
 import pytest
 
-import saltus
-from conftest import TEMPLATE
-from tiny_server import MESSAGES, alone, serving
+from tiny_server import MESSAGES, alone, engine, serving  # noqa: F401
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network when it is imported
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_folder, partners) -> saltus.Engine:
-    made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
-    made.tokenizer.chat_template = TEMPLATE
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,8 @@ class Mtpc:
     each token given those before it. Under `reject` a chain is sampled, and the rule gets its distributions.
     """
 
-    model: str = (
-        "auto"  # a folder written by `saltus train mtpc`; auto: the heads shipped for the target, or its own (EvaByte)
-    )
+    # a folder written by `saltus train mtpc`; auto: the heads shipped for the target, or its own (EvaByte)
+    model: str = "auto"
     length: int = 16  # draft tokens, at most; never more than the heads' window
     choices: int = 3  # tokens offered after each path, at most
     least: float = 0.1  # under `reject`, stop where the product of the drafts' probabilities falls below this
