@@ -47,6 +47,7 @@ HOLE_SPREADS: dict[Spread, HoleSpread] = {
 }
 
 MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them
+PADDING_MULTIPLE = 16  # of a batch's length: oneDNN compiles its kernels anew for every shape, for a second or more
 LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
 
 
@@ -250,7 +251,8 @@ class AnySubsetTrainingTask(TrainingTask):
             self.hole_settings.place_holes(text, float(fraction), generator, blank_probability)
             for text, fraction in zip(texts, fractions, strict=True)
         ]
-        tokens = torch.zeros(len(examples), max(len(text) for text, _ in examples), dtype=torch.long)
+        padded = -(-max(len(text) for text, _ in examples) // PADDING_MULTIPLE) * PADDING_MULTIPLE
+        tokens = torch.zeros(len(examples), padded, dtype=torch.long)
         ranks = torch.full_like(tokens, -1)
         for row, (text, holes) in enumerate(examples):
             tokens[row, : len(text)] = torch.from_numpy(text)
