@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
 from saltus.core.control.acceptance import Acceptance
-from saltus.core.control.call_cost import CallCost
+from saltus.core.control.call_cost import CallCost, never_falling
 from saltus.core.control.controller import Controller
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.distributions import Step, TargetDistributions
@@ -97,6 +97,20 @@ def test_with_drafts_of_their_own_laws_no_node_is_dropped_for_what_comes_after_i
     more = [*values, *sorted((value * min(values, default=1.0) for value in later), reverse=True)]
     short, long = (controller.num_nodes(chain(some, drawn=True)) for some in (values, more))
     assert min(long, len(values)) == short
+
+
+@settings(deadline=None)
+@given(values, seconds)
+def test_nodes_below_the_least_that_a_row_costs_are_never_chosen(values: list[float], seconds: dict[int, float]):
+    controller = Controller(99, call_cost=CallCost(never_falling({1: 0.5, **seconds})))
+    chosen = controller.num_nodes(chain(values))
+    assert all(value >= controller.min_expected_tokens() for value in values[:chosen])
+
+
+def test_nothing_is_left_out_where_rows_are_free_or_whole_trees_are_verified():
+    assert Controller(call_cost=CallCost({1: 2.0, 8: 2.0, 16: 3.0})).min_expected_tokens() == 0
+    assert Controller(adaptive=False, call_cost=CallCost({1: 2.0, 8: 3.0})).min_expected_tokens() == 0
+    assert Controller(call_cost=CallCost({1: 2.0, 3: 3.0, 5: 3.4})).min_expected_tokens() == pytest.approx(0.1)
 
 
 def test_free_nodes_are_all_taken_and_dear_ones_are_not():

@@ -86,6 +86,13 @@ def test_no_node_is_deeper_than_there_is_room(offered):
         assert max((len(path(tree, node)) for node in range(len(tree.tokens))), default=0) <= depth
 
 
+@given(forests, st.integers(1, 12), st.sampled_from([0.04, 0.2, 0.5]))
+def test_a_tree_without_its_unlikely_nodes_is_its_beginning(offered, budget: int, least: float):
+    whole = grow_tree(forest(offered), budget, 4)
+    likely = sum(value >= least for value in whole.expected_tokens)
+    assert grow_tree(forest(offered), budget, 4, min_expected_tokens=least) == whole.prune(likely)
+
+
 def test_nothing_offered_is_the_empty_tree():
     assert grow_tree([], 5, 5) == Tree(*((),) * 8)
     assert (

@@ -58,9 +58,8 @@ def speculate(
             branches += drafts
         if constraint is not None and drafters and room:
             branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist())
-        offered = grow_tree(
-            branches, controller.budget, room, controller.calibrated_probability, controller.calibrated_payoff
-        )
+        calibrated = controller.calibrated_probability, controller.calibrated_payoff
+        offered = grow_tree(branches, controller.budget, room, *calibrated, controller.min_expected_tokens())
         tree = offered.prune(controller.num_nodes(offered))
         draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(

@@ -59,8 +59,11 @@ def grow_tree(
     max_depth: int,
     calibrate: Callable[[str, float], float] = lambda source, probability: probability,
     calibrate_payoff: Callable[[str, float], float] = lambda source, payoff: payoff,
+    min_expected_tokens: float = 0.0,
 ) -> Tree:
     """Merge branches and keep the `budget` nodes with most expected tokens, at most `max_depth` deep.
+
+    Nodes with fewer than `min_expected_tokens` are left out, which saves time.
 
     Expected tokens fall along a path, so repeatedly taking the best node whose parent is in the tree gives the best
     tree of that size. If branches share a token, the source with the highest probability stands for it. Sampled tokens
@@ -77,6 +80,8 @@ def grow_tree(
         if not heap:
             break
         negative, best, parent, probability = heapq.heappop(heap)
+        if -negative < min_expected_tokens:
+            break
         node = offered[best]
         waiting = [(child, len(rows), probability) for child in node.children]
         stated = node.stated_probability, node.source, -negative, node.distribution

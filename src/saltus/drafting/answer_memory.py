@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 KEY_LENGTH = 3  # tokens by which places are found
+COMPARED_TOGETHER = 16  # tokens
 CONTEXT = 32  # last tokens of a prompt that are remembered before its answer: by them its first token is found
 BYTES_PER_TOKEN = 120  # measured: 118 of tokens at random, 65 of text
 END_OF_ANSWER = -1
+
+
+def num_agreeing(
+    one: MutableSequence[int], one_end: int, other: MutableSequence[int], other_end: int, limit: int
+) -> int:
+    """How many tokens before these ends agree, at most `limit`. Both are lists, or both arrays."""
+    size, limit, many = 0, min(limit, one_end, other_end), COMPARED_TOGETHER
+    while size + many <= limit:
+        at, place = one_end - size, other_end - size
+        if one[at - many : at] != other[place - many : place]:
+            break
+        size += many
+    while size < limit and one[one_end - 1 - size] == other[other_end - 1 - size]:
+        size += 1
+    return size
 
 
 class AnswerMemory:
@@ -58,10 +74,9 @@ class _RememberedTexts:
     def repeats(self, text: Sequence[int], longest: int, places: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         at = self.latest.get(hash(tuple(text[-KEY_LENGTH:])), -1) if len(text) >= KEY_LENGTH else -1
+        text = array("q", text)
         while at >= 0 and len(found) < places:
-            size = 0
-            while size < min(longest, at, len(text)) and self.tokens[at - 1 - size] == text[len(text) - 1 - size]:
-                size += 1
+            size = num_agreeing(self.tokens, at, text, len(text), longest)
             if size >= KEY_LENGTH:  # hashes may agree by accident
                 found.append((at, size))
             at = self.before[at - 1]

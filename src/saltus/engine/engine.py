@@ -41,7 +41,8 @@ from saltus.networks.loading.sources import DEFAULT_MODEL
 from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
 
-DEFAULT_BUDGET = 16  # draft tokens of a call
+DEFAULT_BUDGET = 32  # draft tokens of a call, at most
+DEFAULT_WHOLE_BUDGET = 16  # the same where calls carry the whole tree, whether it pays or not
 
 
 @dataclass
@@ -329,7 +330,8 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"longest": 5}}.
-        budget: draft tokens that a call may verify, at most 384; 16, or num_draft_tokens if that is more.
+        budget: draft tokens that a call may verify, at most 384; by default 32, 16 where their number is not chosen
+            (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
@@ -348,11 +350,14 @@ def load(
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make_methods(method, options)  # refuses a wrong name before anything is loaded
     template = None if chat_template is None else read_chat_template(chat_template)
-    nodes = max(DEFAULT_BUDGET, num_draft_tokens or 0) if budget is None else budget
+    # Calls of a fixed shape have the same one with and without `adaptive`: texts depend on it.
+    shape = max(DEFAULT_BUDGET, num_draft_tokens or 0) if budget is None else budget
+    chosen = adaptive and rule == "match"
+    nodes = shape if chosen or budget is not None else max(DEFAULT_WHOLE_BUDGET, num_draft_tokens or 0)
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
-        return load_checkpoint(name, device, dtype, exact, progress, nodes, weights if name == model else "file")
+        return load_checkpoint(name, device, dtype, exact, progress, shape, weights if name == model else "file")
 
     target = checkpoint(model)
     if template is not None:

@@ -16,12 +16,14 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
-from saltus.drafting.answer_memory import AnswerMemory
+from saltus.drafting.answer_memory import AnswerMemory, num_agreeing
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
 REMEMBERED = "lookup/remembered"  # the source of drafts from earlier answers
 REMEMBERED_PLACES = 8  # latest occurrences in earlier answers that are used
+SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there in 98 % of the cases
+SURE_PLACES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
@@ -35,9 +37,9 @@ class Lookup:
     All occurrences vote; longer and later ones count more, and the most likely nodes are offered.
     """
 
-    longest: int = 16  # longer repeats count like this length
+    longest: int = 64  # longer repeats count like this length
     places: int = 32  # latest occurrences that are used, of each n-gram
-    nodes: int = 24  # draft tokens offered, at most
+    nodes: int = 32  # draft tokens offered, at most
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,16 +82,20 @@ class LookupDrafter:
 def branches(
     text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int, source: str = "lookup"
 ) -> list[Branch]:
-    """The `nodes` most likely continuations, most likely first, none longer than `room`.
+    """The tree of the `nodes` most likely tokens, as the paths to its leaves, none longer than `room`.
 
     A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
     """
-    found: list[Branch] = []
-    heap: list[tuple[float, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, [], [], list(repeats))]
+    repeats = [repeat for repeat in repeats if repeat[1] >= SURE_REPEAT][:SURE_PLACES] or repeats
+    paths: list[Branch | None] = []  # None: a longer one was found
+    heap: list[tuple[float, int, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, 0, [], [], list(repeats))]
     pushed = 0
-    while heap and len(found) <= nodes:
-        negative, _, tokens, probabilities, alive = heapq.heappop(heap)
-        found.append(Branch(tokens, probabilities, source))
+    while heap and len(paths) <= nodes:
+        negative, _, parent, tokens, probabilities, alive = heapq.heappop(heap)
+        if paths:
+            paths[parent] = None
+        parent = len(paths)
+        paths.append(Branch(tokens, probabilities, source))
         if len(tokens) == room:
             continue
         alive = [(at, size) for at, size in alive if at >= len(text) or text[at] != END_OF_REFERENCE]
@@ -100,15 +106,17 @@ def branches(
                 agreeing = [
                     (at + 1, size + 1) for (at, size), next_ in zip(alive, ahead, strict=True) if next_ == token
                 ]
-                heapq.heappush(heap, (negative * vote, pushed, [*tokens, token], [*probabilities, vote], agreeing))
-    return found[1:]
+                longer = [*tokens, token], [*probabilities, vote]
+                heapq.heappush(heap, (negative * vote, pushed, parent, *longer, agreeing))
+    return [path for path in paths[1:] if path is not None]
 
 
 def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
     """The probability of each next token, given that `tokens` followed repeats of `sizes`, the latest first.
 
     Interpolated Pitman–Yor smoothing (Teh 2006) from short repeats to long ones; older occurrences weigh less.
-    Strength, discount and decay were fitted to answers of a small chat model by log-likelihood.
+    Strength, discounts and decay were fitted to answers of a small chat model by log-likelihood: what followed repeats
+    of 16 tokens followed again in 93 % of the cases, of 32 in 98 %, of 64 in 99.7 %.
     """
     probabilities = dict.fromkeys(tokens, 0.0)
     for least in sorted(set(sizes)):
@@ -120,7 +128,8 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
                 total += weight
                 weight *= 0.9
         strength = 2.25 * least**-1.63
-        discounts = {token: min(0.31, count) for token, count in counts.items()}
+        discount = min(0.31, 40 / least**2)
+        discounts = {token: min(discount, count) for token, count in counts.items()}
         shorter = strength + sum(discounts.values())
         for token in probabilities:
             own = counts.get(token, 0.0) - discounts.get(token, 0.0)
@@ -162,10 +171,4 @@ class RepeatIndex:
         ends = {
             at for size in (1, LONG_REPEAT) for at in self._positions.get(tuple(text[end - size :]), ()) if size <= end
         }
-        found = []
-        for at in sorted(ends, reverse=True):
-            size = 1
-            while size < min(self.longest, at) and text[at - 1 - size] == text[end - 1 - size]:
-                size += 1
-            found.append((at, size))
-        return found
+        return [(at, num_agreeing(text, at, text, end, self.longest)) for at in sorted(ends, reverse=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -44,6 +45,11 @@ class CallCost:
             return self.seconds[above]
         share = (rows - below) / (above - below)
         return self.seconds[below] * (1 - share) + self.seconds[above] * share
+
+    def least_row_seconds(self) -> float:
+        """Seconds of one more row between known row counts, where it costs least; 0 if nothing was measured."""
+        known = sorted(self.seconds.items())
+        return min(((high - low) / (more - rows) for (rows, low), (more, high) in pairwise(known)), default=0.0)
 
 
 def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:

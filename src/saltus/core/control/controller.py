@@ -41,6 +41,10 @@ class Controller:
         """The tokens that verifying a node saves in later calls, corrected by the drafter's record."""
         return self.acceptance.calibrated_payoff(source, stated) if self.adaptive else stated
 
+    def min_expected_tokens(self) -> float:
+        """A node with fewer cannot pay for its row, even if rows cost as little as at the best number of rows."""
+        return self.call_cost.least_row_seconds() / self.call_cost.seconds_for(1) if self.adaptive else 0.0
+
     def num_nodes(self, tree: Tree) -> int:
         """How many of the tree's nodes to keep: the number with the most expected tokens a second.
 
