@@ -41,7 +41,7 @@ from saltus.networks.loading.sources import DEFAULT_MODEL
 from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
 
-DEFAULT_BUDGET = 32  # draft tokens of a call, at most
+DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
 DEFAULT_WHOLE_BUDGET = 16  # the same where calls carry the whole tree, whether it pays or not
 
 
@@ -330,7 +330,7 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"longest": 5}}.
-        budget: draft tokens that a call may verify, at most 384; by default 32, 16 where their number is not chosen
+        budget: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not chosen
             (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.

@@ -39,7 +39,7 @@ class Lookup:
 
     longest: int = 64  # longer repeats count like this length
     places: int = 32  # latest occurrences that are used, of each n-gram
-    nodes: int = 32  # draft tokens offered, at most
+    nodes: int = 31  # draft tokens offered, at most
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
