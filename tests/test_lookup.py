@@ -158,7 +158,7 @@ def test_different_continuations_share_their_beginning():
 def test_a_very_long_repeat_is_followed_as_far_as_a_call_goes():
     """It is nearly certain, so all of its tokens are worth their rows, and nothing else is offered."""
     text = [*range(100, 200), 7, 120, 8, *range(100, 140)]
-    (path,) = offer(text, room=32)
+    (path,) = offer(text, room=32, nodes=40)
     assert path.tokens == list(range(140, 172))
     assert np.prod(path.acceptance_probabilities) > 0.5
 
