@@ -439,6 +439,21 @@ def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
     assert calls < 0.8 * tokens
 
 
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ("Tom was sad because his dog had [[3]]. Then Tom found him in the garden and was happy.", False),
+        ("def total(prices: list[float], rate: float) -> float:\n    [[3]]\n    return result", True),
+        ("Es war einmal ein kleiner Bär, der lebte im [[3]] und hatte einen Freund.", True),
+        ("x = [[3]]", False),  # too short to tell
+    ],
+)
+def test_stories_says_where_a_text_is_none_of_its_kind(text: str, noted: bool):
+    result = CliRunner().invoke(app, ["infill", text])
+    assert result.exit_code == 0
+    assert ("unlike the tales" in result.stderr) == noted
+
+
 def test_neighbours_are_holes_that_are_decided_one_after_the_other():
     tokens = torch.arange(10, 19)[None]
     ranks = torch.tensor([[0, 1, 2, 3, 0, 4, 6, 5, -1]])
