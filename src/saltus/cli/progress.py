@@ -32,9 +32,9 @@ def progress_bar(total: int, description: str) -> Any:
     return Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
 
 
-def progress_meter(total: int, description: str) -> Any:
+def progress_meter(total: int, description: str, live: bool = True) -> Any:
     """Entering gives a function that sets how many are done, and a text; the bar is drawn only then."""
-    if not sys.stderr.isatty():
+    if not (live and sys.stderr.isatty()):
         return nullcontext(lambda done, words="": None)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

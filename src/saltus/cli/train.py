@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
@@ -12,6 +13,7 @@ import typer
 
 from saltus.cli import options as o
 from saltus.cli.training_log import TrainingLog, summary_writer
+from saltus.cli.training_processes import join_launched_processes, shards_weights
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
@@ -81,6 +83,14 @@ InitialFolder = Annotated[
         "--from",
         metavar="DIR",
         help="Start with the weights of an earlier result, in another work folder; for example with more texts.",
+    ),
+]
+Shard = Annotated[
+    bool,
+    _option(
+        WORK_PANEL,
+        "--shard",
+        help="Distribute the weights of the frozen model over the processes (FSDP2): for adapters of large models.",
     ),
 ]
 Out = Annotated[
@@ -166,6 +176,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         teacher: Teachers = None,
         work: Work = None,
         begin: InitialFolder = None,
+        shard: Shard = False,
         out: Out = None,
         show: ListRecipes = False,
     ) -> None:
@@ -192,7 +203,10 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         )
         work = work or Path("runs", file.stem)
         teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]
-        _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device)
+        sharded = shards_weights(shard)
+        if sharded and (reason := OBJECTIVES[chosen.kind].why_not_sharded(chosen)):
+            raise ValueError(reason)
+        _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device, sharded)
 
     train.command(method, help=help)(command)
 
@@ -254,12 +268,18 @@ def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
 
 
 def _train(
-    recipe: Any, name: str, teachers: Sequence[Path], work: Path, begin: Path | None, out: Path, device: str
+    recipe: Any,
+    name: str,
+    teachers: Sequence[Path],
+    work: Path,
+    begin: Path | None,
+    out: Path,
+    device: str,
+    sharded: bool,
 ) -> None:
     from saltus.training.run import open_run, select_teacher_texts
 
     samples, tensorboard = select_teacher_texts(recipe, *teachers), summary_writer()
-    from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.evaluation.reports.environment import git_commit, machine_info
     from saltus.networks.loading.checkpoints import resolve_device
@@ -268,14 +288,23 @@ def _train(
     on_cpu = resolve_device(device) == "cpu"  # where the exact kernels read texts faster, too
 
     def load_engine(model: str) -> Any:
-        return open_engine(model, "plain", None, dtype=recipe.dtype, device=device, exact=on_cpu, weights="bf16")
+        where, exact = ("cpu", False) if sharded else (device, on_cpu)  # only a part of it may fit on a GPU
+        return open_engine(model, "plain", None, dtype=recipe.dtype, device=where, exact=exact, weights="bf16")
 
-    run = open_run(recipe, samples, teachers, work, begin, load_engine)
-    with lock_folder(work):
-        _collect_with_progress(run)
-        task = run.make_task()
-        results = _train_with_progress(run, task, tensorboard)
-        run.save(task, out, name, results, {"machine": machine_info(), "commit": git_commit()})
+    with join_launched_processes(resolve_device(device)) as processes:
+        run = open_run(recipe, samples, teachers, work, begin, load_engine, processes, sharded)
+        with lock_folder(work) if processes.is_main else nullcontext():
+            _collect_with_progress(run)
+            task = run.make_task()
+            results = _train_with_progress(run, task, tensorboard)
+            run.save(task, out, name, results, {"machine": machine_info(), "commit": git_commit()})
+        if processes.is_main:
+            _print_result(out, results)
+
+
+def _print_result(out: Path, results: dict[str, Any]) -> None:
+    from saltus.cli.answers import print_note
+
     rates = ", ".join(f"{name} {value:.2f}" for name, value in results["held_out_tokens_per_call"].items())
     print_note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
 
@@ -283,8 +312,9 @@ def _train(
 def _collect_with_progress(run: Any) -> None:
     from saltus.cli.progress import progress_meter
 
+    live = run.processes.is_main
     try:
-        with progress_meter(len(run.samples), "reading") as show:
+        with progress_meter(len(run.samples), "reading", live) as show:
             for done in run.collect():
                 show(done, "texts")
     except KeyboardInterrupt:
@@ -300,6 +330,8 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
 
     curves = TrainingLog(tensorboard, run.work_folder / "tensorboard", task.queries_per_step)
     steps, saved = run.recipe.schedule.steps, 0
+    if not run.processes.is_main:
+        return run.train(task, lambda progress: None, lambda step, loss: None)
 
     def on_step(step: int, loss: float) -> None:
         curves.step(step, loss)
@@ -330,6 +362,10 @@ def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None
     """Run a recipe in Python as a main program. Errors: ValueError if an option for TOML recipes is given."""
     import runpy
 
+    from saltus.training.loop.processes import launched_processes
+
+    if launched_processes() > 1:
+        raise ValueError(f"{file} is a program, which runs in one process; start it without a launcher")
     if any(option is not None for option in options):
         raise ValueError(f"{file} is a program, and takes its own options; put them after --")
     old_argv, old_path = sys.argv, sys.path[:]

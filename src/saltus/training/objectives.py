@@ -13,6 +13,7 @@ from saltus.training.data.hidden_states import Sample, collect_hidden_states, lo
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.trajectories import Trajectory, read_trajectories
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.settings import RECIPE_COUPLING, Recipe
 from saltus.training.tasks.adapter import AdapterTrainingTask
 from saltus.training.tasks.cached_state_task import CachedStateTask
@@ -33,6 +34,8 @@ class TrainingInputs:
     work_folder: Path
     student: Any = None  # the Hugging Face model that `Objective.student_name` names
     tokenizer: Any = None  # saved with a trained model
+    processes: Processes = ONE_PROCESS
+    sharded: bool = False  # the models' weights are distributed over the processes
 
     @property
     def data_folder(self) -> Path:
@@ -65,6 +68,10 @@ class Objective(ABC):
         Where distributions are learned, decoding would cut them once more.
         """
         return f"a recipe of kind {recipe.kind} has none, so leave them out"
+
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        """Why a model's weights cannot be distributed over processes, with the cure; empty if they can."""
+        return f"a recipe of kind {recipe.kind} trains on stored states; leave --shard out"
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         """The teacher's texts. Errors: ValueError."""
@@ -113,8 +120,9 @@ class CachedStateObjective(Objective):
         recipe, network = inputs.recipe, inputs.network
         network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
         return collect_hidden_states(
-            network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling, recipe.truncation
-        )
+            network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling, recipe.truncation,
+            inputs.processes,
+        )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model = inputs.recipe, inputs.network.model
@@ -144,6 +152,9 @@ class AdapterObjective(Objective):
     def why_not_truncated(self, recipe: Recipe) -> str:
         return "" if recipe.adapter.form == "one-hot" else "set form=one-hot, or leave them out"
 
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        return ""
+
     def student_name(self, recipe: Recipe) -> str:
         return recipe.adapter.student
 
@@ -151,7 +162,7 @@ class AdapterObjective(Objective):
         recipe = inputs.recipe
         return collect_uniform_intervals(
             inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots,
-            recipe.coupling, recipe.truncation,
+            recipe.coupling, recipe.truncation, inputs.processes, inputs.sharded,
         )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
@@ -184,6 +195,10 @@ class JacobiForcingObjective(Objective):
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         return read_trajectories(path)
+
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        whole = recipe.forcing.trains == "model"
+        return "only a frozen model's weights can be distributed; leave --shard out, or set trains=adapter" * whole
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
         return next(one.coupling for one in samples if isinstance(one, Trajectory))

@@ -15,6 +15,7 @@ from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.loop.training_loop import Progress, Schedule
 from saltus.training.objectives import OBJECTIVES, TrainingInputs
 from saltus.training.settings import Recipe
@@ -45,6 +46,7 @@ class TrainingRun(TrainingInputs):
     def make_task(self) -> TrainingTask:
         """The task, before its first step. Errors: ValueError where the initial weights do not fit."""
         task = OBJECTIVES[self.recipe.kind].make_task(self)
+        task.processes = self.processes
         if self.initial_folder is not None:
             task.initialize_from(self.initial_folder)
         return task
@@ -71,7 +73,10 @@ class TrainingRun(TrainingInputs):
     def save(
         self, task: TrainingTask, folder: Path, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> None:
-        """Write the result, with a card that describes how it was made."""
+        """Let the main process write the result, with a card that describes how it was made."""
+        if not self.processes.is_main:
+            self.processes.wait()
+            return
         task.save(
             folder,
             {
@@ -86,6 +91,7 @@ class TrainingRun(TrainingInputs):
                 **environment,
             },
         )
+        self.processes.wait()
 
 
 def train_task(
@@ -98,8 +104,9 @@ def train_task(
 ) -> list[float]:
     """Run the training loop on a task; returns the mean losses between checkpoints."""
     return training_loop.train(
-        task.module, task.loss, schedule, checkpoint_path, settings, on_checkpoint, task.evaluate, on_step
-    )
+        task.module, task.loss, schedule, checkpoint_path, settings, on_checkpoint, task.evaluate, on_step,
+        task.processes,
+    )  # fmt: skip
 
 
 def open_run(
@@ -109,8 +116,13 @@ def open_run(
     work_folder: Path,
     initial_folder: Path | None,
     load_engine: Callable[[str], Any],
+    processes: Processes = ONE_PROCESS,
+    sharded: bool = False,
 ) -> TrainingRun:
-    """Load the models of a run. Errors: ValueError if another model wrote the texts, or for another vocabulary."""
+    """Load the models of a run, and perhaps distribute them over its processes.
+
+    Errors: ValueError if another model wrote the texts, or for another vocabulary.
+    """
     engine = load_engine(recipe.model)
     for teacher in teachers:
         check_teacher_model(teacher, engine.network.model, recipe.model)
@@ -119,9 +131,13 @@ def open_run(
         student_engine = load_engine(student_name)
         require_same_vocabulary(engine.target, student_engine.target)
         student = student_engine.network.model
+    if sharded:
+        for model in (engine.network.model, *([] if student is None else [student])):
+            processes.shard(model)
     return TrainingRun(
-        recipe, samples, engine.network, recipe.model, work_folder, student, engine.tokenizer, initial_folder
-    )
+        recipe, samples, engine.network, recipe.model, work_folder, student, engine.tokenizer, processes, sharded,
+        initial_folder,
+    )  # fmt: skip
 
 
 def _weights_digest(folder: Path) -> str:

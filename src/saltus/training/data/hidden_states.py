@@ -22,6 +22,7 @@ from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.uniform_intervals import Truncation, uniform_intervals
 from saltus.training.loop.checkpoint import write_atomically
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 
 TEXTS_PER_SHARD = 128
 TOKENS_PER_CALL = 192  # tokens of a completion in one call
@@ -43,8 +44,11 @@ def collect_hidden_states(
     temperatures: Sequence[float] = (0.7, 1.0),
     coupling: Coupling = "probability",
     truncation: Truncation | None = None,
+    processes: Processes = ONE_PROCESS,
 ) -> Iterator[int]:
     """Write shards of `TEXTS_PER_SHARD` texts; existing ones are kept. Yields how many texts are done.
+
+    Several processes share the shards, and none is ready before all are.
 
     A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `edges`
     [temperatures, tokens, 2] (0, 0 for tokens of a prompt; NaN if the coupling has no uniforms) and `texts` [texts, 3]:
@@ -59,7 +63,11 @@ def collect_hidden_states(
         **truncation_metadata(truncation),
     }
     yield from write_shards(
-        samples, folder, metadata, lambda sample: _read_text(network, sample, temperatures, coupling, truncation)
+        samples,
+        folder,
+        metadata,
+        lambda sample: _read_text(network, sample, temperatures, coupling, truncation),
+        processes,
     )
 
 
@@ -74,14 +82,22 @@ def truncation_metadata(truncation: Truncation | None) -> dict[str, Any]:
 
 
 def write_shards(
-    samples: Sequence[Sample], folder: Path, metadata: dict[str, Any], read_text: Callable[[Sample], dict[str, Tensor]]
+    samples: Sequence[Sample],
+    folder: Path,
+    metadata: dict[str, Any],
+    read_text: Callable[[Sample], dict[str, Tensor]],
+    processes: Processes = ONE_PROCESS,
+    sharded: bool = False,
 ) -> Iterator[int]:
     """Write what `read_text` returns for each text, in shards; existing ones are kept. Yields how many texts are done.
 
-    Errors: ValueError where the folder holds shards with other metadata, or of other texts.
+    Processes write a part of the shards each. Where a model is `sharded` over them, all read every text, and the main
+    one writes. Errors: ValueError where the folder holds shards with other metadata, or of other texts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(range(0, len(samples), TEXTS_PER_SHARD)):
+        if number % processes.count != processes.rank and not sharded:
+            continue
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + TEXTS_PER_SHARD]
         shard_metadata = {"papers": json.dumps(metadata | {"texts": _texts_digest(part)})}
@@ -97,8 +113,10 @@ def write_shards(
                     parts.setdefault(name, []).append(tensor)
                 yield start + done
             joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in parts.items()}
-            _write_shard(file, joined, shard_metadata)
+            if processes.is_main or not sharded:
+                _write_shard(file, joined, shard_metadata)
         yield start + len(part)
+    processes.wait()
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

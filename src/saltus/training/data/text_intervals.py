@@ -23,6 +23,7 @@ from saltus.training.data.hidden_states import (
 )
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.uniform_intervals import ROWS_PER_CHUNK, Truncation, uniform_intervals
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +46,12 @@ def collect_uniform_intervals(
     max_length: int = 1024,
     coupling: Coupling = "probability",
     truncation: Truncation | None = None,
+    processes: Processes = ONE_PROCESS,
+    sharded: bool = False,
 ) -> Iterator[int]:
     """Write shards with the intervals of the first `max_length` tokens of each text; yields how many texts are done.
 
-    Like `collect_hidden_states`, but without states, by any Hugging Face model on any device.
+    Like `collect_hidden_states`, but without states, by any Hugging Face model on any device, which may be `sharded`.
     Errors: ValueError where the folder holds shards of another model, or of other temperatures or texts.
     """
     prepare_model(model)
@@ -59,6 +62,8 @@ def collect_uniform_intervals(
         folder,
         metadata,
         lambda sample: _read_text(model, sample, temperatures, max_length, coupling, truncation),
+        processes,
+        sharded,
     )
 
 

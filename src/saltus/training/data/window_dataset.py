@@ -70,6 +70,10 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return Batch(*(part.to(device) for part in vars(self).values()))
 
+    def select(self, texts: slice) -> Batch:
+        """The windows of some of the texts."""
+        return Batch(*(part[texts] for part in vars(self).values()))
+
 
 def select_validation(prompts: Sequence[bytes], fraction: float, seed: int) -> np.ndarray:
     """True for held-out texts: this fraction, with all answers to a prompt. Errors: ValueError for a single prompt."""
@@ -117,10 +121,14 @@ class WindowDataset:
         if self.own_temperature_only:
             self._temperature_indices(texts[texts[:, 3] > 0, 3])
 
+    @property
+    def batch_size(self) -> int:
+        """Texts of a training step."""
+        return min(self.settings.texts, len(self.training_table))
+
     def training_batch(self, step: int) -> Batch:
         """The batch of a training step."""
-        generator = seeded_generator(self.settings.seed, "batch", step)
-        count = min(self.settings.texts, len(self.training_table))
+        generator, count = seeded_generator(self.settings.seed, "batch", step), self.batch_size
         first = int(generator.integers(len(self.training_table) - count + 1))
         return self.make_batch(
             self.training_table[first : first + count], generator, self.settings.windows, self.settings.greedy

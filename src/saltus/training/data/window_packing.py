@@ -70,9 +70,11 @@ def pack_windows(
     context_tokens: Int[Tensor, "batch context"],
     window_starts: Int[Tensor, "batch windows"],
     uniforms: Float[Tensor, "batch windows window"],
+    context_length: int | None = None,
 ) -> PackedBatch:
     """Each window attends to the context before its start. A query whose uniform is NaN is conditioned on none.
 
+    The context is cut before the last window, or at `context_length`.
     Errors: ValueError for a start of 0, or after the context.
     """
     batch, windows, window = uniforms.shape
@@ -80,7 +82,7 @@ def pack_windows(
         raise ValueError(
             f"a window begins at {window_starts.max()}, but the context has {context_tokens.shape[1]} tokens (and ≥ 1)"
         )
-    context_tokens = context_tokens[:, : int(window_starts.max())]
+    context_tokens = context_tokens[:, : context_length or int(window_starts.max())]
     length, device = context_tokens.shape[1], context_tokens.device
     depths = torch.arange(window, device=device).repeat_interleave(windows)
     numbers = torch.arange(windows, device=device).repeat(window)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
 from saltus.training.loop.muon import Muon
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,14 @@ def train(
     on_checkpoint: Callable[[Progress], None] = lambda progress: None,
     evaluate: Callable[[], dict[str, float]] = dict,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
+    processes: Processes = ONE_PROCESS,
 ) -> list[float]:
     """Train in place; returns the mean losses between checkpoints.
 
     `loss(step)` must depend on the step and the weights alone. A checkpoint holds the result of `evaluate`, with step
-    and loss, under "exams". `on_step(step, loss)` counts from 1. `settings` identify the run. Errors: ValueError for a
+    and loss, under "exams". `on_step(step, loss)` counts from 1. `settings` identify the run. With several processes
+    `loss` is a process's part, whose average over them is the step's loss; all have the same weights after each step,
+    and a checkpoint, which the main one writes, is the same for any number of them. Errors: ValueError for a
     checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
     """
     optimisers = _make_optimizers(module, schedule)
@@ -89,27 +93,31 @@ def train(
         step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
     began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
-    while step < schedule.steps:
-        step_loss = _optimizer_step(module, optimisers, loss(step), schedule.learning_rate(step), schedule.clip)
-        total += step_loss
-        step += 1
-        on_step(step, step_loss)
-        if step % schedule.every == 0 or step == schedule.steps:
-            curve.append(total / (step - saved))
-            if not math.isfinite(curve[-1]):
-                raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
-            metrics = evaluate()
-            exams.append({"step": step, "loss": curve[-1], **metrics})
-            seconds = time.perf_counter() - began
-            state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
-            save_checkpoint(
-                checkpoint_path,
-                state | {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams},
-            )
-            on_checkpoint(
-                Progress(step, schedule.steps, curve[-1], seconds, seconds / step * (schedule.steps - step), metrics)
-            )
-            saved, total = step, 0.0
+    synchronized_loss = processes.synchronized(module, loss)
+    with processes.joint_interrupt() as raise_if_interrupted:
+        while step < schedule.steps:
+            part = synchronized_loss(step)
+            _optimizer_step(module, optimisers, part, schedule.learning_rate(step), schedule.clip)
+            step_loss = float(processes.average(part))
+            total += step_loss
+            step += 1
+            on_step(step, step_loss)
+            if step % schedule.every == 0 or step == schedule.steps:
+                curve.append(total / (step - saved))
+                if not math.isfinite(curve[-1]):
+                    raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
+                metrics = evaluate()
+                exams.append({"step": step, "loss": curve[-1], **metrics})
+                seconds = time.perf_counter() - began
+                state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
+                state |= {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams}
+                if processes.is_main:
+                    save_checkpoint(checkpoint_path, state)
+                processes.wait()
+                left = seconds / step * (schedule.steps - step)
+                on_checkpoint(Progress(step, schedule.steps, curve[-1], seconds, left, metrics))
+                saved, total = step, 0.0
+            raise_if_interrupted()
     module.eval()
     return curve
 
@@ -135,7 +143,7 @@ def _make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.
 
 def _optimizer_step(
     module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
-) -> float:
+) -> None:
     module.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), clip)
@@ -143,4 +151,3 @@ def _optimizer_step(
         for group in optimiser.param_groups:
             group["lr"] = rate
         optimiser.step()
-    return float(loss.detach())

@@ -15,7 +15,7 @@ from torch import Tensor
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings, new_adapter
 from saltus.networks.loading.adapter_files import load_adapter, save_adapter
 from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
-from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens
 from saltus.training.data.window_dataset import Batch, Corpus, WindowDataset, WindowSettings
 from saltus.training.data.window_packing import PackedBatch, pack_windows, query_uniforms
@@ -97,7 +97,7 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean over the windows' valid tokens, later ones discounted."""
-        batch = self._with_uniforms(self.window_dataset.training_batch(step).to(self.model.device), step)
+        batch = self._with_uniforms(self.training_batch(step).to(self.model.device), step)
         packed, rows = self._pack(batch)
         with self._dropout(step), self._autocast():
             logits = packed_logits(
@@ -106,13 +106,18 @@ class AdapterTrainingTask(WindowTrainingTask):
         depths = torch.arange(self.distillation.window, device=logits.device)
         depths = depths.expand(batch.loss_mask.shape)[batch.loss_mask]
         weights = self.window_settings.discount ** (depths - self._num_undrafted_queries).clamp_min(0)
-        return (self._token_losses(logits, batch) * weights).sum() / weights.sum().clamp_min(1)
+        return self.processes.weighted_mean(self._token_losses(logits, batch), weights, floor=1.0)
 
     def _with_uniforms(self, batch: Batch, step: int) -> Batch:
         """The batch with the adapter's own uniforms (`inverse`), or with windows that it drafts; without dropout."""
         if not self.inverse and not self.student_windows:
             return batch
-        generator = seeded_generator(self.window_settings.seed, "inverse" if self.inverse else "student", step)
+        stream = "inverse" if self.inverse else "student"
+        generator = ShareOfDraws(
+            seeded_generator(self.window_settings.seed, stream, step),
+            self.window_dataset.batch_size,
+            self.processes.share(self.window_dataset.batch_size),
+        )
         training, settings = self.module.training, self.distillation
         self.module.eval()
         with self._autocast():
@@ -203,15 +208,20 @@ class AdapterTrainingTask(WindowTrainingTask):
 
     @contextmanager
     def _dropout(self, step: int) -> Iterator[None]:
-        """While open, dropout draws from the step's own generator; the global generators stay as they were."""
+        """While open, dropout draws from the step's own generator; the global generators stay as they were.
+
+        Each process has masks of its own, so with dropout the losses depend on the number of processes.
+        """
         if not self.gating.dropout:
             yield
             return
         device = self.model.device
+        rank = self.processes.rank
+        stream = f"dropout/{rank}" if rank else "dropout"
         on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
         with torch.random.fork_rng([device] if on_device else []):
             for generator in (torch.default_generator, *on_device):
-                generator.manual_seed(int(seeded_generator(self.window_settings.seed, "dropout", step).integers(2**62)))
+                generator.manual_seed(int(seeded_generator(self.window_settings.seed, stream, step).integers(2**62)))
             yield
 
 

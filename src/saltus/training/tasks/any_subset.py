@@ -199,9 +199,10 @@ class AnySubsetTrainingTask(TrainingTask):
         """The mean cross-entropy of a hole, in nats."""
         generator = seeded_generator(self.seed, "holes", step)
         blank_probability = self.hole_settings.blank_probability[2 * step >= self.num_steps]
-        return F.cross_entropy(
-            *self.hole_logits(*self.sample_batch(generator, step / self.num_steps, blank_probability))
-        )
+        tokens, ranks = self.sample_batch(generator, step / self.num_steps, blank_probability)
+        own = self.processes.share(len(tokens))
+        logits, targets = self.hole_logits(tokens[own], ranks[own])
+        return self.processes.mean(F.cross_entropy(logits, targets, reduction="none"))
 
     def sample_batch(
         self, generator: np.random.Generator, progress: float, blank_probability: float

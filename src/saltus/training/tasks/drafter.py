@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -54,12 +53,15 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
 
 
 def forward_windows(
-    module: DraftModel, corpus: HiddenStateCorpus, batch: Batch
+    module: DraftModel, corpus: HiddenStateCorpus, batch: Batch, context_length: int | None = None
 ) -> tuple[Float[Tensor, "batch slots hidden"], Float[Tensor, "batch windows window hidden"]]:
-    """The last hidden states of the context positions and of the queries, as inputs of the LM head."""
+    """The last hidden states of the context positions and of the queries, as inputs of the LM head.
+
+    The context ends before the last window, or is as long as `context_length`.
+    """
     device = module.tokens.device
     batch, rows = batch.to(device), batch.corpus_rows
-    packed = pack_windows(batch.tokens, batch.window_starts, batch.uniforms)
+    packed = pack_windows(batch.tokens, batch.window_starts, batch.uniforms, context_length)
     features = corpus.hidden_states[rows[:, : packed.context_length] - 1].to(device)
     context = module.context_inputs(features, packed.tokens[:, : packed.context_length])
     depths = (
@@ -119,24 +121,41 @@ class DrafterTrainingTask(CachedStateTask):
             return self._loss(step)
 
     def _loss(self, step: int) -> Float[Tensor, ""]:
-        batch, generator = self.window_dataset.training_batch(step), seeded_generator(self.seed, "unknown", step)
+        texts = self.window_dataset.training_batch(step)
+        own = self.processes.share(len(texts.tokens))
+        batch = texts.select(own)
+        unknown, chosen = (part[own] for part in self._random_positions(texts, step))
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]
         weights = self.window_settings.discount**depths
-        context, queries = forward_windows(self.module, self.corpus, batch)
-        unknown = torch.from_numpy(generator.random(tokens.shape[:2]) < UNKNOWN_TOKENS)
+        length = int(texts.window_starts.max())  # of all texts, so that every process has the same positions
+        context, queries = forward_windows(self.module, self.corpus, batch, length)
         logits = self._logits(self._corrected(batch, queries, unknown)[counted])
         losses = F.cross_entropy(logits, tokens[counted], reduction="none")
         if not self.shape.informed:
             sampled = (batch.temperatures > 0)[..., None].to(counted.device).expand(counted.shape)[counted]
             distributions = self._target_distributions(batch.target_rows[counted.cpu()][sampled.cpu()] - 1)
             losses[sampled] = F.cross_entropy(logits[sampled], distributions, reduction="none")
-        distribution_loss = self._distribution_loss(batch, context, generator)
-        return (losses * weights).sum() / weights.sum() + self.window_settings.laws * distribution_loss
+        distribution_losses = self._distribution_losses(batch, context, chosen)
+        mean = self.processes.weighted_mean(losses, weights)
+        return mean + self.window_settings.laws * self.processes.mean(distribution_losses)
 
     @property
     def seed(self) -> int:
         return self.window_settings.seed
+
+    def _random_positions(
+        self, batch: Batch, step: int
+    ) -> tuple[Bool[Tensor, "batch windows"], Bool[Tensor, "batch positions"]]:
+        """The windows whose tokens queries do not know, and the context positions that have a loss, of all texts.
+
+        A position has one only if a token follows, and a random quarter of them have one.
+        """
+        generator = seeded_generator(self.seed, "unknown", step)
+        unknown = torch.from_numpy(generator.random(tuple(batch.window_starts.shape)) < UNKNOWN_TOKENS)
+        rows = batch.corpus_rows[:, : int(batch.window_starts.max()) + 1]
+        chosen = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
+        return unknown, chosen & torch.from_numpy(generator.random(tuple(chosen.shape)) < CONTEXT_POSITIONS)
 
     def _corrected(
         self,
@@ -173,17 +192,16 @@ class DrafterTrainingTask(CachedStateTask):
         with torch.no_grad():
             return self._logits(states).softmax(-1)
 
-    def _distribution_loss(
-        self, batch: Batch, context_states: Float[Tensor, "batch slots hidden"], generator: np.random.Generator
-    ) -> Float[Tensor, ""]:
-        """Over context positions with a next token, a random quarter of them; 0 if no position is drawn."""
-        rows = batch.corpus_rows[:, : context_states.shape[1] + 1]
-        chosen = rows[:, 1:] > rows[:, :-1]  # after the end of a text its last row is repeated
-        chosen &= torch.from_numpy(generator.random(chosen.shape) < CONTEXT_POSITIONS)
-        if not chosen.any():  # the mean of no losses is NaN, which would spoil all weights
-            return context_states.new_zeros(())
+    def _distribution_losses(
+        self,
+        batch: Batch,
+        context_states: Float[Tensor, "batch slots hidden"],
+        chosen: Bool[Tensor, "batch positions"],
+    ) -> Float[Tensor, "chosen"]:
+        """The losses of the chosen context positions."""
         states = context_states[:, : chosen.shape[1]][chosen.to(context_states.device)]
-        return F.cross_entropy(self._logits(states), self._target_distributions(rows[:, :-1][chosen]))
+        targets = self._target_distributions(batch.corpus_rows[:, : chosen.shape[1]][chosen])
+        return F.cross_entropy(self._logits(states), targets, reduction="none")
 
     def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)

@@ -78,7 +78,7 @@ class HeadsTrainingTask(CachedStateTask):
 
         Plus, weighted by the recipe's `laws`, the cross-entropy between the target's own distribution and each q.
         """
-        batch = self.window_dataset.training_batch(step)
+        batch = self.training_batch(step)
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(counted.shape[-1], device=counted.device)
         weights = self.window_settings.discount**depths * (counted & (depths < self.shape.num_draft_tokens))
@@ -96,7 +96,7 @@ class HeadsTrainingTask(CachedStateTask):
                 leaf = token_log_probabilities(self.module, parameters, first + depth, tokens[:, depth].clamp_min(0))
                 losses[..., depth] = -(circuit_filter.state_log_weights + leaf).logsumexp(-1)
                 circuit_filter.observe(leaf)
-        return (losses * weights).sum() / weights.sum().clamp_min(1)
+        return self.processes.weighted_mean(losses, weights, floor=1.0)
 
     def _draft_targets(self, batch: Batch) -> tuple[Int[Tensor, "windows window"], Bool[Tensor, "windows window"]]:
         """The windows' tokens as indices in the draft vocabulary, and which of them have a loss."""

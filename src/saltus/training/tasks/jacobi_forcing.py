@@ -117,8 +117,9 @@ class JacobiTrainingTask(TrainingTask):
         generator = seeded_generator(self.window_settings.seed, "blocks", step)
         count = min(self.window_settings.texts, len(self.training_trajectories))
         first = int(generator.integers(len(self.training_trajectories) - count + 1))
-        texts = self.training_trajectories[first : first + count]
-        return self.batch_loss(texts, [self.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts])
+        texts, own = self.training_trajectories[first : first + count], self.processes.share(count)
+        iterates = [self.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
+        return self.batch_loss(texts[own], iterates[own])
 
     def batch_loss(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]]) -> Float[Tensor, ""]:
         """The loss of these iterates of these texts."""
@@ -131,15 +132,15 @@ class JacobiTrainingTask(TrainingTask):
         iterate_logits, text_logits = logits[: len(iterate_rows)], logits[len(iterate_rows) :]
         next_tokens, weights = blocks.token_ids.roll(-1, 1), self._row_weights(blocks)[counted]
         targets = text_logits[counted[text_rows_used]].detach()
-        row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name) * weights
-        total = row_losses.sum() / weights.sum().clamp_min(1e-9)
+        row_losses = token_loss(iterate_logits, next_tokens[counted], targets, self.loss_name)
+        total = self.processes.weighted_mean(row_losses, weights, floor=1e-9)
         if has_text_loss:
             text_losses = (
                 losses.cross_entropy(text_logits, next_tokens[text_rows_used])
                 if self.reference_model is None
                 else self._reference_divergence(blocks, text_logits)
             )
-            total = total + self.text_weight * text_losses.mean()
+            total = total + self.text_weight * self.processes.mean(text_losses)
         return total
 
     def _reference_divergence(self, blocks: PackedBlocks, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:

@@ -70,9 +70,9 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
         """Cross-entropy, in nats, of holes right after a hole; its minimum is the entropy of the full predictions."""
         base, generator = self.base_task, seeded_generator(self.base_task.seed, "links", step)
         tokens, ranks = base.sample_batch(generator, 1.0, base.hole_settings.blank_probability[1])
-        num_unknown = int(generator.integers(1, self.max_unknown + 1))
-        targets, inputs = self._batch_logits(tokens, ranks, num_unknown)
-        return F.cross_entropy(self.module(*inputs), targets) if len(targets) else self.module.right.sum() * 0
+        num_unknown, own = int(generator.integers(1, self.max_unknown + 1)), self.processes.share(len(tokens))
+        targets, inputs = self._batch_logits(tokens[own], ranks[own], num_unknown)
+        return self.processes.mean(F.cross_entropy(self.module(*inputs), targets, reduction="none"))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
+from saltus.training.loop.processes import ONE_PROCESS, Processes
 
 
 class TrainingTask(ABC):
@@ -25,6 +26,7 @@ class TrainingTask(ABC):
     module: Any  # the nn.Module whose weights are trained
     model: Any  # the Hugging Face model that a loss runs, if it runs one
     autocast: bool = False  # compute in bfloat16
+    processes: Processes = ONE_PROCESS  # that share the texts of a step
 
     @property
     def queries_per_step(self) -> int:
@@ -41,7 +43,11 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def loss(self, step: int) -> Tensor:
-        """The loss of a step: a function of the step number and the weights alone."""
+        """The loss of a step: a function of the step number and the weights alone.
+
+        With several processes a part of it: a sum over this one's texts, divided by the mean number of terms of a
+        process. Its average over the processes is the loss. Random numbers are those of all texts in one process.
+        """
 
     def evaluate(self) -> dict[str, float]:
         """Tokens per call on held-out texts, written greedily and sampled, without dropout."""
@@ -76,6 +82,11 @@ class WindowTrainingTask(TrainingTask):
     @property
     def queries_per_step(self) -> int:
         return self.window_settings.texts * self.window_settings.windows * self.window_dataset.window
+
+    def training_batch(self, step: int) -> Batch:
+        """This process's texts of a step's batch."""
+        batch: Batch = self.window_dataset.training_batch(step)
+        return batch.select(self.processes.share(len(batch.tokens)))
 
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:

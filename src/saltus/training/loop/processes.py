@@ -1,0 +1,177 @@
+"""Share the steps of a training run among the processes that torchrun or `accelerate launch` started, or take one.
+
+torch.distributed is used directly: a launcher only sets environment variables, and the loss of a step reaches the
+trained weights by hooks, so that a trainer's wrapper around a model's forward would not see it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+LONGEST_WAIT = timedelta(days=7)  # a launcher ends processes that wait for a lost one
+SECONDS_BETWEEN_POLLS = 0.02
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all of a run. Each has the weights and the optimizer's state, and a part of each batch."""
+
+    rank: int = 0
+    count: int = 1
+    store: Any = field(default=None, repr=False)  # of torch.distributed, which all processes share
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that writes files and prints."""
+        return self.rank == 0
+
+    def share(self, num_texts: int) -> slice:
+        """This process's texts of a batch. Errors: ValueError if a process would have none."""
+        if num_texts < self.count:
+            raise ValueError(
+                f"a step has {num_texts} texts, but {self.count} processes share it; start {num_texts} processes, or"
+                f" give a step {self.count} texts or more (lessons.texts of a recipe)"
+            )
+        return slice(self.rank, None, self.count)
+
+    def average(self, value: Tensor) -> Tensor:
+        """The mean of a tensor over the processes, without gradient."""
+        if self.count == 1:
+            return value.detach()
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total / self.count
+
+    def weighted_mean(self, values: Tensor, weights: Tensor, floor: float = 0.0) -> Tensor:
+        """Σ v w / Σ w, where the sums are over all processes if this is averaged over them; Σ w is at least `floor`."""
+        return (values * weights).sum() / self.average(weights.sum()).clamp_min(floor / self.count)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The same with equal weights; 0 where no process has values."""
+        return self.weighted_mean(values, torch.ones_like(values), floor=1.0)
+
+    def wait(self) -> None:
+        """Return when all processes are here. Ctrl-C ends the waiting at once."""
+        if self.count == 1:
+            return
+        arrival = dist.all_reduce(torch.zeros(1), async_op=True)
+        assert arrival is not None
+        while not arrival.is_completed():
+            time.sleep(SECONDS_BETWEEN_POLLS)
+        arrival.wait()
+
+    def synchronized(self, module: nn.Module, loss: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+        """The loss, such that its backward pass averages the gradients of the module over the processes."""
+        if self.count == 1:
+            return loss
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer releases of torch have another name for the latter
+            # a step may leave weights out, such as those of uniforms where all texts are greedy
+            settings = {"find_unused_parameters": True, "broadcast_buffers": False}
+            return DistributedDataParallel(_StepLoss(module, loss), **settings)
+
+    def shard(self, model: Any) -> None:
+        """Distribute the weights of a frozen model's layers (FSDP2): all of a layer are on a device only in its calls.
+
+        Embeddings, the last norm and the LM head stay whole, since they are also read outside of the model's calls.
+        Every call must be made by all processes.
+        """
+        from torch.distributed.fsdp import fully_shard
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if self.count == 1 or not layers:
+            return
+        inner = {weight for layer in layers for weight in layer.parameters()}
+        mesh = dist.init_device_mesh("cuda" if "nccl" in dist.get_backend_config() else "cpu", (self.count,))
+        model.requires_grad_(False)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={one for one in model.parameters() if one not in inner})
+
+    @contextmanager
+    def joint_interrupt(self) -> Iterator[Callable[[], None]]:
+        """Ctrl-C reaches processes at different moments: entering gives a function that raises it in all or in none."""
+        if self.count == 1 or threading.current_thread() is not threading.main_thread():
+            yield lambda: None
+            return
+        interrupted = torch.zeros(1)
+        former = signal.signal(signal.SIGINT, lambda *_: interrupted.fill_(1.0))
+
+        def check() -> None:
+            if self.average(interrupted) > 0:
+                raise KeyboardInterrupt
+
+        try:
+            yield check
+        finally:
+            signal.signal(signal.SIGINT, former)
+
+    def is_first_to_fail(self) -> bool:
+        """True in one process only, also if several fail: it prints the error."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add("failures", 1) == 1
+        except RuntimeError:  # the store has ended with the process that failed first
+            return False
+
+
+ONE_PROCESS = Processes()
+
+
+class _StepLoss(nn.Module):
+    """A module whose forward pass is the loss of a step."""
+
+    def __init__(self, module: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, step: int) -> Tensor:
+        return self.loss(step)
+
+
+def launched_processes() -> int:
+    """How many processes a launcher started with this one; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@contextmanager
+def join_processes(device: str = "cpu") -> Iterator[Processes]:
+    """While open, the processes of a launcher are connected: on CUDA each has the GPU of its local rank.
+
+    Errors: ValueError where there are fewer GPUs than processes.
+    """
+    if launched_processes() == 1:
+        yield ONE_PROCESS
+        return
+    # `accelerate launch --use_fsdp` lets Transformers load weights in the first process only
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+    backend = "gloo"
+    if device.startswith("cuda"):
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"there are {gpus} GPUs for the processes; start {gpus} of them here, or use --device cpu")
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    store, rank, count = next(rendezvous("env://", timeout=LONGEST_WAIT))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=LONGEST_WAIT)
+    try:
+        yield Processes(rank, count, store)
+    finally:
+        dist.destroy_process_group()
