@@ -13,7 +13,6 @@ import typer
 
 from saltus.cli import options as o
 from saltus.cli.training_log import TrainingLog, summary_writer
-from saltus.cli.training_processes import join_launched_processes, shards_weights
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
@@ -183,6 +182,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         if show:
             _list_recipes(method)
             return
+        from saltus.training.loop.processes import shards_weights
         from saltus.training.objectives import OBJECTIVES
         from saltus.training.recipe import find_recipe, read_recipe
 
@@ -279,11 +279,12 @@ def _train(
 ) -> None:
     from saltus.training.run import open_run, select_teacher_texts
 
-    samples, tensorboard = select_teacher_texts(recipe, *teachers), summary_writer()
+    tensorboard = summary_writer()
     from saltus.cli.open_engine import open_engine
     from saltus.evaluation.reports.environment import git_commit, machine_info
     from saltus.networks.loading.checkpoints import resolve_device
     from saltus.training.loop.checkpoint import lock_folder
+    from saltus.training.loop.processes import join_processes
 
     on_cpu = resolve_device(device) == "cpu"  # where the exact kernels read texts faster, too
 
@@ -291,7 +292,8 @@ def _train(
         where, exact = ("cpu", False) if sharded else (device, on_cpu)  # only a part of it may fit on a GPU
         return open_engine(model, "plain", None, dtype=recipe.dtype, device=where, exact=exact, weights="bf16")
 
-    with join_launched_processes(resolve_device(device)) as processes:
+    with join_processes(resolve_device(device)) as processes:
+        samples = select_teacher_texts(recipe, *teachers)
         run = open_run(recipe, samples, teachers, work, begin, load_engine, processes, sharded)
         with lock_folder(work) if processes.is_main else nullcontext():
             _collect_with_progress(run)

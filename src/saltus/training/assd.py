@@ -39,6 +39,7 @@ from saltus.networks.models.any_subset import ANY_SUBSET
 from saltus.training.data import infill_texts
 from saltus.training.data.packed_forward import pack_causal, packed_logits
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.processes import Processes, join_processes
 from saltus.training.loop.training_loop import Schedule, print_progress
 from saltus.training.run import train_task
 from saltus.training.tasks.any_subset import (
@@ -104,9 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.left_to_right and options.begin:
         raise ValueError("--left-to-right starts without weights; leave out --from")
+    with join_processes() as processes:
+        _train_and_save(options, processes)
+
+
+def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
     texts = _read_texts(options)
     model, tokenizer = _load_model(options.begin) if options.begin else _new_model(options, texts)
-    task = _make_task(options, model, tokenizer, texts)
+    task = _make_task(options, model, tokenizer, texts, processes)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("work", "out", "every")}
     optimiser, rate = ("adamw", 1e-4) if options.begin else ("muon", 3e-3)
     work = options.work or options.out.with_name(options.out.name + "-work")
@@ -118,17 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _train(task, schedule, work / "checkpoint.pt", settings)
     if type(task) is AnySubsetTrainingTask and options.links:
         correction = PairwiseCorrectionTrainingTask(task)
-        print(f"pairwise correction, in {options.links:,} steps", file=sys.stderr)
+        correction.processes = processes
+        _print(processes, f"pairwise correction, in {options.links:,} steps")
         _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings)
         tasks.append(correction)
-    for one in tasks:
-        one.save(options.out, {})
-    print(f"written: {options.out}", file=sys.stderr)
+    if processes.is_main:
+        for one in tasks:
+            one.save(options.out, {})
+    _print(processes, f"written: {options.out}")
+    processes.wait()
+
+
+def _print(processes: Processes, line: str) -> None:
+    if processes.is_main:
+        print(line, file=sys.stderr)
 
 
 def _train(task: TrainingTask, schedule: Schedule, checkpoint_path: Path, settings: dict[str, Any]) -> None:
     try:
-        train_task(task, schedule, checkpoint_path, settings, print_progress)
+        on_checkpoint = print_progress if task.processes.is_main else lambda progress: None
+        train_task(task, schedule, checkpoint_path, settings, on_checkpoint)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on from the last checkpoint") from None
 
@@ -170,7 +185,9 @@ def _load_model(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def _make_task(options: argparse.Namespace, model: Any, tokenizer: Any, texts: Sequence[str]) -> AnySubsetTrainingTask:
+def _make_task(
+    options: argparse.Namespace, model: Any, tokenizer: Any, texts: Sequence[str], processes: Processes
+) -> AnySubsetTrainingTask:
     """The task on these texts, of which the first ones are held out. Errors: ValueError for texts too short."""
     start, end = ([] if token is None else [token] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     num_held_out = max(int(len(texts) * HELD_OUT), 1)
@@ -183,7 +200,7 @@ def _make_task(options: argparse.Namespace, model: Any, tokenizer: Any, texts: S
     if not (training and held_out):
         raise ValueError(f"no text that is held out has {infill_texts.MIN_TOKENS} tokens; give longer texts")
     mean = sum(map(len, training)) / len(training)
-    print(f"{len(training):,} texts of {mean:.0f} tokens, {len(held_out):,} held out", file=sys.stderr)
+    _print(processes, f"{len(training):,} texts of {mean:.0f} tokens, {len(held_out):,} held out")
     newline = None
     if options.code and infill_texts.NEWLINE_PIECE in tokenizer.get_vocab():
         newline = tokenizer.convert_tokens_to_ids(infill_texts.NEWLINE_PIECE)
@@ -191,7 +208,9 @@ def _make_task(options: argparse.Namespace, model: Any, tokenizer: Any, texts: S
     holes = HoleSettings(
         options.spread, span_probability=options.spans, order=options.order, blank_token=blank, newline_token=newline
     )
-    task = XlnetTrainingTask if model.config.model_type == "xlnet" else AnySubsetTrainingTask
+    kind = XlnetTrainingTask if model.config.model_type == "xlnet" else AnySubsetTrainingTask
     if options.left_to_right:
-        task = LeftToRightTrainingTask
-    return task(model, training, held_out, options.steps, options.batch, holes, options.half, options.seed, tokenizer)
+        kind = LeftToRightTrainingTask
+    task = kind(model, training, held_out, options.steps, options.batch, holes, options.half, options.seed, tokenizer)
+    task.processes = processes
+    return task

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 LONGEST_WAIT = timedelta(days=7)  # a launcher ends processes that wait for a lost one
 SECONDS_BETWEEN_POLLS = 0.02
+FAILED, INTERRUPTED = 1, 130  # exit codes of processes that print nothing
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def launched_processes() -> int:
 def join_processes(device: str = "cpu") -> Iterator[Processes]:
     """While open, the processes of a launcher are connected: on CUDA each has the GPU of its local rank.
 
+    If several fail, the first of them raises its error, and the main one at Ctrl-C; the others exit without a word.
     Errors: ValueError where there are fewer GPUs than processes.
     """
     if launched_processes() == 1:
@@ -171,7 +173,27 @@ def join_processes(device: str = "cpu") -> Iterator[Processes]:
         backend = "cpu:gloo,cuda:nccl"
     store, rank, count = next(rendezvous("env://", timeout=LONGEST_WAIT))
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=LONGEST_WAIT)
+    processes = Processes(rank, count, store)
     try:
-        yield Processes(rank, count, store)
-    finally:
-        dist.destroy_process_group()
+        yield processes
+    except KeyboardInterrupt:
+        processes.is_first_to_fail()  # so that others, which lose this one, print nothing
+        if processes.is_main:
+            raise
+        raise SystemExit(INTERRUPTED) from None
+    except Exception:
+        if processes.is_first_to_fail():
+            raise
+        raise SystemExit(FAILED) from None
+    dist.destroy_process_group()
+
+
+def shards_weights(asked: bool) -> bool:
+    """True if several processes are to share weights: `asked`, or by `accelerate launch --use_fsdp --fsdp_version 2`.
+
+    Errors: ValueError for the first version of FSDP.
+    """
+    by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+    if by_launcher and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError("accelerate was told to use the first FSDP; give it --fsdp_version 2")
+    return (asked or by_launcher) and launched_processes() > 1
