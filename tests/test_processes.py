@@ -142,6 +142,8 @@ def test_draws_of_a_part_are_those_of_the_whole():
 
 # Launched processes
 
+LAUNCHER_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+
 
 def work_in(room: Path, arguments: list[object]) -> None:
     """Run a command in a process of a launcher, and keep what it prints."""
@@ -162,8 +164,11 @@ def launch(room: Path, *arguments: object, fails: bool = False) -> list[tuple[in
         min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", run_id=room.name, max_restarts=0, monitor_interval=0.05,
     )  # fmt: skip
+    handlers = {one: signal.getsignal(one) for one in LAUNCHER_SIGNALS}
     with pytest.raises(ChildFailedError) if fails else nullcontext():
         elastic_launch(config, work_in)(room, list(arguments))
+    for one, handler in handlers.items():  # the launcher leaves its own
+        signal.signal(one, handler)
     found = [room / f"printed-{rank}" for rank in (0, 1)]
     said = [file.read_text(encoding="utf-8").partition("\n") for file in found if file.exists()]
     return [(int(code), printed) for code, _, printed in said]
