@@ -24,6 +24,7 @@ from conftest import tiny_llama
 from saltus.networks.adapters.gated_lora import GatedLoraSettings
 from saltus.networks.draft_models.drafter import DrafterShape
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
+from saltus.training.data.text_intervals import collect_uniform_intervals
 from saltus.training.loop.processes import Processes, shards_weights
 from saltus.training.tasks.adapter import AdapterTrainingTask
 from saltus.training.tasks.any_subset import AnySubsetTrainingTask, HoleSettings
@@ -55,6 +56,9 @@ class OneOfTwo(Processes):
             return self.averages.pop(0)
         self.own.append(value.detach())
         return value.detach()
+
+    def wait(self) -> None:
+        pass
 
 
 def parts(task: TrainingTask, step: int) -> list[torch.Tensor]:
@@ -138,6 +142,21 @@ def test_draws_of_a_part_are_those_of_the_whole():
     for _ in range(2):
         assert np.array_equal(part.random((2, 3)), whole.random((5, 3))[1::2])
         assert np.array_equal(part.beta(0.5, 0.5, (2, 3)), whole.beta(0.5, 0.5, (5, 3))[1::2])
+
+
+def test_two_processes_read_the_texts_of_one_and_of_a_sharded_model_one_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("saltus.training.data.hidden_states.TEXTS_PER_SHARD", 2)
+    model, samples = tiny("Llama"), test_adapter_training.samples()
+    assert [*collect_uniform_intervals(model, samples, tmp_path / "one")][-1] == len(samples)
+    files = ["00000.safetensors", "00001.safetensors", "00002.safetensors"]
+    for sharded, expected in ((False, (files[::2], files[1:2])), (True, (files, []))):
+        for rank in (0, 1):
+            folder = tmp_path / f"{sharded}-{rank}"
+            for _ in collect_uniform_intervals(model, samples, folder, processes=OneOfTwo(rank), sharded=sharded):
+                pass
+            found = sorted(folder.glob("*"))
+            assert [file.name for file in found] == expected[rank]
+            assert all(file.read_bytes() == (tmp_path / "one" / file.name).read_bytes() for file in found)
 
 
 # Launched processes
