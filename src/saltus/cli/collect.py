@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
@@ -12,7 +9,8 @@ from typing import Annotated, Any, no_type_check
 import typer
 
 from saltus.cli import options as o
-from saltus.engine.prompts import Prompt
+from saltus.cli.collect_from_server import ServerOptions, collect_from_server
+from saltus.cli.collection import read_inputs, show_progress, tokenize_prompts
 
 WORK_PANEL = "Work"
 
@@ -123,6 +121,7 @@ def text(
     *,
     prompts: Prompts,
     out: Out,
+    server: ServerOptions,
     collection: CollectionOptions,
 ) -> None:
     """Let a model answer prompts, and write the answers as token ids.
@@ -139,10 +138,15 @@ def text(
 
         saltus collect text -f prompts.jsonl --out teacher --processes 4
 
+        saltus collect text -f prompts.jsonl --endpoint http://localhost:8000 -m Qwen/Qwen3-4B --out teacher
+
     The files of [bold]DIR[/bold] are 00000.jsonl.gz and so on, with source, temperature,
     prompt and completion in each line, and collect.json, with model and settings.
     [bold]saltus train ptp[/bold] reads it.
     """
+    if server.endpoint is not None:
+        _collect_from_server(prompts, out, collection, server)
+        return
     _collect_texts(prompts, out, collection, {"method": "plain", "options": {}}, {})
 
 
@@ -197,19 +201,11 @@ def jacobi(
 def _collect_texts(
     prompts: Path, out: Path, given: CollectionOptions, method: dict[str, Any], plan_settings: dict[str, Any]
 ) -> None:
-    from saltus.engine.prompts import read_prompts_file
-
-    inputs = read_prompts_file(prompts)[: given.limit]
-    if number := next((number for number, one in enumerate(inputs) if len(one.turns) > 1), None):
-        raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
+    inputs = read_inputs(prompts, given.limit)
     load_options: dict[str, Any] = {
         "model": given.model, "dtype": given.dtype, "device": given.device, "exact": not given.free_shapes, **method,
     }  # fmt: skip
-    settings: dict[str, Any] = {
-        "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
-        "coupling": given.coupling, "top_k": given.top_k, "top_p": given.top_p,
-        "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))), **plan_settings,
-    }  # fmt: skip
+    settings = _plan_settings(given) | plan_settings
     from saltus.engine.chat_template import read_chat_template
     from saltus.training.data.teacher_texts import CollectionPlan
 
@@ -230,9 +226,9 @@ def _collect_texts(
         raise ValueError(
             f"a block has {block} tokens, but {engine.target.name} reads {context} in all; take a smaller --block"
         )
-    plan = CollectionPlan(tokenize_prompts(engine, inputs, prompts), **settings)
+    plan = CollectionPlan(tokenize_prompts(engine.tokenizer, engine.target.name, context, inputs, prompts), **settings)
     with lock_folder(out):
-        missing = prepare_folder(out, plan, engine)
+        missing = prepare_folder(out, plan, plan.metadata(engine))
         if given.ray is not None and missing:
             del engine
             progress = collect_with_ray(plan, missing, out, load_options, given.batch_size, given.processes, given.ray)
@@ -241,48 +237,24 @@ def _collect_texts(
             progress = collect_in_processes(plan, missing, out, load_options, given.batch_size, given.processes)
         else:
             progress = collect_in_process(engine, plan, missing, out, given.batch_size)
-        _show_progress(progress, plan, missing, out)
+        show_progress(progress, plan, missing, out)
         if lost := len(missing_shards(out, plan)):
             raise ValueError(f"{out} lacks {lost} files that were written; is it on a disk that all machines share?")
 
 
-def tokenize_prompts(engine: Any, inputs: Sequence[Prompt], file: Path) -> list[Any]:
-    """The token ids of the prompts. Errors: ValueError for one that is longer than the context."""
-    from saltus.training.data.teacher_texts import TokenizedPrompt
-
-    found, context = [], engine.target.context_length
-    for number, one in enumerate(inputs):
-        tokens = engine.encode(one.turns[0] if one.turns else list(one.messages))
-        if context is not None and len(tokens) >= context:
-            raise ValueError(
-                f"prompt {number} of {file} has {len(tokens):,} tokens, but {engine.target.name} reads {context:,};"
-                " shorten it or leave it out"
-            )
-        source = one.record.get("source") or one.record.get("category") or file.stem
-        found.append(TokenizedPrompt(str(source), tuple(tokens)))
-    return found
-
-
-def _show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
-    """Show the progress, and at the end or at Ctrl-C what is written."""
-    from saltus.cli.answers import print_note
-    from saltus.cli.progress import progress_meter
-    from saltus.training.data.teacher_texts import missing_shards
-
-    ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
-    tokens, start_time = 0, time.monotonic()
-    try:
-        with closing(progress), progress_meter(plan.num_texts, "texts") as show:
-            show(ended)
-            for texts, new in progress:
-                ended, tokens = ended + texts, tokens + new
-                show(ended, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
-    except KeyboardInterrupt:
-        complete = len(plan.shard_names) - len(missing_shards(out, plan))
-        raise KeyboardInterrupt(
-            f"interrupted; {complete:,} of {len(plan.shard_names):,} files are written,"
-            " the same command writes the others"
-        ) from None
-    print_note(
-        f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")
+def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, server: ServerOptions) -> None:
+    local = {"--ray": given.ray is not None, "--processes": given.processes > 1, "--free-shapes": given.free_shapes}
+    if wrong := next((name for name, used in local.items() if used), None):
+        raise ValueError(f"{wrong} is for a model that is loaded here, but --endpoint is given; leave {wrong} out")
+    inputs = read_inputs(prompts, given.limit)
+    collect_from_server(
+        inputs, prompts, out, server, given.model, given.chat_template, _plan_settings(given), given.batch_size
     )
+
+
+def _plan_settings(given: CollectionOptions) -> dict[str, Any]:
+    return {
+        "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
+        "coupling": given.coupling, "top_k": given.top_k, "top_p": given.top_p,
+        "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))),
+    }  # fmt: skip

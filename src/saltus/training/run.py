@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.networks.loading.checkpoints import require_same_vocabulary
-from saltus.networks.loading.model_identity import model_fingerprint
+from saltus.networks.loading.model_identity import model_fingerprint, vocabulary_digest
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
@@ -125,7 +125,7 @@ def open_run(
     """
     engine = load_engine(recipe.model)
     for teacher in teachers:
-        check_teacher_model(teacher, engine.network.model, recipe.model)
+        check_teacher_model(teacher, engine.network.model, engine.tokenizer, recipe.model)
     student = None
     if student_name := OBJECTIVES[recipe.kind].student_name(recipe):
         student_engine = load_engine(student_name)
@@ -159,9 +159,16 @@ def select_teacher_texts(recipe: Recipe, *teachers: Path) -> Sequence[Sample]:
     return [long_enough[number * len(long_enough) // count] for number in range(count)]
 
 
-def check_teacher_model(teacher: Path, model: Any, name: str) -> None:
-    """Errors: ValueError where the metadata of a folder names another model."""
+def check_teacher_model(teacher: Path, model: Any, tokenizer: Any, name: str) -> None:
+    """Errors: ValueError where the metadata of a folder names another model, or a server with other tokens."""
     metadata: Mapping[str, Any] = read_metadata(teacher) if teacher.is_dir() else {}
+    if "served" in metadata:
+        if metadata["vocabulary"] != vocabulary_digest(tokenizer):
+            raise ValueError(
+                f"the texts in {teacher} were tokenized for {metadata['model']}, whose tokens are others than those of"
+                f" {name}; give --model {name} to saltus collect text"
+            )
+        return
     if metadata and metadata["fingerprint"] != model_fingerprint(model):
         made, cure = "written by", f"let {name} write its own"
         if metadata.get("given"):

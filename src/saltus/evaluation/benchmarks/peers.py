@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,6 +22,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     TimedCall,
     split_text_by_call,
 )
+from saltus.integrations.openai_endpoint import OpenAIEndpoint, connect_endpoint
 from saltus.networks.loading.checkpoints import load_model, silence_transformers
 from saltus.networks.loading.sources import resolve
 
@@ -153,37 +152,23 @@ class OpenAIServerPeer:
     url: str
     engine: Engine
     name: str = field(init=False)
-    model: str = field(init=False)
+    endpoint: OpenAIEndpoint = field(init=False)
     kind: str = "peer"
 
     def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/").removesuffix("/v1") + "/v1"
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--endpoint {self.url}: give an address such as http://localhost:8000")
-        with _open_url(f"{self.url}/models", None) as response:
-            listed = json.load(response)
-        try:
-            self.model = listed["data"][0]["id"]
-        except (KeyError, IndexError, TypeError):
-            raise ValueError(f"{self.url}/models lists no model; is a server of OpenAI's protocol there?") from None
-        self.name = f"endpoint:{self.model.rstrip('/').rpartition('/')[2]}"
+        self.endpoint = connect_endpoint(self.url, self.engine.tokenizer)
+        self.name = f"endpoint:{self.endpoint.model.rstrip('/').rpartition('/')[2]}"
 
     def generate(self, request: BenchmarkRequest) -> Any:
-        sampling = request.sampling
-        body: dict[str, Any] = {
-            "model": self.model, "prompt": self.engine.tokenizer.decode(request.prompt_tokens), "stream": True,
-            "max_tokens": request.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "seed": request.seed, "stream_options": {"include_usage": True}, "add_special_tokens": False,
-            "cache_prompt": False,
-        }  # fmt: skip
-        if sampling.top_k:
-            body["top_k"] = sampling.top_k
+        prompt = self.engine.tokenizer.decode(request.prompt_tokens)
+        body = self.endpoint.completion_body(prompt, request.max_new_tokens, request.sampling, request.seed)
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
         if request.stop:
             body["stop"] = list(request.stop)
         if request.ignore_eos:
             body["ignore_eos"] = True
         started, first, pieces, count, reason = time.perf_counter(), None, [], None, None
-        with _open_url(f"{self.url}/completions", body) as response:
+        with self.endpoint.post_completion(body) as response:
             for event in _server_sent_events(response):
                 for choice in event.get("choices") or ():
                     first = first or time.perf_counter()
@@ -197,19 +182,6 @@ class OpenAIServerPeer:
         tokens = list(self.engine.tokenizer("".join(pieces), add_special_tokens=False).input_ids)
         wrong = [] if count is not None else ["the server does not tell how many tokens it wrote"]
         return MeasuredAnswer(tokens, pieces, reason, None, first, new_tokens=count, problems=wrong)
-
-
-def _open_url(url: str, body: dict[str, Any] | None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        return urllib.request.urlopen(
-            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=600
-        )
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read(300).decode(errors="replace").split())
-        raise ValueError(f"{url} refuses ({error.code}): {said}") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{url} does not answer ({error}); is the server running?") from None
 
 
 def _server_sent_events(response: Any) -> Iterator[dict[str, Any]]:

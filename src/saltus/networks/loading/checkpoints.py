@@ -76,7 +76,7 @@ def load_checkpoint(
     with silence_transformers():
         model = load_model(name_or_path, folder, kind, device, weights, own_classes=exact)
         try:
-            tokenizer = _load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
         except Exception as error:
             raise ValueError(
                 f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
@@ -187,7 +187,8 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder."""
     if (folder / INDEX_FILE).is_file():
         from transformers import PreTrainedTokenizerFast
 

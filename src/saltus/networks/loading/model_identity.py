@@ -18,6 +18,11 @@ def model_fingerprint(model: Any) -> str:
     return blake2b(np.packbits(_signs(model)).tobytes() + _shapes(model), digest_size=16).hexdigest()
 
 
+def vocabulary_digest(tokenizer: Any) -> str:
+    """The identity of a tokenizer's vocabulary: a hash of its tokens and their ids."""
+    return blake2b(repr(sorted(tokenizer.get_vocab().items())).encode(), digest_size=16).hexdigest()
+
+
 def embedding_signs(model: Any) -> str:
     """A text by which `is_similar` recognises the model in other precisions: its shapes, and signs of embeddings."""
     signs = np.packbits(_signs(model)[:, :SAMPLED_COLUMNS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -11,7 +10,7 @@ from typing import Any
 
 from saltus.engine.engine import Engine
 from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata
+from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard
 from saltus.training.loop.checkpoint import write_atomically
 
 TEMPERATURE = 1.0  # a text of a data set is a sample of a distribution, not its likeliest text
@@ -87,10 +86,7 @@ def write_given_texts(engine: Engine, file: Path, folder: Path, max_new_tokens: 
         raise ValueError(f"{folder} holds other texts; write these into another folder")
     for number, start in enumerate(range(0, len(texts), texts_per_shard)):
         part = texts[start : start + texts_per_shard]
-        data = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in part).encode()
-        write_atomically(
-            folder / f"{number:05d}.jsonl.gz", lambda out, data=data: out.write(gzip.compress(data, mtime=0))
-        )
+        save_shard(folder / f"{number:05d}.jsonl.gz", part)
     content = (json.dumps(metadata, indent=1) + "\n").encode()
     write_atomically(folder / METADATA_FILE, lambda out: out.write(content))
     return len(texts)

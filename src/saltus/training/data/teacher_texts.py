@@ -75,24 +75,30 @@ class CollectionPlan:
         return [(text // kinds, self.temperatures[text % kinds]) for text in here]
 
     def metadata(self, engine: Engine) -> dict[str, Any]:
-        """The metadata of a folder of these texts. The keys are kept for folders that exist."""
-        inputs = json.dumps([[one.source, *map(int, one.prompt)] for one in self.prompts])
+        """The metadata of a folder of these texts, written by an engine. The keys are kept for folders that exist."""
         model = engine.network.model
         return {
             "model": engine.target.name,
             "fingerprint": model_fingerprint(model),
             "dtype": str(model.dtype).removeprefix("torch."),
             "free_shapes": engine.network.free_shapes,
+            "coupling": self.coupling,
+            **self.settings_metadata(),
+            **({"block": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
+        }
+
+    def settings_metadata(self) -> dict[str, Any]:
+        """The part of a folder's metadata that does not depend on who writes."""
+        inputs = json.dumps([[one.source, *map(int, one.prompt)] for one in self.prompts])
+        return {
             "temperatures": list(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
-            "coupling": self.coupling,
             **({"top_k": self.top_k} if self.top_k else {}),
             **({"top_p": self.top_p} if self.top_p < 1 else {}),
             "prompts": blake2b(inputs.encode(), digest_size=16).hexdigest(),
             "questions": len(self.prompts),
             "shard": self.texts_per_shard,
-            **({"block": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
         }
 
 
@@ -125,17 +131,18 @@ def text_seed(seed: int, prompt_number: int) -> int:
     )
 
 
-def prepare_folder(folder: Path, plan: CollectionPlan, engine: Engine) -> list[int]:
+def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, Any]) -> list[int]:
     """Write the folder's metadata; returns the numbers of the missing shards.
 
     Errors: ValueError where it holds other texts, or a damaged shard.
     """
-    metadata = plan.metadata(engine)
     if not (folder / METADATA_FILE).exists():
         write_atomically(
             folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
         )
-    found = {"coupling": OLD_COUPLING, **read_metadata(folder)}
+    found = read_metadata(folder)
+    if "fingerprint" in found:  # an engine wrote it
+        found = {"coupling": OLD_COUPLING, **found}
     names = [name for name in {**metadata, **found} if name != "model"]
     differs = next((name for name in names if found.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):
@@ -203,8 +210,13 @@ def write_shard(
          **({"seed": one.seed, "iterates": one.iterates} if isinstance(one, TrajectoryRequest) else {})}
         for (number, temperature), one in zip(plan.texts_of_shard(shard_number), requests, strict=True)
     ]  # fmt: skip
+    save_shard(folder / plan.shard_names[shard_number], rows)
+
+
+def save_shard(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the texts of a shard, atomically."""
     data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
-    write_atomically(folder / plan.shard_names[shard_number], lambda out: out.write(gzip.compress(data, mtime=0)))
+    write_atomically(file, lambda out: out.write(gzip.compress(data, mtime=0)))
 
 
 def read_texts(file: Path) -> list[Sample]:

@@ -1,0 +1,86 @@
+"""`saltus collect text --endpoint`: a server of OpenAI's protocol writes the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli.collection import show_progress, tokenize_prompts
+from saltus.engine.prompts import Prompt
+
+TOKENIZER_FILE = "tokenizer_config.json"
+ENDPOINT_PANEL = "Server"
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="Let a running server of OpenAI's protocol write, such as vLLM's; of --model only the tokenizer is read.",
+        rich_help_panel=ENDPOINT_PANEL,
+    ),
+]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(
+        "--served-model",
+        metavar="NAME",
+        help="The server's name of it. [dim]\\[default: the first that it lists][/dim]",
+        rich_help_panel=ENDPOINT_PANEL,
+    ),
+]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="SALTUS_API_KEY",
+        help="Of the server.",
+        show_default=False,
+        rich_help_panel=ENDPOINT_PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server that writes, if one does."""
+
+    endpoint: Endpoint = None
+    served_model: ServedModel = None
+    api_key: ApiKey = ""
+
+
+def collect_from_server(
+    inputs: Sequence[Prompt],
+    file: Path,
+    out: Path,
+    server: ServerOptions,
+    model: str,
+    chat_template: str | None,
+    settings: Mapping[str, Any],
+    concurrency: int,
+) -> None:
+    """Let a server answer prompts, as texts of a model whose weights need not be here. Errors: ValueError."""
+    from saltus.engine.chat_template import read_chat_template
+    from saltus.integrations.openai_endpoint import connect_endpoint
+    from saltus.networks.loading.checkpoints import load_tokenizer
+    from saltus.networks.loading.sources import resolve
+    from saltus.training.data.endpoint_texts import collect_from_endpoint, endpoint_metadata
+    from saltus.training.data.teacher_texts import CollectionPlan, prepare_folder
+    from saltus.training.loop.checkpoint import lock_folder
+
+    folder = Path(model).expanduser()  # one that holds a tokenizer will do
+    tokenizer = load_tokenizer(folder if (folder / TOKENIZER_FILE).is_file() else resolve(model))
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    plan = CollectionPlan(tokenize_prompts(tokenizer, model, None, inputs, file), **settings)
+    assert server.endpoint is not None
+    endpoint = connect_endpoint(server.endpoint, tokenizer, server.served_model, server.api_key)
+    with lock_folder(out):
+        missing = prepare_folder(out, plan, endpoint_metadata(plan, endpoint, model, tokenizer))
+        progress = collect_from_endpoint(endpoint, tokenizer, plan, missing, out, concurrency)
+        show_progress(progress, plan, missing, out)

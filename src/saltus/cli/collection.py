@@ -1,0 +1,66 @@
+"""What the collecting commands share: prompts as token ids, and the progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from saltus.engine.prompts import Prompt
+
+
+def read_inputs(prompts: Path, limit: int | None) -> list[Prompt]:
+    """The prompts of a file. Errors: ValueError for one with several turns."""
+    from saltus.engine.prompts import read_prompts_file
+
+    inputs = read_prompts_file(prompts)[:limit]
+    if number := next((number for number, one in enumerate(inputs) if len(one.turns) > 1), None):
+        raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
+    return inputs
+
+
+def tokenize_prompts(
+    tokenizer: Any, model_name: str, context: int | None, inputs: Sequence[Prompt], file: Path
+) -> list[Any]:
+    """The token ids of the prompts. Errors: ValueError for one that is longer than the context, if that is known."""
+    from saltus.engine.encoding import encode_prompt
+    from saltus.training.data.teacher_texts import TokenizedPrompt
+
+    found = []
+    for number, one in enumerate(inputs):
+        tokens = encode_prompt(tokenizer, one.turns[0] if one.turns else list(one.messages), False, model_name)
+        if context is not None and len(tokens) >= context:
+            raise ValueError(
+                f"prompt {number} of {file} has {len(tokens):,} tokens, but {model_name} reads {context:,};"
+                " shorten it or leave it out"
+            )
+        source = one.record.get("source") or one.record.get("category") or file.stem
+        found.append(TokenizedPrompt(str(source), tuple(tokens)))
+    return found
+
+
+def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:
+    """Show the progress, and at the end or at Ctrl-C what is written."""
+    from saltus.cli.answers import print_note
+    from saltus.cli.progress import progress_meter
+    from saltus.training.data.teacher_texts import missing_shards
+
+    ended = plan.num_texts - sum(len(plan.texts_of_shard(number)) for number in missing)
+    tokens, start_time = 0, time.monotonic()
+    try:
+        with closing(progress), progress_meter(plan.num_texts, "texts") as show:
+            show(ended)
+            for texts, new in progress:
+                ended, tokens = ended + texts, tokens + new
+                show(ended, f"{tokens / (time.monotonic() - start_time):,.0f} tokens/s")
+    except KeyboardInterrupt:
+        complete = len(plan.shard_names) - len(missing_shards(out, plan))
+        raise KeyboardInterrupt(
+            f"interrupted; {complete:,} of {len(plan.shard_names):,} files are written,"
+            " the same command writes the others"
+        ) from None
+    print_note(
+        f"{plan.num_texts:,} texts in {out}" + (f", {tokens:,} tokens written now" if missing else ", all there before")
+    )

@@ -1,0 +1,88 @@
+"""Ask a server of OpenAI's protocol, such as vLLM's, llama.cpp's or Saltus's own, for completions of a text."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any
+
+from saltus.core.sampling import Sampling
+
+TIMEOUT_SECONDS = 600
+OPTIONAL_FIELDS = ("add_special_tokens", "cache_prompt")  # vLLM's and llama.cpp's; other servers may refuse them
+PASSING_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may answer the same request later
+
+
+class EndpointError(ValueError):
+    """A server that refuses, or does not answer; `passing` if the same request may succeed later."""
+
+    def __init__(self, line: str, status: int | None = None, retry_after: float = 0.0) -> None:
+        super().__init__(line)
+        self.status, self.retry_after = status, retry_after
+        self.passing = status is None or status in PASSING_STATUSES
+
+
+@dataclass(frozen=True)
+class OpenAIEndpoint:
+    """A server's address, which ends in /v1, and the model that it serves."""
+
+    url: str
+    model: str
+    api_key: str = field(default="", repr=False)
+    begin_token: str = ""  # which servers put before a text by themselves
+
+    def completion_body(self, prompt: str, max_tokens: int, sampling: Sampling, seed: int) -> dict[str, Any]:
+        """The request for a completion of a text whose chat template and special tokens are in it."""
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "seed": seed, "add_special_tokens": False,
+        }  # fmt: skip
+        return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
+
+    def post_completion(self, body: dict[str, Any]) -> Any:
+        """The open response; fields of single servers are left out if this one refuses them. Errors: EndpointError."""
+        try:
+            return _open_url(f"{self.url}/completions", body, self.api_key)
+        except EndpointError as error:
+            unknown = next((name for name in OPTIONAL_FIELDS if name in body and name in str(error)), None)
+            if error.status not in (400, 422) or unknown is None:
+                raise
+        changed = {name: value for name, value in body.items() if name != unknown}
+        if unknown == "add_special_tokens":
+            changed["prompt"] = body["prompt"].removeprefix(self.begin_token)
+        return self.post_completion(changed)
+
+
+def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key: str = "") -> OpenAIEndpoint:
+    """A server and, unless `model` names another one, the first model that it lists. Errors: ValueError.
+
+    The tokenizer is that of the model.
+    """
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    if not base.startswith(("http://", "https://")):
+        raise ValueError(f"--endpoint {url}: give an address such as http://localhost:8000")
+    if model is None:
+        with _open_url(f"{base}/models", None, api_key) as response:
+            try:
+                model = str(json.load(response)["data"][0]["id"])
+            except (ValueError, KeyError, IndexError, TypeError):
+                raise ValueError(f"{base}/models lists no model; is a server of OpenAI's protocol there?") from None
+    begins = tokenizer.bos_token is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+    return OpenAIEndpoint(base, model, api_key, tokenizer.bos_token if begins else "")
+
+
+def _open_url(url: str, body: dict[str, Any] | None, api_key: str) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        said, wait = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
+        seconds = float(wait) if wait.isdecimal() else 0.0
+        line = f"{url} refuses ({error.code}): {said}"
+        raise EndpointError(line, error.code, seconds) from None
+    except (OSError, ValueError, HTTPException) as error:
+        raise EndpointError(f"{url} does not answer ({error}); is the server running?") from None
