@@ -70,8 +70,9 @@ def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key
                 model = str(json.load(response)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError):
                 raise ValueError(f"{base}/models lists no model; is a server of OpenAI's protocol there?") from None
-    begins = tokenizer.bos_token is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
-    return OpenAIEndpoint(base, model, api_key, tokenizer.bos_token if begins else "")
+    begin = tokenizer.bos_token or ""
+    puts_it = bool(begin) and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+    return OpenAIEndpoint(base, model, api_key, begin if puts_it else "")
 
 
 def _open_url(url: str, body: dict[str, Any] | None, api_key: str) -> Any:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -73,16 +74,18 @@ class _Request:
 
     def answer(self, stopped: Event) -> _Answer:
         """The server's text. Errors: ValueError."""
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in count(1):
             try:
                 return self._ask()
             except EndpointError as error:
                 if not error.passing:
                     raise
-                last, pause = error, min(max(2.0**attempt, error.retry_after), LONGEST_PAUSE)
-            if attempt + 1 == MAX_ATTEMPTS or stopped.wait(pause):
-                break
-        raise ValueError(f"{last}; {MAX_ATTEMPTS} attempts failed, the same command writes the missing files")
+                pause = min(max(2.0 ** (attempt - 1), error.retry_after), LONGEST_PAUSE)
+                if attempt >= MAX_ATTEMPTS or stopped.wait(pause):
+                    raise ValueError(
+                        f"{error}; {attempt} attempts failed, the same command writes the missing files"
+                    ) from None
+        raise AssertionError
 
     def _ask(self) -> _Answer:
         try:

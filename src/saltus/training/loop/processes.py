@@ -83,8 +83,8 @@ class Processes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer releases of torch have another name for the latter
             # a step may leave weights out, such as those of uniforms where all texts are greedy
-            settings = {"find_unused_parameters": True, "broadcast_buffers": False}
-            return DistributedDataParallel(_StepLoss(module, loss), **settings)
+            part = _StepLoss(module, loss)
+            return DistributedDataParallel(part, find_unused_parameters=True, broadcast_buffers=False)
 
     def shard(self, model: Any) -> None:
         """Distribute the weights of a frozen model's layers (FSDP2): all of a layer are on a device only in its calls.
