@@ -152,8 +152,10 @@ def test_two_processes_read_the_texts_of_one_and_of_a_sharded_model_one_writes(t
     for sharded, expected in ((False, (files[::2], files[1:2])), (True, (files, []))):
         for rank in (0, 1):
             folder = tmp_path / f"{sharded}-{rank}"
-            for _ in collect_uniform_intervals(model, samples, folder, processes=OneOfTwo(rank), sharded=sharded):
-                pass
+            done = collect_uniform_intervals(model, samples, folder, processes=OneOfTwo(rank), sharded=sharded)
+            whole = sharded and rank == 0
+            with nullcontext() if whole else pytest.raises(ValueError, match="all machines must share its disk"):
+                list(done)  # here the processes share no disk
             found = sorted(folder.glob("*"))
             assert [file.name for file in found] == expected[rank]
             assert all(file.read_bytes() == (tmp_path / "one" / file.name).read_bytes() for file in found)

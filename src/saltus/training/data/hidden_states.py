@@ -117,6 +117,8 @@ def write_shards(
                 _write_shard(file, joined, shard_metadata)
         yield start + len(part)
     processes.wait()
+    if not folder.is_dir() or len(list(folder.glob("*.safetensors"))) < -(-len(samples) // TEXTS_PER_SHARD):
+        raise ValueError(f"{folder} lacks files that other processes wrote; all machines must share its disk")
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -91,6 +91,8 @@ def train(
         for optimiser, optimiser_state in zip(optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(optimiser_state)
         step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
+    if float(processes.average(torch.tensor(float(step)))) != step:
+        raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
     began, saved, total = time.perf_counter() - seconds, step, 0.0
     module.train()
     synchronized_loss = processes.synchronized(module, loss)
