@@ -1,6 +1,7 @@
 """What are uniforms worth to a drafter? Count its right drafts, told the text's own uniforms and told others.
 
     python benchmarks/uniforms.py --teacher held_out.jsonl.gz --out uniforms.json
+    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --coupling token-order --adapter adapter
     python benchmarks/uniforms.py --teacher held_out.jsonl.gz --checkpoints kept/*.pt --plot uniforms.png
 
 The teacher's texts are read as `saltus collect text` wrote them; they should be none that the drafter was trained on.
@@ -25,16 +26,21 @@ from torch.special import ndtr
 import saltus
 from saltus.core.sampling import Coupling
 from saltus.networks.draft_models.drafter import DraftModel
+from saltus.networks.loading.adapter_files import load_adapter
 from saltus.networks.loading.drafter_files import find_shipped, load_drafter
+from saltus.networks.loading.metadata import read_metadata
 from saltus.training.data.hidden_states import HiddenStateCorpus, collect_hidden_states, load_hidden_states
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.text_intervals import TextCorpus, collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule
 from saltus.training.run import select_teacher_texts
 from saltus.training.settings import Recipe
+from saltus.training.tasks.adapter import AdapterTrainingTask
 from saltus.training.tasks.drafter import forward_windows
+from saltus.training.tasks.losses import DistillationSettings
 
 LIKELY = 64  # tokens that can be nearest to a blurred uniform
 Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
@@ -110,7 +116,8 @@ class Examination:
         """Of the windows' tokens, at the temperature of each."""
         temperatures = torch.tensor(self.states.temperatures, dtype=torch.float64)
         which = (cut.temperatures[..., None] - temperatures).abs().argmin(-1)
-        places = cut.corpus_rows.gather(1, cut.window_starts)[..., None] + torch.arange(cut.targets.shape[-1])
+        starts = cut.window_starts.clamp_max(cut.corpus_rows.shape[1] - 1)  # windows after the last slot do not count
+        places = cut.corpus_rows.gather(1, starts)[..., None] + torch.arange(cut.targets.shape[-1])
         return self.states.uniform_intervals[which[..., None], places.clamp_max(len(self.states.tokens) - 1)]
 
     def greedy(self, model: DraftModel) -> dict[str, Any]:
@@ -134,6 +141,50 @@ class Examination:
             for name, drafts in ways_to_draft(self.states.coupling).items():
                 found.setdefault(name, []).append(right(model, self.states, untold, drafts, cut.uniforms))
         return {name: summary(torch.cat(counts)) for name, counts in found.items()}
+
+
+class AdapterExamination(Examination):
+    """The same for a gated adapter, which drafts as its form has it."""
+
+    def __init__(self, model: Any, model_name: str, folder: Path, corpus: TextCorpus) -> None:
+        adapter = load_adapter(folder, model, model_name)
+        drafts = DistillationSettings(
+            form=read_metadata(folder, "adapter").training["form"], window=adapter.settings.window
+        )
+        settings = WindowSettings(texts=4, windows=8)
+        self.task = AdapterTrainingTask(model, corpus, adapter.settings, drafts, settings, model_name, autocast=True)
+        self.task.module.copy_weights_from(adapter)
+        self.task.module.eval()
+        self.states, self.curriculum = corpus, self.task.window_dataset
+
+    @torch.inference_mode()
+    def right(self, cut: Batch, uniforms: Tensor) -> Tensor:
+        return self.task.matching_drafts(replace(cut, uniforms=uniforms)).long().cumprod(-1)
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, list[Tensor]] = {}
+        for greedy in (True, False):
+            for cut in self.cuts(greedy, self.task.window_settings.texts, self.task.window_settings.windows):
+                given = {"greedy texts": cut.uniforms} if greedy else told(cut.uniforms, self.edges(cut))
+                for name, uniforms in given.items():
+                    if name != "none":  # its queries have always been told something
+                        found.setdefault(name, []).append(self.right(cut, uniforms))
+        counts = {name: torch.cat(parts) for name, parts in found.items()}
+        own, other = (counts[name].sum(-1).double() for name in ("the text's uniforms", "other uniforms"))
+        gain = {"tokens": float((own - other).mean()), "error": float((own - other).std() / len(own) ** 0.5)}
+        return {**{name: summary(each) for name, each in counts.items()}, "the text's less other uniforms": gain}
+
+
+def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> dict[str, Any]:
+    """What an adapter makes of uniforms; prints it."""
+    with TemporaryDirectory() as room:
+        for done in collect_uniform_intervals(model, samples, Path(room), coupling=options.coupling):
+            print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
+        print()
+        found = AdapterExamination(model, options.model, options.adapter, load_uniform_intervals(Path(room))).report()
+    for name, one in found.items():
+        print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}")
+    return found
 
 
 def summary(counts: Tensor) -> dict[str, Any]:
@@ -170,6 +221,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--coupling", choices=("probability", "token-order"), default="probability")
     parser.add_argument("--drafter", type=Path, help="a folder of saltus train ptp; else the one that is shipped")
+    parser.add_argument("--adapter", type=Path, help="a gated adapter of saltus train ptp, in place of a drafter")
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=[], help="of the run that made the drafter")
     parser.add_argument("--queries", type=int, default=1600, help="of a step of that run")
     parser.add_argument("--states", type=Path, help="where to keep what is read; else nowhere")
@@ -178,18 +230,23 @@ def main() -> None:
     options = parser.parse_args()
 
     network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
+    samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
+    if options.adapter:
+        found = examine_adapter(options, network.model, samples)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+        return
     folder = options.drafter or find_shipped("drafter", network.model)
     if folder is None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model, trainable=True).float()
     network.add_hidden_state_layers(model.shape.taps)
-    samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
     with TemporaryDirectory() as room:
         for done in collect_hidden_states(network, samples, options.states or Path(room), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
         examination = Examination(load_hidden_states(options.states or Path(room)), model.shape.window)
-    found: dict[str, Any] = {"texts": len(samples), "drafter": str(folder)}
+    found = {"texts": len(samples), "drafter": str(folder)}
     found["greedy"] = examination.greedy(model)
     found["told"], found["drafted"] = examination.told(model), examination.drafted(model)
     for title in ("told", "drafted"):

@@ -179,7 +179,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         with self._autocast():
             return packed_logits(self._distilled_model, pack_causal(batch.tokens), rows[batch.loss_mask])
 
-    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+    def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         batch = batch.to(self.model.device)
         matches = batch.loss_mask & (self._drafted_tokens(batch) == batch.targets)
         return matches[..., self._num_undrafted_queries :].flatten(0, 1)

@@ -203,7 +203,7 @@ class DrafterTrainingTask(CachedStateTask):
         targets = self._target_distributions(batch.corpus_rows[:, : chosen.shape[1]][chosen])
         return F.cross_entropy(self._logits(states), targets, reduction="none")
 
-    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+    def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)
         queries = self._corrected(batch, forward_windows(self.module, self.corpus, batch)[1])
         drafts = self._logits(queries.flatten(0, -2)).argmax(-1).view(tokens.shape)

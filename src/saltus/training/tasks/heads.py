@@ -151,7 +151,7 @@ class HeadsTrainingTask(CachedStateTask):
         unembedding = self.module.unembedding
         return (states.to(unembedding.device, unembedding.dtype) @ unembedding.T).float().softmax(-1)
 
-    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+    def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         tokens, counted = self._draft_targets(batch)
         drafts = torch.stack([logs.argmax(-1) for logs in self._log_distributions(batch, tokens)], -1)
         length = drafts.shape[1]

@@ -91,10 +91,10 @@ class WindowTrainingTask(TrainingTask):
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
         dataset: WindowDataset = self.window_dataset
-        matches = [self._matching_drafts(batch) for batch in dataset.validation_batches(greedy)]
+        matches = [self.matching_drafts(batch) for batch in dataset.validation_batches(greedy)]
         counts = [1 + match.to(torch.int64).cumprod(-1).sum(-1).double() for match in matches]
         return float(torch.cat(counts).mean()) if counts else math.nan
 
     @abstractmethod
-    def _matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
+    def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
         """True where the module's draft is the target token; False for tokens outside the loss mask."""
