@@ -514,7 +514,7 @@ def test_an_xlnet_is_trained_as_it_is_asked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--left-to-right"]], ids=["any subset", "left to right"])
+@pytest.mark.parametrize("more", [[], ["--left-to-right"], ["--xlnet"]], ids=["any subset", "left to right", "xlnet"])
 def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tmp_path):
     """A few steps on this package's own functions: the tokens bring all of them back, and holes are lines."""
     folder = Path(saltus.__file__).parent
@@ -529,8 +529,13 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
         tokens = engine.tokenizer(source, add_special_tokens=False).input_ids
         assert engine.tokenizer.decode(tokens) == source
         assert tokens.count(engine.tokenizer.convert_tokens_to_ids("Ċ")) == source.count("\n")
-    if more:
+    if "--left-to-right" in more:
         assert engine.generate("def f(x):\n", max_new_tokens=4, raw=True).tokens
+        return
+    if "--xlnet" in more:
+        found = [engine.infill("def f(x):\n    y = [[6]]\n    return y\n", method=one) for one in ("plain", "assd")]
+        assert len(found[0].tokens) == 6
+        assert found[0].text == found[1].text
         return
     assert engine.network.pairwise_correction is not None
     before, behind = "def f(x):\n    y = 1\n", "\n    return x\n"

@@ -465,6 +465,7 @@ def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
     (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
     assert "only 1 stories or functions" in complaint("train", "assd", "--", "--text", "few.txt")
     assert "holds no programs" in complaint("train", "assd", "--", "--code", "nowhere")
+    assert "give one of --from" in complaint("train", "assd", "--", "--xlnet", "--left-to-right")
     assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
 
 

@@ -16,7 +16,8 @@ missing line is a hole between two tokens. White space in stories becomes single
 text of a hole, so that the model learns to end a hole of unknown length by itself.
 
 `--from` starts with the weights of such a model or of an XLNet, which keeps its own tokens and has no blanks.
-`--left-to-right` trains a causal model of the same size on the same texts, to compare with.
+`--xlnet` makes an XLNet instead, the paper's architecture: it has no blanks, so its holes have a given length, and no KV
+cache. `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 from saltus.networks.loading.checkpoints import fills_holes, load_model
 from saltus.networks.models.any_subset import ANY_SUBSET
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--spread", choices=list(HOLE_SPREADS), default="wide", help="fraction of a text that is holes")
     add("--spans", type=float, default=0.5, help="fraction of the texts whose holes are spans")
     add("--order", choices=["lattice", "any"], default="lattice", help="in which holes are decided")
+    add("--xlnet", action="store_true", help="an XLNet from scratch, for holes of given lengths")
     add("--left-to-right", action="store_true", help="a causal model, to compare with")
     add("--links", type=int, default=800, help="steps for the pairwise correction of drafts, after the model")
     add("--half", action="store_true", help="compute in bfloat16: twice as fast with AVX512-BF16")
@@ -103,8 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train by these command-line arguments. Errors: ValueError; KeyboardInterrupt with a message."""
     options = _parser().parse_args(arguments)
-    if options.left_to_right and options.begin:
-        raise ValueError("--left-to-right starts without weights; leave out --from")
+    if sum(map(bool, (options.left_to_right, options.begin, options.xlnet))) > 1:
+        raise ValueError("give one of --from, --xlnet and --left-to-right: each says what the model is")
     with join_processes() as processes:
         _train_and_save(options, processes)
 
@@ -160,21 +162,34 @@ def _read_texts(options: argparse.Namespace) -> list[str]:
 def _new_model(options: argparse.Namespace, texts: Sequence[str]) -> tuple[Any, Any]:
     """An untrained model, and a tokenizer made of the texts."""
     tokenizer = infill_texts.train_tokenizer(texts, options.vocabulary)
+    model = _new_xlnet(options, len(tokenizer)) if options.xlnet else _new_llama(options, len(tokenizer))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2:
+                generator = seeded_generator(options.seed, name)
+                weight.copy_(torch.from_numpy(generator.normal(0, 0.02, tuple(weight.shape))))
+    return model, tokenizer
+
+
+def _new_llama(options: argparse.Namespace, vocabulary: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=options.hidden, intermediate_size=int(options.hidden * 8 / 3) // 32 * 32,
+        vocab_size=vocabulary, hidden_size=options.hidden, intermediate_size=int(options.hidden * 8 / 3) // 32 * 32,
         num_hidden_layers=options.layers, num_attention_heads=max(options.hidden // 64, 1),
         max_position_embeddings=4 * options.length, bos_token_id=infill_texts.BOS, eos_token_id=infill_texts.EOS,
         pad_token_id=infill_texts.PAD, tie_word_embeddings=True,
     )  # fmt: skip
     if not options.left_to_right:
         setattr(config, ANY_SUBSET, {"mask": infill_texts.MASK, "blank": infill_texts.BLANK})
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2:
-                generator = seeded_generator(options.seed, name)
-                weight.copy_(torch.from_numpy(generator.normal(0, 0.02, tuple(weight.shape))))
-    return model, tokenizer
+    return LlamaForCausalLM(config)
+
+
+def _new_xlnet(options: argparse.Namespace, vocabulary: int) -> XLNetLMHeadModel:
+    config = XLNetConfig(
+        vocab_size=vocabulary, d_model=options.hidden, d_inner=4 * options.hidden, n_layer=options.layers,
+        n_head=max(options.hidden // 64, 1), dropout=0.0, bos_token_id=infill_texts.BOS, eos_token_id=infill_texts.EOS,
+        pad_token_id=infill_texts.PAD,
+    )  # fmt: skip
+    return XLNetLMHeadModel(config)
 
 
 def _load_model(folder: Path) -> tuple[Any, Any]:
