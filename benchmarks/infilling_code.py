@@ -3,7 +3,7 @@
     python benchmarks/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
 
 Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
-seed. Beside it: a causal model that continues the left side (`--causal`), and a line that is left empty, since some
+seed; a model without blanks, such as an XLNet, is given the line's length in tokens. Beside it: a causal model that continues the left side (`--causal`), and a line that is left empty, since some
 programs pass without theirs. Of long programs the nearest `--context` tokens are read, a third of them after the hole.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 from rich.progress import track
 
 import saltus
+from saltus.engine.infill_template import InfillTemplate
 from saltus.evaluation.benchmarks import program_assembly
 from saltus.evaluation.reports.environment import git_commit, machine_info
 from saltus.evaluation.sandbox import run_program
@@ -39,12 +40,16 @@ class Answers:
     seconds: float = 0.0
 
 
+def num_tokens(engine: saltus.Engine, text: str) -> int:
+    return len(engine.tokenizer(text, add_special_tokens=False).input_ids)
+
+
 def trimmed(engine: saltus.Engine, text: str, tokens: int, right: bool = False) -> str:
     """The lines nearest to the hole that have so many tokens at most."""
     kept: list[str] = []
     lines = text.splitlines(keepends=True)
     for line in lines if right else lines[::-1]:
-        tokens -= len(engine.tokenizer(line, add_special_tokens=False).input_ids)
+        tokens -= num_tokens(engine, line)
         if tokens < 0:
             break
         kept.append(line)
@@ -59,8 +64,11 @@ def infilled(
     for row in track(rows, f"{method}, seed {seed}"):
         before = trimmed(engine, row["prompt"], context * 2 // 3)
         after = "\n" + trimmed(engine, row["suffix"], context // 3, right=True)
+        line = row["canonical_solution"].rstrip("\n")
+        fixed = None if engine.network.blank_token is not None else max(num_tokens(engine, line), 1)
         began = time.perf_counter()
-        one = engine.infill(before, suffix=after, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
+        template = InfillTemplate((before, after), (fixed,))
+        one = engine.infill(template, method=method, open_tokens=OPEN, seed=seed, temperature=temperature)
         found.seconds += time.perf_counter() - began
         found.lines.append(one.fillings[0].partition("\n")[0])
         found.tokens += one.statistics.tokens
