@@ -3,8 +3,9 @@
     python benchmarks/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
 
 Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
-seed; a model without blanks, such as an XLNet, is given the line's length in tokens. Beside it: a causal model that continues the left side (`--causal`), and a line that is left empty, since some
-programs pass without theirs. Of long programs the nearest `--context` tokens are read, a third of them after the hole.
+seed; a model without blanks, such as an XLNet, is given the line's length in tokens. Beside it: a causal model that
+continues the left side (`--causal`), and a line that is left empty, since some programs pass without theirs. Of long
+programs the nearest `--context` tokens are read, a third of them after the hole.
 """
 
 import argparse

@@ -16,8 +16,8 @@ missing line is a hole between two tokens. White space in stories becomes single
 text of a hole, so that the model learns to end a hole of unknown length by itself.
 
 `--from` starts with the weights of such a model or of an XLNet, which keeps its own tokens and has no blanks.
-`--xlnet` makes an XLNet instead, the paper's architecture: it has no blanks, so its holes have a given length, and no KV
-cache. `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
+`--xlnet` makes an XLNet instead, the paper's architecture: it has no blanks, so its holes have a given length, and no
+KV cache. `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
 """
 
 from __future__ import annotations
