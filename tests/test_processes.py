@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -273,6 +274,40 @@ def test_ctrl_c_in_one_process_ends_both_at_the_same_step_with_one_line(recipe, 
     assert [code for code, _ in said] == [130, 130]
     assert said[0][1].endswith("saltus: interrupted at step 7; the same command goes on from step 4\n")
     assert said[1][1] == ""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_texts_are_read_is_one_line_of_the_process_that_writes(
+    recipe, folder, teacher, tmp_path, monkeypatch
+):
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    monkeypatch.setattr("saltus.training.data.text_intervals._read_text", interrupted)
+    launch(tmp_path / "room", *command("adapter", recipe, folder, teacher, tmp_path / "work"), fails=True)
+    said = {file.name: file.read_text() for file in (tmp_path / "room").glob("printed-*")}
+    kept = f"texts read so far are kept in {tmp_path / 'work' / 'edges'}, the same command goes on"
+    assert said["printed-0"] == f"130\nsaltus: interrupted; {kept}\n"
+    assert "saltus:" not in said.get("printed-1", "")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_other(recipe, folder, teacher, tmp_path, monkeypatch):
+    loss = DrafterTrainingTask.loss
+
+    def killed(task: DrafterTrainingTask, step: int) -> torch.Tensor:
+        if step == 5 and task.processes.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss(task, step)
+
+    monkeypatch.setattr(DrafterTrainingTask, "loss", killed)
+    said = launch(tmp_path / "room", *command("drafter", recipe, folder, teacher, tmp_path / "work"), fails=True)
+    for code, printed in said:  # of the other, unless the launcher ended it before it noticed
+        assert code == 2
+        assert printed.endswith(
+            "saltus: another process was killed; the same command goes on from the last checkpoint\n"
+        )
 
 
 @pytest.mark.slow

@@ -181,10 +181,12 @@ def join_processes(device: str = "cpu") -> Iterator[Processes]:
         if processes.is_main:
             raise
         raise SystemExit(INTERRUPTED) from None
-    except Exception:
-        if processes.is_first_to_fail():
-            raise
-        raise SystemExit(FAILED) from None
+    except Exception as error:
+        if not processes.is_first_to_fail():
+            raise SystemExit(FAILED) from None
+        if isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
+            raise ValueError("another process was killed; the same command goes on from the last checkpoint") from None
+        raise
     dist.destroy_process_group()
 
 
