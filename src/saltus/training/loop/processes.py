@@ -90,20 +90,23 @@ class Processes:
         """Distribute the weights of a frozen model's layers (FSDP2): all of a layer are on a device only in its calls.
 
         Embeddings, the last norm and the LM head stay whole, since they are also read outside of the model's calls.
-        Every call must be made by all processes.
+        Every call must be made by all processes. Errors: ValueError for a model without layers of Transformers' kind.
         """
         from torch.distributed.fsdp import fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if self.count == 1 or not layers:
+        if self.count == 1:
             return
-        inner = {weight for layer in layers for weight in layer.parameters()}
-        mesh = dist.init_device_mesh("cuda" if "nccl" in dist.get_backend_config() else "cpu", (self.count,))
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no layers that can be distributed; leave --shard out")
+        kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        mesh = dist.init_device_mesh(kind, (self.count,))
         model.requires_grad_(False)
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={one for one in model.parameters() if one not in inner})
+        fully_shard(model, mesh=mesh, ignored_params=set(model.parameters()))  # it orders the calls of the layers
+        model.to(kind)  # what stays whole; the parts of layers are there
 
     @contextmanager
     def joint_interrupt(self) -> Iterator[Callable[[], None]]:
@@ -157,7 +160,7 @@ def join_processes(device: str = "cpu") -> Iterator[Processes]:
     """While open, the processes of a launcher are connected: on CUDA each has the GPU of its local rank.
 
     If several fail, the first of them raises its error, and the main one at Ctrl-C; the others exit without a word.
-    Errors: ValueError where there are fewer GPUs than processes.
+    Errors: ValueError where there are fewer GPUs than processes, or for a device such as cuda:1.
     """
     if launched_processes() == 1:
         yield ONE_PROCESS
@@ -167,6 +170,8 @@ def join_processes(device: str = "cpu") -> Iterator[Processes]:
     backend = "gloo"
     if device.startswith("cuda"):
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if ":" in device:
+            raise ValueError(f"--device {device} names one GPU, but each process has its own; give --device cuda")
         if local >= gpus:
             raise ValueError(f"there are {gpus} GPUs for the processes; start {gpus} of them here, or use --device cpu")
         torch.cuda.set_device(local)
