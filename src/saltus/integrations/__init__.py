@@ -1,1 +1,1 @@
-"""Saltus inside other libraries."""
+"""Saltus inside other libraries, and other servers as sources of texts."""
