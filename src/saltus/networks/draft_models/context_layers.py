@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.core.forward import ForwardInputs
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
@@ -63,6 +64,16 @@ def select_hidden_states(
     return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
 
 
+def unread_states(
+    inputs: ForwardInputs, kv_cache: ContextKVCache, layers: Sequence[int], selected: Sequence[int | None]
+) -> Float[Tensor, "context states"]:
+    """The `selected` hidden states before the last decided tokens: of those whose context is not in the cache."""
+    assert inputs.hidden_states is not None
+    begin = len(inputs.canvas.decided_prefix) - len(inputs.hidden_states)  # of the given hidden states
+    past = kv_cache.reuse_prefix(inputs.canvas.decided_prefix, begin)
+    return select_hidden_states(inputs.hidden_states[past - begin :], layers, selected)
+
+
 @dataclass(frozen=True)
 class ContextRows:
     """The rows of one text in a pass, after the `past_length` rows in its cache."""
@@ -71,6 +82,7 @@ class ContextRows:
     kv_cache: ContextKVCache
     past_length: int
     num_outputs: int  # of the last rows
+    causal: bool = True  # False: all rows see each other, and they are few enough for one pass
 
 
 class ContextLayers:
@@ -112,6 +124,7 @@ class ContextLayers:
 
     def _without_first_rows(self, text: ContextRows) -> ContextRows:
         """What a single pass can hold of a text, after the rows before it have run."""
+        assert text.causal or len(text.inputs) <= MAX_ROWS_PER_CALL
         while len(text.inputs) > MAX_ROWS_PER_CALL:
             count = min(MAX_ROWS_PER_CALL, len(text.inputs) - text.num_outputs)
             self._forward([replace(text, inputs=text.inputs[:count], num_outputs=1)], output_logits=False)
@@ -121,7 +134,7 @@ class ContextLayers:
     def _forward(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
         positions = [np.arange(len(text.inputs)) + text.past_length for text in texts]
         rows = [
-            SequenceRows(text.kv_cache.kv_cache, text.past_length, places, np.tri(len(places), dtype=np.uint8))
+            SequenceRows(text.kv_cache.kv_cache, text.past_length, places, _tree_mask(text))
             for text, places in zip(texts, positions, strict=True)
         ]
         counts, ends = [text.num_outputs for text in texts], accumulate(map(len, positions))
@@ -141,3 +154,8 @@ class ContextLayers:
             states = self.model.model(inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False)
             states = states.last_hidden_state[0, keep]
             return self.model.lm_head(states) if output_logits else states.new_empty(0), states
+
+
+def _tree_mask(text: ContextRows) -> np.ndarray:
+    rows = len(text.inputs)
+    return np.tri(rows, dtype=np.uint8) if text.causal else np.ones((rows, rows), dtype=np.uint8)

@@ -14,33 +14,27 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
-from saltus.drafting.draft_tree import PositionPredictions
-from saltus.drafting.token_correction import NonlinearCorrection
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
-from saltus.networks.draft_models.context_layers import (
-    ContextKVCache,
-    ContextLayers,
-    ContextRows,
-    select_hidden_states,
+from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
+from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
+from saltus.networks.draft_models.token_correction import (
+    RMS_EPSILON,
+    TokenCorrectionModel,
+    corrected_states,
+    rms_normalized,
 )
-from saltus.networks.draft_models.row_candidates import PathKernel, path_kernel, row_candidates, rows_likely_tokens
-from saltus.networks.draft_models.token_correction import TokenCorrectionModel
 from saltus.networks.models.exact import native
-from saltus.networks.models.exact.batch_invariant_ops import linear
 from saltus.networks.models.exact.packed_weight import select_rows
 from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 
 MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
-RMS_EPSILON = 1e-6
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
@@ -103,6 +97,11 @@ class DraftModel(nn.Module):
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of this module
 
     @property
+    def lm_head(self) -> nn.Linear:
+        """The target's own, restricted to the drafted tokens."""
+        return self.llama.lm_head
+
+    @property
     def matrices(self) -> list[Tensor]:
         """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
         layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
@@ -130,14 +129,7 @@ class DraftModel(nn.Module):
         second_left: Int[Tensor, "*query_inputs"],
     ) -> Float[Tensor, "*queries hidden"]:
         """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
-        if self.correction is None:
-            return hidden_states
-        known = ((tokens >= 0)[..., None] for tokens in (left, second_left))
-        embedded = (
-            rms_normalized(nn.functional.embedding(tokens.clamp_min(0), self.embeddings[0]).to(hidden_states.dtype))
-            for tokens in (left, second_left)
-        )
-        return self.correction(hidden_states, *(one * here for one, here in zip(embedded, known, strict=True)))
+        return corrected_states(self.correction, self.embeddings[0], hidden_states, left, second_left)
 
     def query_inputs(
         self,
@@ -165,12 +157,6 @@ def _llama(config: dict[str, Any]) -> Any:
     return LlamaForCausalLM(LlamaConfig(**config))
 
 
-def rms_normalized(x: Tensor) -> Tensor:
-    """x divided by its root mean square; each row rounds alike in every call."""
-    wide = x.float()
-    return (wide / ((wide * wide).mean(-1, keepdim=True) + RMS_EPSILON).sqrt()).to(x.dtype)
-
-
 @dataclass
 class DraftNetwork:
     """A drafter as a network; its inputs carry the target's hidden states of the newly decided tokens."""
@@ -181,37 +167,10 @@ class DraftNetwork:
     def __post_init__(self) -> None:
         self.device = self.model.tokens.device
         self.context_layers = ContextLayers(self.model.llama)
-        correction = None if self.model.correction is None else self._numpy_correction(self.model.correction)
+        self.predictor = QueryPredictor(self.model)
+        self.correction = self.predictor.correction
         self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
-        self.correction = correction
         self.ones = torch.ones(self.model.shape.hidden, dtype=self.model.fuse.weight.dtype, device=self.device)
-        self.token_ids = self.model.tokens.cpu().numpy()
-        self.path_kernel = self._path_kernel() if self.device.type == "cpu" else None
-
-    def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
-        weights = [module.left, module.second_left, module.output]
-        left, second_left, output = (layer.weight.detach().cpu().float().numpy() for layer in weights)
-        unembedding = self.model.llama.lm_head.weight.detach().cpu().float().numpy()
-
-        def embed(token: int) -> np.ndarray:
-            one = nn.functional.embedding(torch.tensor([token], device=self.device), self.model.embeddings[0])
-            return rms_normalized(one.float())[0].cpu().numpy()
-
-        project = partial(self._linear, module.state)
-        return NonlinearCorrection(left, second_left, project, unembedding @ output, embed)
-
-    @torch.inference_mode()
-    def _path_kernel(self) -> PathKernel | None:
-        tables, module = [], self.model.correction
-        if self.correction is not None and module is not None:
-            embedded = rms_normalized(nn.functional.embedding(self.model.tokens, self.model.embeddings[0]))
-            embedded = embedded.to(module.left.weight.dtype)
-            left, second_left = (self._linear(layer, embedded) for layer in (module.left, module.second_left))
-            tables = [torch.from_numpy(self.correction.right), left, second_left]
-        return path_kernel(self.token_ids, self.correction, tables)
-
-    def _linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        return linear(x, [layer.weight], [None])[0] if self.device.type == "cpu" else layer(x)
 
     def _context_features(self, states: Tensor, tokens: Tensor) -> Tensor:
         """`DraftModel.context_features`, by a kernel where there is one."""
@@ -228,14 +187,6 @@ class DraftNetwork:
         )  # fmt: skip
         kernel(ctypes.byref(struct))
         return given
-
-    def _predictions(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
-        inputs = np.empty((0, 0)) if self.correction is None else self.correction.position_inputs(hidden_states)
-        informed, found = self.model.shape.informed, row_candidates(logits) if self.path_kernel is not None else None
-        if found is None or self.path_kernel is None:
-            return PositionPredictions(rows_likely_tokens(logits), self.token_ids, self.correction, inputs, informed)
-        grow = partial(self.path_kernel, found, np.ascontiguousarray(inputs, dtype=np.float32))
-        return PositionPredictions(found.likely_tokens(), self.token_ids, self.correction, inputs, informed, grow)
 
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
@@ -275,7 +226,7 @@ class DraftNetwork:
         read = [len(each) for each in features]
         texts = []
         for (inputs, kv_cache), context in zip(
-            pairs, self._linear(self.model.fuse, torch.cat(features)).split(read), strict=True
+            pairs, rows_linear(self.model.fuse, torch.cat(features)).split(read), strict=True
         ):
             queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
             rows = torch.cat([context, queries.to(context.dtype)])
@@ -285,17 +236,13 @@ class DraftNetwork:
         found = self.context_layers.run_together(texts)
         for (inputs, kv_cache), count, (logits, states) in zip(pairs, read, found, strict=True):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
-            predictions = self._predictions(logits[1:], states[1:])
+            predictions = self.predictor(logits[1:], states[1:])
             outputs.append(ForwardOutputs(logits, states, 0.0, count, num_rows, self.model.tokens, predictions))
         return outputs
 
     def _new_context_features(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> Tensor:
         """What `fuse` reads at the context positions that are not in the cache."""
-        assert inputs.hidden_states is not None
-        decided = inputs.canvas.decided_prefix
-        begin = len(decided) - len(inputs.hidden_states)  # of the given hidden states
-        past = kv_cache.reuse_prefix(decided, begin)
-        tokens = torch.from_numpy(decided[past:].copy()).to(self.device)
         layers = (*self.model.shape.taps, None)
-        states = select_hidden_states(inputs.hidden_states[past - begin :], self.target.hidden_state_layers, layers)
+        states = unread_states(inputs, kv_cache, self.target.hidden_state_layers, layers)
+        tokens = torch.from_numpy(inputs.canvas.decided_prefix[-len(states) :].copy()).to(self.device)
         return self._context_features(states, tokens)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from saltus.networks.draft_models import circuits
 from saltus.networks.draft_models.circuits import Circuit
-from saltus.networks.draft_models.drafter import rms_normalized
+from saltus.networks.draft_models.token_correction import rms_normalized
 from saltus.networks.draft_models.upper_layers import UpperLayers
 from saltus.networks.models.exact.batch_invariant_ops import linear
 

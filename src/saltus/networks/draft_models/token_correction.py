@@ -4,9 +4,17 @@ tokens that are drafted before it.
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+
+RMS_EPSILON = 1e-6
+
+
+def rms_normalized(x: Tensor) -> Tensor:
+    """x divided by its root mean square; each row rounds alike in every call."""
+    wide = x.float()
+    return (wide / ((wide * wide).mean(-1, keepdim=True) + RMS_EPSILON).sqrt()).to(x.dtype)
 
 
 class TokenCorrectionModel(nn.Module):
@@ -34,3 +42,21 @@ class TokenCorrectionModel(nn.Module):
         own = self.state(hidden)
         with_tokens = functional.silu(own + self.left(left) + self.second_left(second_left))
         return hidden + self.output(with_tokens - functional.silu(own))
+
+
+def corrected_states(
+    correction: TokenCorrectionModel | None,
+    embeddings: Tensor,
+    hidden_states: Float[Tensor, "*queries hidden"],
+    left: Int[Tensor, "*query_inputs"],
+    second_left: Int[Tensor, "*query_inputs"],
+) -> Float[Tensor, "*queries hidden"]:
+    """The last hidden states of queries, corrected by the two tokens before each; −1 is a token not known yet."""
+    if correction is None:
+        return hidden_states
+    known = ((tokens >= 0)[..., None] for tokens in (left, second_left))
+    embedded = (
+        rms_normalized(functional.embedding(tokens.clamp_min(0), embeddings).to(hidden_states.dtype))
+        for tokens in (left, second_left)
+    )
+    return correction(hidden_states, *(one * here for one, here in zip(embedded, known, strict=True)))

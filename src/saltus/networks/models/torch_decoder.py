@@ -48,12 +48,12 @@ class TorchDecoder:
             for number, layer in enumerate(self.base.layers):
                 if number in hidden_state_layers:
                     collected.append(hidden)
-                hidden = hidden + self._attention(layer.self_attn, _normed(layer.input_layernorm, hidden), angles)
-                x, mlp = _normed(layer.post_attention_layernorm, hidden), layer.mlp
+                hidden = hidden + self._attention(layer.self_attn, normed(layer.input_layernorm, hidden), angles)
+                x, mlp = normed(layer.post_attention_layernorm, hidden), layer.mlp
                 hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-            normed = _normed(self.base.norm, hidden)
-            logits = self.model.lm_head(normed[logit_rows])
-        return logits, torch.cat([*collected, normed], -1) if output_hidden_states else normed[logit_rows]
+            last = normed(self.base.norm, hidden)
+            logits = self.model.lm_head(last[logit_rows])
+        return logits, torch.cat([*collected, last], -1) if output_hidden_states else last[logit_rows]
 
     @staticmethod
     def _attention(layer: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -61,17 +61,19 @@ class TorchDecoder:
             project(x).unflatten(-1, (-1, layer.head_dim)).transpose(0, 1)[None]
             for project in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
-        q, k = _rotated(q, *angles), _rotated(k, *angles)
+        q, k = rotated(q, *angles), rotated(k, *angles)
         out, _ = attention.attend(layer, q, k, v, scaling=layer.scaling)
         return layer.o_proj(out[0].flatten(1))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embeddings of heads (Su et al. 2021)."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def _normed(norm: Any, x: Tensor) -> Tensor:
+def normed(norm: Any, x: Tensor) -> Tensor:
+    """RMS norm by the weight of a module, in float32 (Zhang & Sennrich 2019)."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * wide.to(x.dtype)

@@ -183,7 +183,7 @@ class DrafterTrainingTask(CachedStateTask):
         return tokens.to(self.target.device), counted.to(self.target.device)
 
     def _logits(self, hidden_states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft"]:
-        head = self.module.llama.lm_head
+        head = self.module.lm_head
         return head(hidden_states.to(head.weight.dtype)).float()
 
     def _target_distributions(self, rows: Int[Tensor, "rows"]) -> Float[Tensor, "rows draft"]:
