@@ -29,6 +29,7 @@ class HiddenStateDrafter:
 
     length: int  # draft tokens, at most
     draft: Callable[[Canvas, Tensor, int], DraftCalls]
+    max_unread: int = MAX_UNREAD  # set before the first step where the draft network reads more
     output_hidden_states: bool = field(default=True, init=False)
     pending: list[Tensor] = field(default_factory=list, init=False)  # hidden states that were not read yet
     num_tokens_seen: int = field(default=0, init=False)  # decided tokens whose hidden states were collected
@@ -42,7 +43,7 @@ class HiddenStateDrafter:
     def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
-        return (yield from self.draft(canvas, hidden_states[-MAX_UNREAD:], length))
+        return (yield from self.draft(canvas, hidden_states[-self.max_unread :], length))
 
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""
@@ -53,8 +54,8 @@ class HiddenStateDrafter:
         new = num_decided - self.num_tokens_seen
         if len(rows) < new:  # states in between are missing, so the network starts again from here
             self.pending.clear()
-        self.pending.append(_rows(states, rows[-min(new, MAX_UNREAD) :]))
-        del self.pending[:-MAX_UNREAD]  # each has a row or more; without this they pile up while drafting is off
+        self.pending.append(_rows(states, rows[-min(new, self.max_unread) :]))
+        del self.pending[: -self.max_unread]  # each has a row or more; without this they pile up while drafting is off
         self.num_tokens_seen = num_decided
 
 

@@ -19,7 +19,7 @@ from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD
+from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
@@ -30,7 +30,7 @@ from saltus.methods import Method, UsesTrainedModel, make_methods
 from saltus.networks.loading.checkpoints import Checkpoint
 from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
-from saltus.networks.protocols import TargetNetwork
+from saltus.networks.protocols import ReadsHiddenStates, TargetNetwork
 
 MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
@@ -67,6 +67,9 @@ class DecodingSetup:
             if drafter is not None:
                 if request.prediction and isinstance(drafter, UsesReferences):
                     drafter.add_reference(request.prediction, True)
+                for network in (self.networks.get(name) for name in method.draft_models):
+                    if isinstance(drafter, HiddenStateDrafter) and isinstance(network, ReadsHiddenStates):
+                        drafter.max_unread = network.max_unread
                 if request.memory is not None and isinstance(drafter, UsesMemory):
                     drafter.memory = request.memory
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)

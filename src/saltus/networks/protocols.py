@@ -45,3 +45,10 @@ class DrafterHost(Protocol):
     def attach_adapter(self, adapter: Any) -> None: ...
 
     def add_hidden_state_layers(self, layers: Sequence[int]) -> None: ...
+
+
+@runtime_checkable
+class ReadsHiddenStates(Protocol):
+    """A draft network that reads more of the target's hidden states at once than a drafter keeps by default."""
+
+    max_unread: int

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.core.sampling import Coupling
+from saltus.networks.draft_models.dflash import DFLASH
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
@@ -109,6 +110,8 @@ class CachedStateObjective(Objective):
                 "the coupling gumbel has no uniforms to condition queries on; set informed=false, or"
                 " coupling=probability or token-order"
             )
+        if recipe.kind == "drafter" and recipe.drafter.network == DFLASH and "laws" in window_keys:
+            raise ValueError("the network dflash predicts nothing at context positions; leave laws out")
 
     def why_not_truncated(self, recipe: Recipe) -> str:
         if recipe.kind != "drafter":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+import torch
+
 from saltus.core.sampling import Coupling
 from saltus.networks.adapters.gated_lora import GatedLoraSettings
 from saltus.networks.adapters.uniform_embedding import KINDS
+from saltus.networks.draft_models.dflash import DFLASH, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape
 from saltus.networks.draft_models.heads import HeadShape
 from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSchedule
@@ -26,11 +30,13 @@ RECIPE_COUPLING: Coupling = "probability"  # of recipes that name none
 class DrafterSettings:
     """A small network beside the target, with attention heads of the target's size."""
 
+    network: Literal["ptp", "dflash"] = "ptp"  # dflash: masks read projected states; other engines load it
     layers: int = 2
     intermediate: int = 768
     taps: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
     window: int = 6  # tokens of a draft
-    vocabulary: int = 8192  # the most frequent tokens, which are drafted
+    vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
+    mask_token: int | None = None  # whose embedding the queries of dflash start with; default: the last one
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
     told: bool = True  # conditioned on the temperature
     informed: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
@@ -38,22 +44,45 @@ class DrafterSettings:
     autocast: bool = False  # compute in bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("layers", "intermediate", "window", "vocabulary"):
+        for name in ("layers", "intermediate", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"a drafter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if self.vocabulary < 0:
+            raise ValueError(f"a drafter's vocabulary is {self.vocabulary}, but must be 1 or more, or 0 for all tokens")
+        if self.network == DFLASH and (self.informed or not self.taps):
+            what = "uniforms; set informed=false" if self.informed else "states but those of taps; set taps=[10, 20]"
+            raise ValueError(f"the network dflash reads no {what}")
+        if self.network != DFLASH and self.mask_token is not None:
+            raise ValueError("mask_token is for the network dflash; leave it out, or set network=dflash")
         if self.embedding not in KINDS:
             raise ValueError(f"a drafter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
 
-    def shape(self, target: Any) -> DrafterShape:
-        """The shape for a Hugging Face model. Errors: ValueError for layers that it does not have."""
+    def shape(self, target: Any) -> DrafterShape | DFlashShape:
+        """The shape for a Hugging Face model. Errors: ValueError for layers or tokens that it does not have."""
         config = target.config.get_text_config()
         if wrong := [tap for tap in self.taps if not 0 < tap < config.num_hidden_layers]:
             raise ValueError(f"taps has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer")
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if self.network == DFLASH:
+            return self._dflash_shape(target, heads, kv_heads)
         return DrafterShape(
             config.hidden_size, self.intermediate, self.taps, self.layers, heads, kv_heads,
             self.window, self.embedding, self.told, self.informed, correction=self.correction,
+        )  # fmt: skip
+
+    def _dflash_shape(self, target: Any, heads: int, kv_heads: int) -> DFlashShape:
+        """Heads of the target's size, in numbers that 2, 4 and 8 devices can share."""
+        config, embeddings = target.config.get_text_config(), target.get_input_embeddings().weight
+        mask_token, count = self.mask_token, len(embeddings)
+        if mask_token is None:
+            mask_token = next(token for token in reversed(range(count)) if embeddings[torch.tensor([token])].any())
+        if not 0 <= mask_token < count:
+            raise ValueError(f"mask_token is {mask_token}, but the model has {count} tokens; take one of them")
+        own, kv_heads = max(8, heads // 8 * 8), 1 << (kv_heads - 1).bit_length()
+        return DFlashShape(
+            config.hidden_size, self.intermediate, self.taps, mask_token, self.layers, own, math.gcd(own, kv_heads),
+            getattr(config, "head_dim", None) or config.hidden_size // heads, self.window, correction=self.correction,
         )  # fmt: skip
 
 
@@ -209,4 +238,6 @@ class Recipe:
         for name in ("inverse", "student_windows"):  # without them, too
             if not found.get("adapter", {}).get(name, True):
                 del found["adapter"][name]
+        if found.get("drafter", {}).get("network") == "ptp":
+            del found["drafter"]["network"], found["drafter"]["mask_token"]
         return found

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, upper_layers
 from saltus.networks.loading.huge_pages import place_in_huge_pages
@@ -33,12 +34,15 @@ from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
 SHIPPED_FOLDERS = {"drafter": SHIPPED / "drafters", "heads": SHIPPED / "heads"}
-TARGET_TENSORS = ("llama.lm_head.weight", "llama.model.embed_tokens.weight")  # from the target, or never used
+TARGET_TENSORS = (  # from the target, or never used
+    "llama.lm_head.weight", "llama.model.embed_tokens.weight",
+    "decoder.lm_head.weight", "decoder.model.embed_tokens.weight",
+)  # fmt: skip
 
 
 def save_drafter(
     kind: Kind,
-    model: DraftModel | HeadModel,
+    model: DraftModel | DFlashModel | HeadModel,
     folder: Path,
     target_name: str,
     target: Any,
@@ -48,7 +52,7 @@ def save_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
         name: tensor.detach().to(torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (model.saved_weights() if isinstance(model, DFlashModel) else model.state_dict()).items()
         if name not in TARGET_TENSORS
     }
     save_file(kept | {"tokens": model.tokens.to(torch.int32)}, folder / WEIGHTS_FILES[kind])
@@ -57,15 +61,18 @@ def save_drafter(
     write_metadata(folder, metadata)
 
 
-def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DraftModel:
+def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DraftModel | DFlashModel:
     """A drafter for this target (a Hugging Face model), in its dtype. Errors: ValueError of one line.
 
     `trainable` makes its layers modules of Transformers; they are so, too, where there are no compiled kernels.
     """
     settings, weights = _read_files("drafter", folder, target, target_name)
-    shape = DrafterShape(**{**settings, "taps": tuple(settings["taps"])})
     trainable = trainable or native.kernel("linear", target.dtype, target.device) is None
-    model = DraftModel(shape, weights.pop("tokens").long(), *_embeddings(target), trainable)
+    settings, tokens = {**settings, "taps": tuple(settings["taps"])}, weights.pop("tokens").long()
+    if settings.get("network") == DFLASH:
+        model = DFlashModel(DFlashShape(**settings), tokens, *_embeddings(target), trainable)
+        return _with_weights("drafter", model, weights, folder, target)
+    model = DraftModel(DrafterShape(**settings), tokens, *_embeddings(target), trainable)
     model = _with_weights("drafter", model, weights, folder, target)
     model.auxiliary.float()  # faster on processors without bfloat16, and small
     return model

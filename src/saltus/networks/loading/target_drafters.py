@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from saltus.networks.draft_models.dflash import DFlashModel
+from saltus.networks.draft_models.dflash_network import DFlashNetwork
 from saltus.networks.draft_models.drafter import DraftNetwork
 from saltus.networks.draft_models.head_network import HeadNetwork
 from saltus.networks.draft_models.heads import HeadModel, own_heads
@@ -28,7 +30,7 @@ def is_drafter_spec(spec: str) -> bool:
 
 def load_drafter_for_target(
     spec: str, target: TargetNetwork, target_name: str, method: str = ""
-) -> DraftNetwork | HeadNetwork | None:
+) -> DraftNetwork | DFlashNetwork | HeadNetwork | None:
     """The drafter or heads for the target of this name; None for an adapter, which is attached to the target.
 
     `method` is the method that uses it, if known. Errors: ValueError for a folder without one, a damaged
@@ -71,4 +73,6 @@ def load_drafter_for_target(
         else load_drafter(folder, target.model, target_name)
     )
     target.add_hidden_state_layers(model.shape.taps)
-    return HeadNetwork(model, target) if isinstance(model, HeadModel) else DraftNetwork(model, target)
+    if isinstance(model, HeadModel):
+        return HeadNetwork(model, target)
+    return DFlashNetwork(model, target) if isinstance(model, DFlashModel) else DraftNetwork(model, target)

@@ -24,7 +24,7 @@ IGNORED_TOKEN = -100  # in place of a token that is not drafted, or that does no
 
 @dataclass(eq=False)
 class CachedStateTask(WindowTrainingTask):
-    """A small module for the `vocabulary_size` most frequent tokens, trained on a target's hidden states.
+    """A small module for the `vocabulary_size` most frequent tokens, or all, trained on a target's hidden states.
 
     Errors: ValueError for states of another target or of other layers.
     """
@@ -34,7 +34,7 @@ class CachedStateTask(WindowTrainingTask):
     target: Any  # of Hugging Face
     corpus: HiddenStateCorpus
     shape: Any  # a DrafterShape or a HeadShape
-    vocabulary_size: int = 8192
+    vocabulary_size: int = 8192  # 0: all of the target's
     window_settings: WindowSettings = field(default_factory=WindowSettings)
     target_name: str = "its target"
     module: Any = field(init=False)
@@ -46,7 +46,9 @@ class CachedStateTask(WindowTrainingTask):
         self.window_dataset = WindowDataset(
             self.corpus, self.window_settings, self.shape.window, own_temperature_only=self._learns_distributions
         )
-        self._set_module(self._new_module(most_frequent_tokens(self.corpus, self.vocabulary_size)))
+        size = len(self.target.get_output_embeddings().weight)
+        tokens = most_frequent_tokens(self.corpus, self.vocabulary_size) if self.vocabulary_size else torch.arange(size)
+        self._set_module(self._new_module(tokens))
 
     @property
     def _learns_distributions(self) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from saltus.networks.draft_models.dflash import DFlashModel, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.loading.drafter_files import load_drafter
 from saltus.networks.loading.metadata import Kind
@@ -20,6 +21,7 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import Batch
 from saltus.training.data.window_packing import pack_windows
 from saltus.training.tasks.cached_state_task import CachedStateTask
+from saltus.training.tasks.dflash import forward_blocks, new_dflash_model
 
 UNKNOWN_TOKENS = 0.25  # fraction of windows in which queries do not know the window's tokens, as before drafting
 CONTEXT_POSITIONS = 0.25  # fraction of context positions that have a loss
@@ -53,12 +55,15 @@ def new_drafter(shape: DrafterShape, draft_tokens: Tensor, target: Any, seed: in
 
 
 def forward_windows(
-    module: DraftModel, corpus: HiddenStateCorpus, batch: Batch, context_length: int | None = None
+    module: DraftModel | DFlashModel, corpus: HiddenStateCorpus, batch: Batch, context_length: int | None = None
 ) -> tuple[Float[Tensor, "batch slots hidden"], Float[Tensor, "batch windows window hidden"]]:
-    """The last hidden states of the context positions and of the queries, as inputs of the LM head.
+    """The last hidden states of the context positions, if there are any, and of the queries: inputs of the LM head.
 
     The context ends before the last window, or is as long as `context_length`.
     """
+    if isinstance(module, DFlashModel):
+        queries = forward_blocks(module, corpus, batch)
+        return queries.new_empty(len(queries), 0, queries.shape[-1]), queries
     device = module.tokens.device
     batch, rows = batch.to(device), batch.corpus_rows
     packed = pack_windows(batch.tokens, batch.window_starts, batch.uniforms, context_length)
@@ -78,10 +83,10 @@ def forward_windows(
 
 @dataclass(eq=False)
 class DrafterTrainingTask(CachedStateTask):
-    """A drafter: queries conditioned on uniforms, after context positions made of the target's hidden states."""
+    """A drafter: queries, perhaps conditioned on uniforms, that read the target's hidden states."""
 
     kind: ClassVar[Kind] = "drafter"
-    module: DraftModel = field(init=False)
+    module: DraftModel | DFlashModel = field(init=False)
 
     @property
     def _learns_distributions(self) -> bool:
@@ -92,7 +97,9 @@ class DrafterTrainingTask(CachedStateTask):
         if self.corpus.hidden_state_layers != self.shape.taps:
             raise ValueError(f"these are states of other layers (taps) of {self.target_name}; collect them anew")
 
-    def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> DraftModel:
+    def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> DraftModel | DFlashModel:
+        if isinstance(self.shape, DFlashShape):
+            return new_dflash_model(self.shape, draft_tokens, self.target, self.corpus, self.window_settings.seed)
         return new_drafter(self.shape, draft_tokens, self.target, self.window_settings.seed)
 
     def initialize_from(self, folder: Path) -> None:
@@ -102,11 +109,16 @@ class DrafterTrainingTask(CachedStateTask):
         """
         drafter, shape = load_drafter(folder, self.target, self.target_name, trainable=True), self.shape
         old = drafter.shape
-        kept = replace(shape, window=old.window, correction=old.correction, informed=old.informed)
+        changed: dict[str, Any] = {"window": old.window, "correction": old.correction}
+        changed |= {"informed": old.informed} if isinstance(shape, DrafterShape) else {}
+        kept = replace(shape, **changed)
         if kept != old or shape.window < old.window or old.correction not in (0, shape.correction):
             raise ValueError(f"the drafter in {folder} has another shape than the recipe; take the one it was made by")
         module, weights = self._new_module(drafter.tokens), drafter.float().state_dict()
-        weights["query"] = torch.cat([drafter.query, drafter.query[-1:].expand(shape.window - old.window, -1)])
+        if isinstance(module, DFlashModel):
+            weights = module.trained_weights(weights)
+        else:
+            weights["query"] = torch.cat([drafter.query, drafter.query[-1:].expand(shape.window - old.window, -1)])
         module.load_state_dict(module.state_dict() | weights)
         self._set_module(module)
 
