@@ -17,6 +17,7 @@ from saltus.cli.collect import collect
 from saltus.cli.collect_data import data as collect_data
 from saltus.cli.demo import demo
 from saltus.cli.errors import one_line_errors
+from saltus.cli.export import export
 from saltus.cli.generate import generate
 from saltus.cli.infill import infill
 from saltus.cli.lm_eval import PASS_THROUGH_SETTINGS, lm_eval
@@ -81,6 +82,7 @@ app.command(rich_help_panel=COMPARE_PANEL, context_settings=PASS_THROUGH_SETTING
 collect.command("data")(collect_data)
 app.add_typer(collect, name="collect", rich_help_panel=TRAIN_PANEL)
 app.add_typer(train, name="train", rich_help_panel=TRAIN_PANEL)
+app.command(rich_help_panel=TRAIN_PANEL)(export)
 app.command(rich_help_panel=TRAIN_PANEL)(tune)
 app.command(rich_help_panel=MODELS_PANEL)(pull)
 app.command(rich_help_panel=MODELS_PANEL)(methods)

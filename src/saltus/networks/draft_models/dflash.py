@@ -107,6 +107,12 @@ class DFlashModel(nn.Module):
         layers = [weight for weight in self.decoder.model.layers.parameters() if weight.dim() == 2]
         return [self.fc.weight, *layers, *(self.correction.parameters() if self.correction else ())]
 
+    def own_modules(self) -> nn.ModuleList:
+        """The modules whose weights are not shared with the target."""
+        head = () if len(self.tokens) == len(self.embeddings[0]) else (self.lm_head,)
+        correction = () if self.correction is None else (self.correction,)
+        return nn.ModuleList([self.fc, self.decoder.model, *head, *correction])
+
     def saved_weights(self) -> dict[str, Tensor]:
         """The weights for files, with the factors of the hidden states in them."""
         return self.state_dict() | {"fc.weight": self.fc.weight * self.state_scale}

@@ -15,6 +15,7 @@ from torch import Tensor
 from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, upper_layers
+from saltus.networks.loading.dflash_files import is_dflash_folder, load_dflash
 from saltus.networks.loading.huge_pages import place_in_huge_pages
 from saltus.networks.loading.metadata import (
     METADATA_FILE,
@@ -62,12 +63,17 @@ def save_drafter(
 
 
 def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DraftModel | DFlashModel:
-    """A drafter for this target (a Hugging Face model), in its dtype. Errors: ValueError of one line.
+    """A drafter for this target (a Hugging Face model), in its dtype; also a published DFlash drafter.
 
     `trainable` makes its layers modules of Transformers; they are so, too, where there are no compiled kernels.
+    Errors: ValueError of one line.
     """
-    settings, weights = _read_files("drafter", folder, target, target_name)
     trainable = trainable or native.kernel("linear", target.dtype, target.device) is None
+    if not (folder / METADATA_FILE).exists() and is_dflash_folder(folder):
+        model = load_dflash(folder, target, target_name, trainable)
+        place_in_huge_pages(model.own_modules())
+        return model
+    settings, weights = _read_files("drafter", folder, target, target_name)
     settings, tokens = {**settings, "taps": tuple(settings["taps"])}, weights.pop("tokens").long()
     if settings.get("network") == DFLASH:
         model = DFlashModel(DFlashShape(**settings), tokens, *_embeddings(target), trainable)
@@ -121,5 +127,5 @@ def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Pat
         raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
     model.load_state_dict(weights, strict=False, assign=True)
     model = model.to(target.dtype).eval()
-    place_in_huge_pages(model)
+    place_in_huge_pages(model.own_modules() if isinstance(model, DFlashModel) else model)
     return model

@@ -16,6 +16,7 @@ from saltus.networks.loading.drafter_files import (
     load_heads,
 )
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
+from saltus.networks.loading.sources import HUB_ID, resolve
 from saltus.networks.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
@@ -59,7 +60,7 @@ def load_drafter_for_target(
         adapter.folder = adapter_folder
         target.attach_adapter(adapter)
         return None
-    folder = find_shipped(kind, target.model) if place == SHIPPED_DRAFTER else Path(place)
+    folder = find_shipped(kind, target.model) if place == SHIPPED_DRAFTER else _drafter_folder(place)
     if folder is None and kind == "heads" and (heads := own_heads(target.model)) is not None:
         return HeadNetwork(heads, target)
     if folder is None:
@@ -76,3 +77,8 @@ def load_drafter_for_target(
     if isinstance(model, HeadModel):
         return HeadNetwork(model, target)
     return DFlashNetwork(model, target) if isinstance(model, DFlashModel) else DraftNetwork(model, target)
+
+
+def _drafter_folder(place: str) -> Path:
+    """A folder, or the folder of a hub's repository that has been fetched."""
+    return resolve(place) if HUB_ID.fullmatch(place) and not Path(place).exists() else Path(place)

@@ -1,0 +1,63 @@
+"""The export command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from saltus.cli import options as o
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A DFlash drafter that saltus train ptp wrote.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORM", help="speculators (vLLM), or flat (SGLang, vLLM).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The result.", rich_help_panel=o.OUTPUT_PANEL)],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="MODEL", help="Its target. [dim]\\[default: the one that it was trained for][/dim]"
+        ),
+    ] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            "--verifier", metavar="NAME", help="The target's name for vLLM. [dim]\\[default: that of --model][/dim]"
+        ),
+    ] = None,
+) -> None:
+    """Write a trained drafter in a form that other engines load.
+
+    The form [bold]speculators[/bold] is what vLLM reads; its vocabulary may be cut.
+    The form [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has the
+    target's whole vocabulary ([i]saltus train ptp --set vocabulary=0[/i]).
+
+    [bold]Examples[/bold]
+
+        saltus train ptp --recipe smollm2-dflash --teacher teacher --out drafter
+
+        saltus export drafter --to speculators --out dflash
+    """
+    from saltus.cli.answers import print_note
+    from saltus.cli.open_engine import open_engine
+    from saltus.networks.draft_models.dflash import DFLASH, DFlashModel
+    from saltus.networks.loading.dflash_files import FORMS, save_dflash
+    from saltus.networks.loading.drafter_files import load_drafter
+    from saltus.networks.loading.metadata import read_metadata
+
+    if to not in FORMS:
+        raise ValueError(f"--to {to}: there are {', '.join(FORMS)}")
+    metadata = read_metadata(folder, "drafter")
+    if metadata.settings.get("network") != DFLASH:
+        raise ValueError(
+            f"{folder} has the network of Saltus alone, which no other engine loads; train one that others load"
+            " with saltus train ptp --recipe smollm2-dflash, or --set network=dflash"
+        )
+    name = model or metadata.target_name
+    target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
+    drafter = load_drafter(folder, target, name)
+    assert isinstance(drafter, DFlashModel)
+    save_dflash(drafter, to, out, target, verifier or name)
+    left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
+    print_note(f"written: {out}{left}")

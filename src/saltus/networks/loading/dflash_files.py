@@ -1,0 +1,270 @@
+"""Read and write DFlash drafters in the two forms in which they are published.
+
+The form `speculators` is that of the library of this name, which vLLM reads: the layers' settings in a table of their
+own, `aux_hidden_state_layer_ids`, and perhaps a cut vocabulary, with its rows of the output layer. The form `flat` is
+that of the authors (z-lab), which SGLang reads, too: the layers' settings at the top level, and a table `dflash_config`
+whose `target_layer_ids` are one less, since they count from the first layer's output. Weights have the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
+from saltus.networks.loading.model_folders import weight_files
+from saltus.networks.models.exact.packed_weight import select_rows
+
+Form = Literal["speculators", "flat"]
+FORMS = get_args(Form)
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+MASK_FILE = "mask_embedding.pt"  # beside the weights of some folders: what queries start with, if no token's embedding
+LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
+QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the form `speculators` leaves them out
+    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+}  # fmt: skip
+UNUSED_WEIGHTS = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # for training, or implied by others
+
+
+def is_dflash_folder(folder: Path) -> bool:
+    """True for a folder with a published DFlash drafter."""
+    config = _read_config(folder)
+    return config.get("speculators_model_type") == DFLASH or "dflash_config" in config
+
+
+def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) -> DFlashModel:
+    """A published drafter for this target, in its dtype. Errors: ValueError of one line.
+
+    The folder does not identify its target by its weights; for another one of these sizes it drafts badly and changes
+    no text.
+    """
+    config, weights = _read_config(folder), _read_weights(folder)
+    embeddings, unembedding = (
+        module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
+    )
+    shape = _read_shape(config, folder)
+    _check_target(shape, config, folder, target, target_name)
+    tokens = torch.arange(len(unembedding))
+    if (offsets := weights.pop("d2t", None)) is not None:
+        tokens = torch.arange(len(offsets)) + offsets.long()
+    own_embeddings, own_head = weights.pop("embed_tokens.weight", None), weights.pop("lm_head.weight", None)
+    if own_embeddings is not None and not _is_same(own_embeddings, embeddings):
+        embeddings = own_embeddings.to(target.device, target.dtype)
+    order = tokens.argsort()
+    model = DFlashModel(shape, tokens[order].to(target.device), embeddings, unembedding, trainable)
+    if own_head is not None and not _is_same(own_head[order], model.lm_head.weight):
+        model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)
+    mask = _read_mask(folder)
+    for name in UNUSED_WEIGHTS:
+        weights.pop(name, None)
+    if mask is not None:
+        model.mask = mask.to(target.device)
+    return _with_weights(model, weights, folder).to(target.dtype).eval()
+
+
+def save_dflash(model: DFlashModel, form: Form, folder: Path, target: Any, target_name: str) -> None:
+    """Write a drafter in a published form; the tokens' correction is left out. Errors: ValueError.
+
+    The target, a Hugging Face model, gives its sizes, and the rows of its output layer for a cut vocabulary.
+    """
+    unembedding, shape = target.get_output_embeddings().weight.detach(), model.shape
+    cut = len(model.tokens) < len(unembedding)
+    if cut and form == "flat":
+        raise ValueError(
+            f"the form flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
+            f" {len(unembedding):,} tokens; train it with --set vocabulary=0, or take --to speculators"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name.removeprefix(LAYERS_PREFIX): weight.detach().to(torch.bfloat16).contiguous()
+        for name, weight in model.saved_weights().items()
+        if not name.startswith(("correction.", "decoder.lm_head.", "decoder.model.embed_tokens."))
+    }
+    if cut:
+        tokens = model.tokens.cpu()
+        drafted = torch.zeros(len(unembedding), dtype=torch.bool)
+        drafted[tokens] = True
+        weights |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
+        weights["lm_head.weight"] = select_rows(unembedding, model.tokens).cpu().contiguous()
+    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+    config = _speculators_config if form == "speculators" else _flat_config
+    made = config(shape, len(model.tokens), target, target_name)
+    (folder / CONFIG_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+
+
+def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
+    config = target.config.get_text_config()
+    return {
+        "model_type": "qwen3", **shape.decoder_config, "rope_theta": shape.rope_theta, "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings, "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * shape.layers, "use_sliding_window": False, "sliding_window": None,
+        "max_window_layers": shape.layers, "initializer_range": 0.02, "use_cache": True, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def _speculators_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
+    """vLLM attends within a block in both directions only with `sliding_window_non_causal`, also in full layers."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": DFLASH,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": DFLASH,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy", "speculative_tokens": shape.window,
+                    "accept_tolerance": 0.0, "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": list(target.config.architectures or ())},
+        },
+        "transformer_layer_config": _layer_config(shape, target),
+        "draft_vocab_size": vocabulary,
+        "block_size": shape.window + 1,
+        "target_hidden_size": shape.hidden,
+        "aux_hidden_state_layer_ids": list(shape.taps),
+        "mask_token_id": shape.mask_token,
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_layer_config(shape, target),
+        "block_size": shape.window + 1,
+        "num_target_layers": target.config.get_text_config().num_hidden_layers,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token,
+            "target_layer_ids": [tap - 1 for tap in shape.taps],
+        },
+    }
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = weight_files(folder)
+    if not files:
+        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors); fetch the drafter again")
+    weights: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            weights |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder} is damaged ({error}); fetch the drafter again") from None
+    return weights
+
+
+def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
+    """The sizes of either form. Errors: ValueError for a missing key, or for what these drafters do not compute."""
+    flat = config.get("dflash_config") or {}
+    layers = QWEN3_DEFAULTS | dict(config.get("transformer_layer_config", config))
+    rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
+    _check_supported(config, layers, rope, folder)
+    try:
+        if "dflash_config" in config:
+            taps, block = [layer + 1 for layer in flat["target_layer_ids"]], config.get("block_size")
+            mask_token, block = flat["mask_token_id"], flat["block_size"] if block is None else block
+        else:
+            taps, mask_token = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
+            block = config["block_size"]
+    except KeyError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} lacks {error}; fetch the drafter again") from None
+    return DFlashShape(
+        layers["hidden_size"], layers["intermediate_size"], tuple(taps), mask_token, layers["num_hidden_layers"],
+        layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - 1,
+        float(rope.get("rope_theta", layers["rope_theta"])), layers["rms_norm_eps"],
+    )  # fmt: skip
+
+
+def _check_supported(
+    config: Mapping[str, Any], layers: Mapping[str, Any], rope: Mapping[str, Any], folder: Path
+) -> None:
+    flat = config.get("dflash_config") or {}
+    kinds = set(layers.get("layer_types") or ["full_attention"]) | ({"sliding"} if flat.get("use_swa") else set())
+    odd = {
+        "attention other than over the whole context": kinds != {"full_attention"},
+        "biases of attention": layers.get("attention_bias"),
+        f"rotary embeddings of the type {rope.get('rope_type', rope.get('type'))}": (
+            rope.get("rope_type", rope.get("type", "default")) != "default"
+        ),
+        f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
+        "causal blocks": layers.get("is_causal") or flat.get("causal"),
+        "a prediction by the last token's row": config.get("sample_from_anchor") or flat.get("sample_from_anchor"),
+        "scaled logits": config.get("logit_scale", 1.0) != 1.0,
+        "attention sinks": flat.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
+        "scaled values": flat.get("attention_value_scale"),
+        "no hidden states of the target": not flat.get("use_aux_hidden_state", True),
+    }
+    for what, is_there in odd.items():
+        if is_there:
+            raise ValueError(
+                f"{folder} is a DFlash drafter with {what}, which Saltus does not support; take another one"
+            )
+
+
+def _check_target(shape: DFlashShape, config: Mapping[str, Any], folder: Path, target: Any, name: str) -> None:
+    """Errors: ValueError for a target of other sizes."""
+    own, vocabulary = target.config.get_text_config(), len(target.get_input_embeddings().weight)
+    layers, states = own.num_hidden_layers, config.get("target_hidden_size") or shape.hidden
+    wrong = {
+        f"states of {states} numbers, and {name} has {own.hidden_size}": {states, shape.hidden} != {own.hidden_size},
+        f"states of layer {max(shape.taps)}, and {name} has {layers}": not 0
+        <= min(shape.taps)
+        <= max(shape.taps)
+        < layers,
+        f"the mask token {shape.mask_token}, and {name} has {vocabulary:,} tokens": shape.mask_token >= vocabulary,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"the drafter in {folder} has {what}; take the model that it was trained for")
+
+
+def _read_mask(folder: Path) -> Tensor | None:
+    if not (folder / MASK_FILE).is_file():
+        return None
+    state = torch.load(folder / MASK_FILE, map_location="cpu", weights_only=True)
+    return (state["embedding"] if isinstance(state, dict) else state).flatten()
+
+
+def _is_same(own: Tensor, of_target: Tensor) -> bool:
+    """True if a weight of the folder is the target's, so that it can be shared."""
+    if own.shape != of_target.shape:
+        return False
+    rows = torch.arange(len(own), device=of_target.device)
+    return torch.equal(own.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
+
+
+def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
+    given = {
+        name if name.startswith(("fc.", "hidden_norm.")) else LAYERS_PREFIX + name: w for name, w in weights.items()
+    }
+    needed = {name: weight.shape for name, weight in model.state_dict().items()}
+    needed = {name: shape for name, shape in needed.items() if "embed_tokens" not in name and "lm_head" not in name}
+    if odd := sorted(set(given) ^ set(needed)):
+        what = "lacks" if odd[0] in needed else "has an unknown weight"
+        raise ValueError(f"{folder} {what} {odd[0].removeprefix(LAYERS_PREFIX)}; take a DFlash drafter of Qwen3 layers")
+    if odd := sorted(name for name, shape in needed.items() if given[name].shape != shape):
+        sizes, name = (tuple(given[odd[0]].shape), tuple(needed[odd[0]])), odd[0].removeprefix(LAYERS_PREFIX)
+        raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} by its {CONFIG_FILE}; fetch it again")
+    model.load_state_dict(given, strict=False, assign=True)
+    return model
