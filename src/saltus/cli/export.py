@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -42,7 +42,7 @@ def export(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.networks.draft_models.dflash import DFLASH, DFlashModel
-    from saltus.networks.loading.dflash_files import FORMS, save_dflash
+    from saltus.networks.loading.dflash_files import FORMS, Form, save_dflash
     from saltus.networks.loading.drafter_files import load_drafter
     from saltus.networks.loading.metadata import read_metadata
 
@@ -58,6 +58,6 @@ def export(
     target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
     drafter = load_drafter(folder, target, name)
     assert isinstance(drafter, DFlashModel)
-    save_dflash(drafter, to, out, target, verifier or name)
+    save_dflash(drafter, cast(Form, to), out, target, verifier or name)
     left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
     print_note(f"written: {out}{left}")

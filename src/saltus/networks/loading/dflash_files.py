@@ -23,7 +23,7 @@ from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact.packed_weight import select_rows
 
 Form = Literal["speculators", "flat"]
-FORMS = get_args(Form)
+FORMS: tuple[Form, ...] = get_args(Form)
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 MASK_FILE = "mask_embedding.pt"  # beside the weights of some folders: what queries start with, if no token's embedding
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack

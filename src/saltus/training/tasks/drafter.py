@@ -118,7 +118,8 @@ class DrafterTrainingTask(CachedStateTask):
         if isinstance(module, DFlashModel):
             weights = module.trained_weights(weights)
         else:
-            weights["query"] = torch.cat([drafter.query, drafter.query[-1:].expand(shape.window - old.window, -1)])
+            query = weights["query"]
+            weights["query"] = torch.cat([query, query[-1:].expand(shape.window - old.window, -1)])
         module.load_state_dict(module.state_dict() | weights)
         self._set_module(module)
 
