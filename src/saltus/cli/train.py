@@ -116,6 +116,8 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
         saltus train ptp -r smollm2-adapter --set rank=32 --steps 500 --work runs/32
 
+        saltus train ptp -r smollm2-dflash --teacher teacher --out dflash
+
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
     [bold]A recipe[/bold] is a TOML file. A recipe in Python is a program, run with the arguments

@@ -211,7 +211,8 @@ class DrafterTrainingTask(CachedStateTask):
         context_states: Float[Tensor, "batch slots hidden"],
         chosen: Bool[Tensor, "batch positions"],
     ) -> Float[Tensor, "chosen"]:
-        """The losses of the chosen context positions."""
+        """The losses of the chosen context positions; none where the module has no outputs there."""
+        chosen = chosen[:, : context_states.shape[1]]
         states = context_states[:, : chosen.shape[1]][chosen.to(context_states.device)]
         targets = self._target_distributions(batch.corpus_rows[:, : chosen.shape[1]][chosen])
         return F.cross_entropy(self._logits(states), targets, reduction="none")
