@@ -31,13 +31,15 @@ def export(
 
     The form [bold]speculators[/bold] is what vLLM reads; its vocabulary may be cut.
     The form [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has the
-    target's whole vocabulary ([i]saltus train ptp --set vocabulary=0[/i]).
+    target's whole vocabulary (vocabulary=0 in training).
 
     [bold]Examples[/bold]
 
-        saltus train ptp --recipe smollm2-dflash --teacher teacher --out drafter
-
         saltus export drafter --to speculators --out dflash
+
+        saltus export drafter --to flat --out dflash --model qwen3-0.6b --verifier Qwen/Qwen3-0.6B
+
+    FOLDER is what [bold]saltus train ptp[/bold] wrote by the recipe smollm2-dflash, or another one with network=dflash.
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
