@@ -21,7 +21,7 @@ from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.settings import DrafterSettings
 from saltus.training.tasks.dflash import forward_blocks, new_dflash_model
-from test_cli import complaint, saltus_
+from test_cli import complaint, lines, saltus_
 from test_ptp import question, states
 
 LENGTHS = (3, 40, 300, 17, 1, 150)
@@ -277,6 +277,61 @@ def test_its_heads_can_be_split_over_devices_and_its_mask_is_a_token_with_an_emb
         target.model.embed_tokens.weight[297:] = 0
     shape = DrafterSettings(network="dflash", taps=(1,), informed=False).shape(target)
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.mask_token) == (8, 4, 4, 296)
+
+
+RECIPE = """
+kind = "drafter"
+coupling = "gumbel"
+temperatures = [0.7]
+
+[drafter]
+network = "dflash"
+layers = 1
+intermediate = 16
+taps = [1]
+window = 3
+vocabulary = 0
+informed = false
+correction = 8
+
+[lessons]
+texts = 3
+windows = 6
+held_out = 0.3
+
+[schedule]
+steps = 12
+every = 4
+"""
+
+
+@pytest.mark.slow
+def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_folder, tmp_path):
+    folder, out = tiny_folder(), tmp_path / "drafter"
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    inputs = lines(tmp_path / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
+    texts = "collect", "text", "-f", inputs, "-m", folder, "-n", 24, "-t", 0, "-t", 0.7, "--out", tmp_path / "teacher"
+    saltus_(*texts)
+    train = "train", "ptp", "-r", tmp_path / "tiny.toml", "-m", folder, "--teacher", tmp_path / "teacher"
+    saltus_(*train, "--work", tmp_path / "work", "--out", out)
+    settings = json.loads((out / "saltus.json").read_text())["shape"]
+    assert (settings["network"], settings["taps"], settings["heads"]) == ("dflash", [1], 8)
+    assert load_file(out / "drafter.safetensors")["tokens"].tolist() == list(range(300))
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
+    for temperature in (0.0, 0.7):
+        given = {"max_new_tokens": 24, "temperature": temperature}
+        found = engine.generate("the cat", **given)
+        assert found.tokens == engine.generate("the cat", method="plain", **given).tokens
+        assert found.statistics.draft_calls > 0
+    onward = *train, "--work", tmp_path / "more", "--from", out, "--steps", 1, "--set", "rate=1e-9"
+    saltus_(*onward, "--set", "window=4", "--out", tmp_path / "longer")
+    one, other = (load_file(folder / "drafter.safetensors") for folder in (out, tmp_path / "longer"))
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=0.02, atol=1e-4)
+    assert "leave laws out" in complaint(*train, "--set", "laws=0.5")
+    assert "no uniforms; set informed=false" in complaint(*train, "--set", "informed=true", "--set", "laws=0")
+    assert "no states but those of taps" in complaint(*train, "--set", "taps=[]")
+    assert "has 300 tokens" in complaint(*train, "--work", tmp_path / "new", "--set", "mask_token=300")
 
 
 # Other engines.

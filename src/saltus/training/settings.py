@@ -50,8 +50,8 @@ class DrafterSettings:
         if self.vocabulary < 0:
             raise ValueError(f"a drafter's vocabulary is {self.vocabulary}, but must be 1 or more, or 0 for all tokens")
         if self.network == DFLASH and (self.informed or not self.taps):
-            what = "uniforms; set informed=false" if self.informed else "states but those of taps; set taps=[10, 20]"
-            raise ValueError(f"the network dflash reads no {what}")
+            what = "no uniforms; set informed=false" if self.informed else "no states but those of taps; name some"
+            raise ValueError(f"the network dflash reads {what}")
         if self.network != DFLASH and self.mask_token is not None:
             raise ValueError("mask_token is for the network dflash; leave it out, or set network=dflash")
         if self.embedding not in KINDS:
