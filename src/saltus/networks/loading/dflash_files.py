@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
-from saltus.networks.loading.model_folders import weight_files
+from saltus.networks.loading.published_drafters import CONFIG_FILE, is_same, read_config, read_weights
 from saltus.networks.models.exact.packed_weight import select_rows
 
 Form = Literal["speculators", "flat"]
 FORMS: tuple[Form, ...] = get_args(Form)
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 MASK_FILE = "mask_embedding.pt"  # beside the weights of some folders: what queries start with, if no token's embedding
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
 QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the form `speculators` leaves them out
@@ -36,7 +35,7 @@ UNUSED_WEIGHTS = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # f
 
 def is_dflash_folder(folder: Path) -> bool:
     """True for a folder with a published DFlash drafter."""
-    config = _read_config(folder)
+    config = read_config(folder)
     return config.get("speculators_model_type") == DFLASH or "dflash_config" in config
 
 
@@ -46,7 +45,7 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
     The folder does not identify its target by its weights; for another one of these sizes it drafts badly and changes
     no text.
     """
-    config, weights = _read_config(folder), _read_weights(folder)
+    config, weights = read_config(folder), read_weights(folder)
     embeddings, unembedding = (
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
@@ -56,11 +55,11 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
     if (offsets := weights.pop("d2t", None)) is not None:
         tokens = torch.arange(len(offsets)) + offsets.long()
     own_embeddings, own_head = weights.pop("embed_tokens.weight", None), weights.pop("lm_head.weight", None)
-    if own_embeddings is not None and not _is_same(own_embeddings, embeddings):
+    if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)
     order = tokens.argsort()
     model = DFlashModel(shape, tokens[order].to(target.device), embeddings, unembedding, trainable)
-    if own_head is not None and not _is_same(own_head[order], model.lm_head.weight):
+    if own_head is not None and not is_same(own_head[order], model.lm_head.weight):
         model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)
     mask = _read_mask(folder)
     for name in UNUSED_WEIGHTS:
@@ -153,27 +152,6 @@ def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: 
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = weight_files(folder)
-    if not files:
-        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors); fetch the drafter again")
-    weights: dict[str, Tensor] = {}
-    try:
-        for file in files:
-            weights |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder} is damaged ({error}); fetch the drafter again") from None
-    return weights
-
-
 def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
     """The sizes of either form. Errors: ValueError for a missing key, or for what these drafters do not compute."""
     flat = config.get("dflash_config") or {}
@@ -244,14 +222,6 @@ def _read_mask(folder: Path) -> Tensor | None:
         return None
     state = torch.load(folder / MASK_FILE, map_location="cpu", weights_only=True)
     return (state["embedding"] if isinstance(state, dict) else state).flatten()
-
-
-def _is_same(own: Tensor, of_target: Tensor) -> bool:
-    """True if a weight of the folder is the target's, so that it can be shared."""
-    if own.shape != of_target.shape:
-        return False
-    rows = torch.arange(len(own), device=of_target.device)
-    return torch.equal(own.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
 
 
 def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
