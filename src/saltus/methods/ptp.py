@@ -36,7 +36,9 @@ class Ptp:
     student, which reads the text itself. A drafter also offers the next likely tokens of each position.
     """
 
-    model: str = "auto"  # what `saltus train ptp` wrote, or a DFlash drafter's folder or hub id; auto: the shipped one
+    model: str = (
+        "auto"  # a folder of `saltus train ptp`, or a published drafter's folder or hub id; auto: the shipped one
+    )
     length: int = 8  # draft tokens, at most; never more than the model was trained for
     choices: int = 3  # tokens offered for each position, at most
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)

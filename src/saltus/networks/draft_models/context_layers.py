@@ -59,7 +59,7 @@ def select_hidden_states(
 ) -> Float[Tensor, "*slots selected"]:
     """The states after the `selected` layers (None: the last), of states after each of `layers` and the last."""
     places = [len(layers) if layer is None else list(layers).index(layer) for layer in selected]
-    if len(places) > len(layers):
+    if places == list(range(len(layers) + 1)):
         return hidden_states
     return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
 

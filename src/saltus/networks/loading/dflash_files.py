@@ -18,7 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
-from saltus.networks.loading.published_drafters import CONFIG_FILE, is_same, read_config, read_weights
+from saltus.networks.loading.published_drafters import (
+    CONFIG_FILE,
+    check_sizes,
+    check_weights,
+    drafted_tokens,
+    is_same,
+    read_config,
+    read_weights,
+)
 from saltus.networks.models.exact.packed_weight import select_rows
 
 Form = Literal["speculators", "flat"]
@@ -50,15 +58,17 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     shape = _read_shape(config, folder)
-    _check_target(shape, config, folder, target, target_name)
-    tokens = torch.arange(len(unembedding))
-    if (offsets := weights.pop("d2t", None)) is not None:
-        tokens = torch.arange(len(offsets)) + offsets.long()
+    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.taps, target, target_name)
+    if shape.mask_token >= len(embeddings):
+        raise ValueError(
+            f"the drafter in {folder} has the mask token {shape.mask_token}, and {target_name} has"
+            f" {len(embeddings):,} tokens; take the model that it was trained for"
+        )
+    tokens, order = drafted_tokens(weights, len(unembedding))
     own_embeddings, own_head = weights.pop("embed_tokens.weight", None), weights.pop("lm_head.weight", None)
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)
-    order = tokens.argsort()
-    model = DFlashModel(shape, tokens[order].to(target.device), embeddings, unembedding, trainable)
+    model = DFlashModel(shape, tokens.to(target.device), embeddings, unembedding, trainable)
     if own_head is not None and not is_same(own_head[order], model.lm_head.weight):
         model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)
     mask = _read_mask(folder)
@@ -200,23 +210,6 @@ def _check_supported(
             )
 
 
-def _check_target(shape: DFlashShape, config: Mapping[str, Any], folder: Path, target: Any, name: str) -> None:
-    """Errors: ValueError for a target of other sizes."""
-    own, vocabulary = target.config.get_text_config(), len(target.get_input_embeddings().weight)
-    layers, states = own.num_hidden_layers, config.get("target_hidden_size") or shape.hidden
-    wrong = {
-        f"states of {states} numbers, and {name} has {own.hidden_size}": {states, shape.hidden} != {own.hidden_size},
-        f"states of layer {max(shape.taps)}, and {name} has {layers}": not 0
-        <= min(shape.taps)
-        <= max(shape.taps)
-        < layers,
-        f"the mask token {shape.mask_token}, and {name} has {vocabulary:,} tokens": shape.mask_token >= vocabulary,
-    }
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(f"the drafter in {folder} has {what}; take the model that it was trained for")
-
-
 def _read_mask(folder: Path) -> Tensor | None:
     if not (folder / MASK_FILE).is_file():
         return None
@@ -225,16 +218,9 @@ def _read_mask(folder: Path) -> Tensor | None:
 
 
 def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
-    given = {
-        name if name.startswith(("fc.", "hidden_norm.")) else LAYERS_PREFIX + name: w for name, w in weights.items()
-    }
-    needed = {name: weight.shape for name, weight in model.state_dict().items()}
-    needed = {name: shape for name, shape in needed.items() if "embed_tokens" not in name and "lm_head" not in name}
-    if odd := sorted(set(given) ^ set(needed)):
-        what = "lacks" if odd[0] in needed else "has an unknown weight"
-        raise ValueError(f"{folder} {what} {odd[0].removeprefix(LAYERS_PREFIX)}; take a DFlash drafter of Qwen3 layers")
-    if odd := sorted(name for name, shape in needed.items() if given[name].shape != shape):
-        sizes, name = (tuple(given[odd[0]].shape), tuple(needed[odd[0]])), odd[0].removeprefix(LAYERS_PREFIX)
-        raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} by its {CONFIG_FILE}; fetch it again")
-    model.load_state_dict(given, strict=False, assign=True)
+    names = {name.removeprefix(LAYERS_PREFIX): name for name in model.state_dict()}
+    names = {name: own for name, own in names.items() if "embed_tokens" not in name and "lm_head" not in name}
+    needed = {name: model.state_dict()[own] for name, own in names.items()}
+    check_weights(folder, weights, needed, "a DFlash drafter of Qwen3 layers")
+    model.load_state_dict({names[name]: weight for name, weight in weights.items()}, strict=False, assign=True)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,38 @@ def is_same(own: Tensor, of_target: Tensor) -> bool:
         return False
     rows = torch.arange(len(own), device=of_target.device)
     return torch.equal(own.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
+
+
+def check_sizes(
+    folder: Path, hidden: int, target_hidden: int | None, taps: Sequence[int], target: Any, target_name: str
+) -> None:
+    """Raise ValueError for a drafter of other sizes than the target's; `taps` are the layers that it reads."""
+    config = target.config.get_text_config()
+    wrong = ""
+    if {hidden, target_hidden or hidden} != {config.hidden_size}:
+        wrong = f"states of {target_hidden or hidden} numbers, and {target_name} has {config.hidden_size}"
+    elif not 0 <= min(taps) <= max(taps) < config.num_hidden_layers:
+        wrong = f"states of layer {max(taps)}, and {target_name} has {config.num_hidden_layers}"
+    if wrong:
+        raise ValueError(f"the drafter in {folder} has {wrong}; take the model that it was trained for")
+
+
+def check_weights(folder: Path, weights: Mapping[str, Tensor], needed: Mapping[str, Tensor], kind: str) -> None:
+    """Raise ValueError unless a folder has just the weights that are needed for this kind, in their sizes."""
+    if odd := sorted(set(needed) ^ set(weights)):
+        what = "lacks" if odd[0] in needed else "has an unknown weight"
+        raise ValueError(f"{folder} {what} {odd[0]}; take {kind}")
+    for name, weight in sorted(needed.items()):
+        if weights[name].shape != weight.shape:
+            sizes = tuple(weights[name].shape), tuple(weight.shape)
+            raise ValueError(
+                f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} by its {CONFIG_FILE}; fetch it again"
+            )
+
+
+def drafted_tokens(weights: dict[str, Tensor], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Takes `d2t` out of the weights: the ids of the drafted tokens, ascending, and the rows of their logits."""
+    offsets = weights.pop("d2t", None)
+    tokens = torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets.long()
+    order = tokens.argsort()
+    return tokens[order], order

@@ -7,6 +7,7 @@ from pathlib import Path
 from saltus.networks.draft_models.dflash import DFlashModel
 from saltus.networks.draft_models.dflash_network import DFlashNetwork
 from saltus.networks.draft_models.drafter import DraftNetwork
+from saltus.networks.draft_models.eagle3 import Eagle3Network
 from saltus.networks.draft_models.head_network import HeadNetwork
 from saltus.networks.draft_models.heads import HeadModel, own_heads
 from saltus.networks.loading.adapter_files import load_adapter
@@ -15,7 +16,8 @@ from saltus.networks.loading.drafter_files import (
     load_drafter,
     load_heads,
 )
-from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, TRAIN_COMMANDS, read_metadata
+from saltus.networks.loading.eagle3_files import is_eagle3_folder, load_eagle3
+from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, TRAIN_COMMANDS, read_metadata
 from saltus.networks.loading.sources import HUB_ID, resolve
 from saltus.networks.protocols import DrafterHost, TargetNetwork
 
@@ -31,7 +33,7 @@ def is_drafter_spec(spec: str) -> bool:
 
 def load_drafter_for_target(
     spec: str, target: TargetNetwork, target_name: str, method: str = ""
-) -> DraftNetwork | DFlashNetwork | HeadNetwork | None:
+) -> DraftNetwork | DFlashNetwork | Eagle3Network | HeadNetwork | None:
     """The drafter or heads for the target of this name; None for an adapter, which is attached to the target.
 
     `method` is the method that uses it, if known. Errors: ValueError for a folder without one, a damaged
@@ -68,6 +70,10 @@ def load_drafter_for_target(
             f"Saltus brings no trained {kind} for {target_name};"
             f" train your own ({TRAIN_COMMANDS[kind]} --help), or take a method that needs none, such as lookup"
         )
+    if kind == "drafter" and not (folder / METADATA_FILE).exists() and is_eagle3_folder(folder):
+        eagle3 = load_eagle3(folder, target.model, target_name)
+        target.add_hidden_state_layers(eagle3.shape.taps)
+        return Eagle3Network(eagle3, target)
     model = (
         load_heads(folder, target.model, target_name)
         if kind == "heads"
