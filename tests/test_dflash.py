@@ -14,6 +14,7 @@ from conftest import tiny_llama
 from saltus.drafting.hidden_state_drafter import MAX_UNREAD
 from saltus.networks.draft_models.dflash import DFlashModel, DFlashShape
 from saltus.networks.draft_models.dflash_network import DFlashNetwork
+from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.networks.loading.drafter_files import load_drafter, save_drafter
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
@@ -126,6 +127,7 @@ def test_it_computes_what_the_paper_writes_down(taps, kernels):
     )  # fmt: skip
     torch.testing.assert_close(outputs.logits, expected.float(), rtol=1e-4, atol=1e-4)
     assert outputs.token_ids.tolist() == list(range(5, 250))
+    assert kv_bytes_per_token(network) == 2 * 2 * 4 * 16 * 4
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "transformers"])

@@ -10,6 +10,7 @@ from transformers import set_seed
 
 import saltus
 from conftest import tiny_llama
+from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
 from test_ptp import question, states
@@ -106,6 +107,7 @@ def test_a_published_head_computes_what_its_weights_say(tmp_path, form):
     expected = plain_eagle3(weights, embeddings, read, text[1:].tolist(), 4, own, own)
     torch.testing.assert_close(outputs.logits[1:], expected.float(), rtol=1e-4, atol=1e-3)
     assert outputs.token_ids.tolist() == TOKENS.tolist()
+    assert kv_bytes_per_token(network) == 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

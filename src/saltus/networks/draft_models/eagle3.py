@@ -77,8 +77,16 @@ class Eagle3Model(nn.Module):
         self.head[0].weight = lm_head if isinstance(lm_head, nn.Parameter) else nn.Parameter(lm_head, False)
         self.register_buffer("tokens", tokens, persistent=False)
         self.embeddings = [embeddings]
-        rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
-        self.rotary = RotaryEmbedding(DecoderConfig(rope_parameters=rope, head_dim=shape.head_dim))
+        self.config = DecoderConfig(
+            num_hidden_layers=1, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim, hidden_size=hidden,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        )  # fmt: skip
+        self.rotary = RotaryEmbedding(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
 
     @property
     def lm_head(self) -> nn.Linear:
