@@ -15,6 +15,7 @@ from saltus.drafting.hidden_state_drafter import MAX_UNREAD
 from saltus.networks.draft_models.dflash import DFlashModel, DFlashShape
 from saltus.networks.draft_models.dflash_network import DFlashNetwork
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
+from saltus.networks.loading import target_drafters
 from saltus.networks.loading.drafter_files import load_drafter, save_drafter
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.causal import CausalNetwork
@@ -473,6 +474,15 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, form):
     embeddings = torch.cat([embeddings, torch.ones(1, 32)])
     expected = plain_dflash(weights, shape | {"mask": 300}, embeddings, head, hidden[:, :64], int(text[-1]))
     torch.testing.assert_close(outputs.logits, expected.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_a_hub_id_is_fetched(tmp_path, monkeypatch):
+    published_folder(tmp_path, "flat")
+    asked = []
+    monkeypatch.setattr(target_drafters, "resolve", lambda name: asked.append(name) or tmp_path)
+    target = CausalNetwork(tiny_llama(num_hidden_layers=3))
+    assert load_drafter_for_target("drafter:owner/dflash@main", target, "tiny").model.shape.window == 4
+    assert asked == ["owner/dflash@main"]
 
 
 def test_a_text_drafted_by_a_published_drafter_is_that_of_plain_decoding(tiny_folder, tmp_path):

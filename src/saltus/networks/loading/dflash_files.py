@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
+from saltus.networks.loading.model_folders import MASK_FILE
 from saltus.networks.loading.published_drafters import (
     CONFIG_FILE,
     check_sizes,
@@ -32,7 +33,6 @@ from saltus.networks.models.exact.packed_weight import select_rows
 Form = Literal["speculators", "flat"]
 FORMS: tuple[Form, ...] = get_args(Form)
 WEIGHTS_FILE = "model.safetensors"
-MASK_FILE = "mask_embedding.pt"  # beside the weights of some folders: what queries start with, if no token's embedding
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
 QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the form `speculators` leaves them out
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -15,7 +15,12 @@ from saltus.networks.loading.fetching import (
     require_disk_space,
     write_manifest,
 )
-from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE, WEIGHT_FILE_PATTERNS, check_folder
+from saltus.networks.loading.model_folders import (
+    MASK_FILE,
+    PAIRWISE_CORRECTION_FILE,
+    WEIGHT_FILE_PATTERNS,
+    check_folder,
+)
 from saltus.networks.loading.progress import Progress, Stage
 
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
@@ -135,7 +140,7 @@ def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
             f"{hub_id} holds no weights that Transformers loads; choose a repository with safetensors files"
         )
     aside = [n for n in sizes if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
-    aside += [PAIRWISE_CORRECTION_FILE] if PAIRWISE_CORRECTION_FILE in sizes else []
+    aside += [file for file in (PAIRWISE_CORRECTION_FILE, MASK_FILE) if file in sizes]
     return {n: sizes[n] for n in {*names, *aside}}
 
 

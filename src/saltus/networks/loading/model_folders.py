@@ -15,6 +15,9 @@ WEIGHT_FILE_PATTERNS = (
 )
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
+MASK_FILE = (
+    "mask_embedding.pt"  # beside those of some DFlash drafters: what queries start with, if no token's embedding
+)
 
 
 def check_folder(folder: Path) -> None:
