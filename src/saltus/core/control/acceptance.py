@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from saltus.core.tree import Tree
 
 
 @dataclass
@@ -36,6 +39,21 @@ class Acceptance:
         count, expected = self.counts.get(key, (0.0, 0.0))
         decay = 1 - 1 / self.decay_observations
         self.counts[key] = (count * decay + accepted, expected * decay + stated)
+
+    def record_tree(self, tree: Tree, decided: Sequence[int]) -> dict[int, int]:
+        """Add the nodes of a draft tree whose parents were right, given the tokens that a step decided.
+
+        Returns the depth of each node that was right, and −1 for node −1, the tokens decided before.
+        """
+        depths = {-1: -1}
+        for node, parent in enumerate(tree.parents):
+            depth = depths.get(parent, len(decided)) + 1
+            if depth < len(decided):
+                right = tree.tokens[node] == decided[depth]
+                self.record(tree.sources[node], tree.acceptance_probabilities[node], right)
+                if right:
+                    depths[node] = depth
+        return depths
 
     def calibrated_payoff(self, source: str, stated: float) -> float:
         """The stated payoff, corrected by the record of the drafter ("jacobi" for "jacobi/chain")."""

@@ -77,14 +77,7 @@ class Controller:
         rows = len(step.inputs.tokens) + 1
         if step.outputs.context_tokens_read == 1 and step.outputs.num_rows == rows:  # no prefill, and no other text
             self.call_cost.record(rows, step.outputs.seconds)
-        depths: dict[int, int] = {-1: -1}  # of the nodes that agree with the decided tokens
-        for node, parent in enumerate(tree.parents):
-            depth = depths.get(parent, len(decided)) + 1
-            if depth < len(decided):
-                right = tree.tokens[node] == decided[depth]
-                self.acceptance.record(tree.sources[node], tree.acceptance_probabilities[node], right)
-                if right:
-                    depths[node] = depth
+        depths = self.acceptance.record_tree(tree, decided)
         for source in set(tree.payoff_sources) - {""}:
             nodes = [node for node in range(num_verified) if _same_drafter(tree.sources[node], source)]
             payoffs = sum(

@@ -1,0 +1,117 @@
+"""Draft for texts that another engine decodes: it verifies, so each text's drafters see only what was decided."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.core.canvas import Canvas, continuation
+from saltus.core.control.acceptance import Acceptance
+from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates
+from saltus.core.rules import match
+from saltus.core.sampling import Sampling
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.core.tree import Branch, Tree, grow_tree
+from saltus.methods import Method
+
+TREE_NODES = 32  # of the tree that a text's drafters offer together
+NO_TREE = grow_tree((), 0, 0)
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """One running text of the other engine."""
+
+    drafters: Sequence[Drafter]
+    noise: Noise
+    sampling: Sampling
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # at the last offer
+    offered: Tree = NO_TREE
+    kv_caches: dict[str, Any] = field(default_factory=dict)  # of draft networks
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A text for which a tree is wanted: its tokens now, and how many draft tokens may follow.
+
+    `hidden_states` are those of the target at the last positions that the step computed, each before the token that
+    follows it; None where the engine has none, and then draft models are left out.
+    """
+
+    text: DraftedText
+    tokens: np.ndarray
+    room: int
+    hidden_states: Tensor | None = None
+
+
+@dataclass
+class Drafting:
+    """Methods and their networks, and how often their drafts were accepted, over all texts."""
+
+    methods: Sequence[Method]
+    networks: Mapping[str, Network] = field(default_factory=dict)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    network_seconds: float = field(default=0.0, init=False)  # of draft networks, in the last call of `trees`
+
+    def new_text(self, noise: Noise = Noise(0), sampling: Sampling = Sampling()) -> DraftedText:  # noqa: B008 (frozen)
+        """A text that has no drafts yet. The defaults are for greedy decoding, and where random numbers are unknown."""
+        made = [method.drafter(noise, sampling, match) for method in self.methods]
+        return DraftedText([drafter for drafter in made if drafter is not None], noise, sampling)
+
+    def trees(self, requests: Sequence[DraftRequest], use_networks: bool = True) -> list[Tree]:
+        """A draft tree for each text, and a record of which drafts of the one before were right.
+
+        Draft networks run in one batch for all texts.
+        """
+        branches: list[list[Branch]] = []
+        generators: list[SequenceState] = []
+        for request in requests:
+            text, own = request.text, []
+            new = request.tokens[len(text.tokens) :].tolist()
+            if len(text.tokens):
+                self.acceptance.record_tree(text.offered, new)
+            canvas = continuation(request.tokens, request.room + 1)
+            for drafter in text.drafters if request.room > 0 else ():
+                drafts = _drafts(drafter, canvas, request, len(new))
+                if isinstance(drafts, Sequence):
+                    own += drafts
+                elif use_networks:
+                    generators.append(SequenceState(_collected(drafts, own), text.kv_caches))
+            text.tokens = request.tokens.copy()
+            branches.append(own)
+        started = time.perf_counter()
+        for _ in run_batch(generators, self.networks):
+            pass
+        self.network_seconds = time.perf_counter() - started if use_networks else 0.0
+        calibrate = self.acceptance.calibrated_probability
+        for request, own in zip(requests, branches, strict=True):
+            request.text.offered = grow_tree(own, TREE_NODES, request.room, calibrate)
+        return [request.text.offered for request in requests]
+
+
+def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: int) -> DraftResult:
+    """What a drafter offers, given a step that decided `num_new` tokens without a tree."""
+    states = request.hidden_states
+    if not isinstance(drafter, UsesHiddenStates):
+        return drafter(canvas, None, request.room)
+    if states is None or not len(states):
+        return ()
+    inputs = ForwardInputs(canvas)
+    outputs = ForwardOutputs(torch.empty(0, 0), states, context_tokens_read=len(states))
+    distributions = TargetDistributions(inputs, outputs, request.text.sampling, request.text.noise)
+    step = Step(canvas, inputs, outputs, distributions, request.tokens[len(request.tokens) - num_new :], -1)
+    return drafter(canvas, step, request.room)
+
+
+def _collected(drafts: Any, branches: list[Branch]) -> DecodeGenerator:
+    """Run a drafter's calls and add its branches to the list."""
+    branches += yield from drafts

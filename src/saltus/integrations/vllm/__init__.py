@@ -1,0 +1,1 @@
+"""Drafters for vLLM, as custom proposer classes of its Model Runner V1."""
