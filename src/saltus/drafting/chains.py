@@ -17,8 +17,8 @@ def best_chain(tree: Tree) -> Tree:
         path.append(node)
         node = tree.parents[node]
     path.reverse()
-    columns = [tuple(column[node] for node in path) for column in vars(tree).values()]
-    return Tree(*columns[:1], tuple(range(-1, len(path) - 1)), *columns[2:])
+    columns = {name: tuple(column[node] for node in path) for name, column in vars(tree).items()}
+    return Tree(**columns | {"parents": tuple(range(-1, len(path) - 1))})
 
 
 def lengths_that_pay(chains: Sequence[Tree], seconds_for: Callable[[int], float]) -> list[int]:

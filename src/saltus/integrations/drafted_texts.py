@@ -88,10 +88,10 @@ class Drafting:
                     generators.append(SequenceState(_collected(drafts, own), text.kv_caches))
             text.tokens = request.tokens.copy()
             branches.append(own)
-        started = time.perf_counter()
+        started, num_drafting = time.perf_counter(), len(generators)
         for _ in run_batch(generators, self.networks):
             pass
-        self.network_seconds = time.perf_counter() - started if use_networks else 0.0
+        self.network_seconds = time.perf_counter() - started if num_drafting else 0.0
         calibrate = self.acceptance.calibrated_probability
         for request, own in zip(requests, branches, strict=True):
             request.text.offered = grow_tree(own, TREE_NODES, request.room, calibrate)

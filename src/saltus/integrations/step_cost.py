@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ASSUMED_SLOPE = 0.02  # of the cost of one row, for each further row, until steps of several sizes were timed
-PRIOR_WEIGHT = 64.0  # of that assumption, in rows²: as one step with 8 rows more than the mean
+PRIOR_WEIGHT = 16.0  # of that assumption, in rows²: as one step with 4 rows more than the mean
+START_AGAIN_BELOW = 0.25  # of the expected time: the steps before were disturbed, as by a compilation
 
 
 @dataclass
@@ -36,10 +37,11 @@ class StepCost:
         return max(self.mean_seconds + self.slope * (rows - self.mean_rows), 0.1 * self.mean_seconds)
 
     def record(self, rows: int, seconds: float) -> None:
-        """Add a step; an outlier counts as a factor of 2."""
+        """Add a step; a slow one counts as a factor of 2 at most."""
         if self.weight:
-            expected = self.seconds_for(rows)
-            seconds = min(max(seconds, 0.5 * expected), 2.0 * expected)
+            seconds = min(seconds, 2.0 * self.seconds_for(rows))
+            if seconds < START_AGAIN_BELOW * self.seconds_for(rows):
+                self.weight = self.row_variance = self.covariance = 0.0
         decay = 1 - 1 / self.decay_steps
         self.weight = self.weight * decay + 1
         rows_off, seconds_off = rows - self.mean_rows, seconds - self.mean_seconds

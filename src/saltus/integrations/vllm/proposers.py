@@ -132,12 +132,12 @@ class Proposer:
         if self.reader is not None:
             spent = seconds + self.drafting.network_seconds
             throughput = self.switch.with_drafts if self.drafting.network_seconds else self.switch.without_drafts
-            throughput.record(num_decided / num_texts, spent / self.step_cost.seconds_for(num_texts))
+            throughput.record(num_decided, num_texts * spent / self.step_cost.seconds_for(num_texts))
 
 
 def query_starts() -> np.ndarray | None:
     """The first row of each text in vLLM's current step, and the end of the last; None in a trial run."""
-    from vllm.forward_context import get_forward_context
+    from vllm.forward_context import get_forward_context  # pyright: ignore[reportMissingImports]
 
     metadata = get_forward_context().attn_metadata
     if isinstance(metadata, Mapping):  # by layer

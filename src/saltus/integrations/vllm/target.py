@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ class VllmTarget:
     any_subset = False
     accepts_drafters = True
     adapter = None
-    compute_path = "torch"
+    compute_path: Literal["torch"] = "torch"
     max_draft_tokens = None
 
     def __init__(self, model: Any, config: Any) -> None:
@@ -50,24 +50,24 @@ def _described_model(model: Any, config: Any) -> Any:
 
     with torch.device("meta"):
         described = AutoModelForCausalLM.from_config(config)
-    vocab, hidden = described.get_input_embeddings().weight.shape
     language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
-    for place, name in ((described.get_input_embeddings(), "embed_tokens"), (described.get_output_embeddings(), "head")):
-        found = _embedding(language_model, name)
-        if found is None or found.shape[0] < vocab or found.shape[1:] != (hidden,):
-            raise ValueError(
-                f"drafters read the whole embeddings of the model ({name}), and this process has a part of them;"
-                " use tensor_parallel_size=1 and pipeline_parallel_size=1, or saltus.vllm.Lookup"
-            )
-        place.weight = nn.Parameter(found[:vocab].detach(), requires_grad=False)
+    _share_weight(described.get_input_embeddings(), language_model.model.embed_tokens, "input embeddings")
     if config.tie_word_embeddings:
         described.get_output_embeddings().weight = described.get_input_embeddings().weight
+    else:
+        _share_weight(described.get_output_embeddings(), language_model.lm_head, "output embeddings")
     return described
 
 
-def _embedding(model: Any, name: str) -> Tensor | None:
-    module = model.model.embed_tokens if name == "embed_tokens" else model.lm_head
-    return getattr(module, "weight", None)
+def _share_weight(place: Any, module: Any, name: str) -> None:
+    """Put the weight of vLLM's module, which may have further rows, into the described model."""
+    (vocab, hidden), found = place.weight.shape, getattr(module, "weight", None)
+    if found is None or found.shape[0] < vocab or found.shape[1:] != (hidden,):
+        raise ValueError(
+            f"drafters read all {name} of the model, and this process of vLLM has a part of them;"
+            " use tensor_parallel_size=1 and pipeline_parallel_size=1, or saltus.vllm.Lookup"
+        )
+    place.weight = nn.Parameter(found[:vocab].detach(), requires_grad=False)
 
 
 @dataclass(frozen=True)
