@@ -1,0 +1,1 @@
+"""Speculative decoding with the rule `match` inside SGLang, as a plug-in algorithm."""

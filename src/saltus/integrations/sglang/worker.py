@@ -1,0 +1,126 @@
+"""The worker of the algorithm SALTUS: SGLang's n-gram worker, with our drafts and our verification."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest
+from saltus.integrations.sglang.verification import (
+    PaddedTree,
+    padded_tree,
+    pick_next,
+    request_noise,
+    request_sampling,
+    verify_tree,
+)
+from saltus.methods import make_methods
+
+MAX_TEXTS = 1024  # the latest ones that are remembered, beyond those of a batch
+
+
+def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
+    """SGLang's NGRAMWorker with our drafts and tokens.
+
+    What it inherits is the layout of a verification call, the KV cache and the results. It must run without overlap:
+    then a request's tokens are complete when its drafts are made.
+    """
+
+    class SaltusWorker(ngram_worker):
+        """Drafts by lookup, verifies by `match`, and picks first tokens by the same random numbers."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.enable_overlap:
+                raise ValueError("the algorithm SALTUS runs without overlap; add --disable-overlap-schedule")
+            self.drafting = Drafting(make_methods("lookup"))
+            self.texts: OrderedDict[str, DraftedText] = OrderedDict()  # by request id, the latest last
+            self.trees: list[PaddedTree] = []  # of the batch that is verified
+            self.requests: Sequence[Any] = ()  # of the current batch
+            self.model_runner.sample = self._first_tokens
+
+        def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self.requests = batch.reqs
+            return super().forward_batch_generation(batch, *args, **kwargs)
+
+        def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+            super()._prepare_for_speculative_decoding(batch)
+            if batch.forward_mode.is_target_verify():
+                batch.spec_info.saltus_worker = self  # where `sample_by_match` finds it
+
+        def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+            """The tokens [batch · nodes] and masks [batch · nodes · nodes] of the draft trees."""
+            asked = []
+            for request in batch.reqs:
+                tokens = np.array(_tokens(request), dtype=np.int64)
+                asked.append(DraftRequest(self._text(request), tokens, self.draft_token_num - 1))
+            found = zip(asked, self.drafting.trees(asked), strict=True)
+            self.trees = [padded_tree(int(one.tokens[-1]), tree, self.draft_token_num) for one, tree in found]
+            tokens = np.concatenate([tree.tokens for tree in self.trees])
+            return tokens, np.concatenate([tree.mask.ravel() for tree in self.trees])
+
+        def _update_ngram_corpus(self, batch: Any) -> None:
+            """Nothing: our drafters read the requests' tokens."""
+
+        def accept(self, requests: Sequence[Any], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Tokens by node [batch · nodes], accepted lengths [batch] and nodes [batch, nodes], −1 behind their end.
+
+            `logits` are [batch · nodes, vocab]; nodes are counted over the whole batch.
+            """
+            nodes = self.draft_token_num
+            predicted = torch.zeros(len(requests) * nodes, dtype=torch.int32)
+            lengths = torch.zeros(len(requests), dtype=torch.int32)
+            accepted = torch.full((len(requests), nodes), -1, dtype=torch.int32)
+            for row, (request, tree) in enumerate(zip(requests, self.trees, strict=True)):
+                text, own = self._text(request), logits[row * nodes : (row + 1) * nodes]
+                path, tokens = verify_tree(_tokens(request), tree, own, text.sampling, text.noise)
+                lengths[row] = len(path)
+                accepted[row, : len(path)] = torch.tensor(path, dtype=torch.int32) + row * nodes
+                predicted[accepted[row, : len(path)].long()] = torch.tensor(tokens, dtype=torch.int32)
+            return predicted.to(logits.device), lengths.to(logits.device), accepted.to(logits.device)
+
+        def _first_tokens(self, logits_output: Any, forward_batch: Any) -> Tensor:
+            """In place of the model runner's `sample`: the tokens after prompts, by the text's own random numbers."""
+            logits = logits_output.next_token_logits
+            mask = getattr(forward_batch.sampling_info, "grammar_mask", None)
+            if mask is not None:
+                mask.apply(logits)
+            picked = []
+            for request, row in zip(self.requests, logits, strict=True):
+                text = self._text(request)
+                picked.append(pick_next(_tokens(request), row, text.sampling, text.noise))
+            return torch.tensor(picked, dtype=torch.int32, device=logits.device)
+
+        def _text(self, request: Any) -> DraftedText:
+            if request.rid not in self.texts:
+                noise, sampling = request_noise(request), request_sampling(request)
+                self.texts[request.rid] = self.drafting.new_text(noise, sampling)
+            self.texts.move_to_end(request.rid)
+            while len(self.texts) > MAX_TEXTS + len(self.requests):
+                self.texts.popitem(last=False)
+            return self.texts[request.rid]
+
+    return SaltusWorker
+
+
+def sample_by_match(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`eagle_sample` of SGLang, which verifies the batches of a SaltusWorker by `match`, and others as before."""
+
+    def sample(verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None, **settings: Any) -> Any:
+        worker = getattr(verify_input, "saltus_worker", None)
+        if worker is None or batch.forward_mode.is_idle():
+            return original(verify_input, batch, logits_output, grammar_mask, **settings)
+        if grammar_mask is not None:
+            grammar_mask.apply(logits_output.next_token_logits)
+        return worker.accept(batch.reqs, logits_output.next_token_logits)
+
+    return sample
+
+
+def _tokens(request: Any) -> list[int]:
+    return [*request.origin_input_ids_unpadded, *request.output_ids]
