@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from saltus.core.tree import Tree
 
@@ -17,7 +18,7 @@ def best_chain(tree: Tree) -> Tree:
         path.append(node)
         node = tree.parents[node]
     path.reverse()
-    columns = {name: tuple(column[node] for node in path) for name, column in vars(tree).items()}
+    columns: dict[str, Any] = {name: tuple(column[node] for node in path) for name, column in vars(tree).items()}
     return Tree(**columns | {"parents": tuple(range(-1, len(path) - 1))})
 
 

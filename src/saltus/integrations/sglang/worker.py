@@ -42,6 +42,7 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             self.texts: OrderedDict[str, DraftedText] = OrderedDict()  # by request id, the latest last
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
+            self.sglang_sample = self.model_runner.sample
             self.model_runner.sample = self._first_tokens
 
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,11 +86,19 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             return predicted.to(logits.device), lengths.to(logits.device), accepted.to(logits.device)
 
         def _first_tokens(self, logits_output: Any, forward_batch: Any) -> Tensor:
-            """In place of the model runner's `sample`: the tokens after prompts, by the text's own random numbers."""
-            logits = logits_output.next_token_logits
-            mask = getattr(forward_batch.sampling_info, "grammar_mask", None)
-            if mask is not None:
-                mask.apply(logits)
+            """In place of the model runner's `sample`: the tokens after prompts, by the text's own random numbers.
+
+            Where log-probabilities are asked for, SGLang computes them for a token that it samples itself.
+            """
+            logits, info = logits_output.next_token_logits, forward_batch.sampling_info
+            if forward_batch.return_logprob:
+                logits = logits.clone()  # sampling changes them
+                self.sglang_sample(logits_output, forward_batch)
+            if getattr(info, "grammars", None):
+                info.update_regex_vocab_mask()
+                if info.grammar_mask is not None:
+                    info.grammar_mask.apply(logits)
+                    info.grammar_mask = None
             picked = []
             for request, row in zip(self.requests, logits, strict=True):
                 text = self._text(request)
