@@ -19,7 +19,8 @@ def best_chain(tree: Tree) -> Tree:
         node = tree.parents[node]
     path.reverse()
     columns: dict[str, Any] = {name: tuple(column[node] for node in path) for name, column in vars(tree).items()}
-    return Tree(**columns | {"parents": tuple(range(-1, len(path) - 1))})
+    columns["parents"] = tuple(range(-1, len(path) - 1))
+    return Tree(**columns)
 
 
 def lengths_that_pay(chains: Sequence[Tree], seconds_for: Callable[[int], float]) -> list[int]:
