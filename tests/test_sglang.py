@@ -174,6 +174,22 @@ def test_one_seed_is_one_text_whatever_is_drafted_and_whatever_else_the_batch_ho
         assert sum(run.accepted) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_right_drafts_are_accepted_and_wrong_ones_beside_them_change_nothing(monkeypatch, case):
+    one, run = request("a", [9, 8, 20, 31], **CASES[case]), scheduler()
+    right = plain(one, 40)
+
+    def trees(asked):
+        known = right[len(asked[0].tokens) - 4 :]
+        wrong = [Branch([(known[0] + 1) % 300], [0.95]), Branch([known[0], (known[1] + 1) % 300], [0.9, 0.9])]
+        return [grow_tree([*wrong, Branch(known[:2], [0.9, 0.5])], 8, 8)]
+
+    monkeypatch.setattr(run.worker.drafting, "trees", trees)
+    assert run.run([one], 24)["a"] == right[:24]
+    assert run.accepted[1:] == [2] * len(run.accepted[1:])
+
+
 def test_other_seeds_are_other_texts_and_without_a_seed_the_id_is_one():
     texts = [
         plain(request(rid, PERIODIC, sampling_seed=seed), 6)
