@@ -201,6 +201,15 @@ def test_texts_with_the_same_tokens_are_two_texts():
     assert len(before) == 2
 
 
+def test_texts_that_differ_in_their_first_token_alone_are_told_apart_when_they_change_places():
+    proposer = vllm.Lookup(configuration())
+    propose(proposer, [1, 4, 3, 4], [2, 4, 3, 4])
+    first, second = proposer.texts
+    propose(proposer, [2, 4, 3, 4, 9], [1, 4, 3, 4, 8])
+    assert first.tokens.tolist() == [1, 4, 3, 4, 8]
+    assert second.tokens.tolist() == [2, 4, 3, 4, 9]
+
+
 def test_texts_that_have_gone_are_forgotten():
     proposer = vllm.Lookup(configuration())
     for first in range(40):
