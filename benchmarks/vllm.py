@@ -1,6 +1,7 @@
 """What do drafts bring inside vLLM? Its plain decoding, its own drafters, ours, and our own engine, in turns.
 
     python benchmarks/vllm.py --model FOLDER --prompts spec_bench.jsonl --count 40 --out vllm.json
+    python benchmarks/vllm.py --model FOLDER --prompts spec_bench.jsonl --drafter DFLASH --draft-tokens 7 --out two.json
 
 To be run by a Python that has vLLM and Saltus. Every system is a process of its own that waits for its turn, and all of
 them answer a prompt before the next one begins, in an order that rotates. Decoding is greedy, one text at a time, and
@@ -36,6 +37,12 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "saltus plain": {"method": "plain"},
     "saltus auto": {"method": "auto"},
 }
+DRAFTER_SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "vllm dflash": {"method": "dflash"},
+    "saltus dflash chains": {"method": "ptp", "choices": 1, "adaptive": False},
+    "saltus dflash+lookup": {"method": "ptp+lookup"},
+}
+"""With --drafter, which all of them use; chains have `--draft-tokens` tokens, as vLLM's have."""
 ANSWER = "ANSWER "  # begins the lines of a worker that are no log
 
 
@@ -43,6 +50,8 @@ def vllm_decoder(arguments: argparse.Namespace, speculative: dict[str, Any] | No
     from vllm import LLM, SamplingParams
 
     drafts = speculative and {**speculative, "num_speculative_tokens": arguments.draft_tokens}
+    if drafts and drafts["method"] == "dflash":
+        drafts["model"] = str(arguments.drafter)
     engine = LLM(
         arguments.model, dtype=arguments.dtype, max_model_len=arguments.max_length, max_num_seqs=4,
         gpu_memory_utilization=0.3, enforce_eager=arguments.eager, enable_prefix_caching=False, disable_log_stats=False,
@@ -61,10 +70,14 @@ def vllm_decoder(arguments: argparse.Namespace, speculative: dict[str, Any] | No
     return decode
 
 
-def saltus_decoder(arguments: argparse.Namespace, method: str):
+def saltus_decoder(arguments: argparse.Namespace, method: str, choices: int | None = None, adaptive: bool = True):
     import saltus
 
-    engine = saltus.load(arguments.model, method)
+    options: dict[str, dict[str, Any]] = {}
+    if method.startswith("ptp"):
+        options["ptp"] = {"model": str(arguments.drafter), **({} if choices is None else {"choices": choices})}
+    budget = None if adaptive else arguments.draft_tokens
+    engine = saltus.load(arguments.model, method, options=options, adaptive=adaptive, budget=budget)
 
     def decode(messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
         began = time.perf_counter()
@@ -77,11 +90,10 @@ def saltus_decoder(arguments: argparse.Namespace, method: str):
 
 def work(arguments: argparse.Namespace) -> None:
     """Answer the messages that come as lines, one line each."""
-    name, settings = arguments.worker, SYSTEMS[arguments.worker]
+    name = arguments.worker
+    settings = {**SYSTEMS, **DRAFTER_SYSTEMS}[name]
     decode = (
-        vllm_decoder(arguments, settings)
-        if name.startswith("vllm")
-        else saltus_decoder(arguments, (settings or {})["method"])
+        vllm_decoder(arguments, settings) if name.startswith("vllm") else saltus_decoder(arguments, **settings or {})
     )
     decode([{"role": "user", "content": "Count from one to twenty, and then once more."}], 48)
     print(ANSWER + "{}", flush=True)
@@ -155,13 +167,17 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=4096, help="of prompt and answer")
     parser.add_argument("--dtype", default="bfloat16", help="of vLLM; Saltus takes that of the folder")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=[*SYSTEMS, *DRAFTER_SYSTEMS])
+    parser.add_argument("--drafter", type=Path, help="of DFlash's shape, by saltus export --to speculators")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         return work(arguments)
-    workers = {name: Worker(name, arguments) for name in arguments.systems}
+    systems = arguments.systems or [*SYSTEMS, *(DRAFTER_SYSTEMS if arguments.drafter else ())]
+    if not arguments.drafter and set(systems) & set(DRAFTER_SYSTEMS):
+        parser.error("give the drafter of these systems by --drafter")
+    workers = {name: Worker(name, arguments) for name in systems}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     names = list(workers)
     for number, messages in enumerate(chosen_prompts(arguments.prompts, arguments.count)):
