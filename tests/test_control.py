@@ -113,6 +113,21 @@ def test_nothing_is_left_out_where_rows_are_free_or_whole_trees_are_verified():
     assert Controller(call_cost=CallCost({1: 2.0, 3: 3.0, 5: 3.4})).min_expected_tokens() == pytest.approx(0.1)
 
 
+def test_a_drafter_that_was_wrong_for_long_is_trusted_again_when_it_is_right():
+    """Its first token is recorded in every step, though no row is spent on it."""
+    controller = Controller(31, call_cost=CallCost({1: 1.0, 4: 1.06, 16: 1.3, 32: 1.6}))
+
+    def step(right: bool) -> int:
+        calibrated = controller.calibrated_probability, controller.calibrated_payoff
+        offered = grow_tree([Branch([7, 8], [0.9, 0.9], "a")], 31, 2, *calibrated, controller.min_expected_tokens())
+        controller.acceptance.record("a", 0.9, right) if offered.tokens else None
+        return controller.num_nodes(offered)
+
+    assert step(True) > 0
+    assert [step(False) for _ in range(600)][-1] == 0
+    assert [step(True) for _ in range(200)][-1] > 0
+
+
 def test_free_nodes_are_all_taken_and_dear_ones_are_not():
     tree = chain([0.5, 0.25, 0.1])
     assert Controller(call_cost=CallCost({1: 1.0, 4: 1.0})).num_nodes(tree) == 3

@@ -190,6 +190,13 @@ def test_right_drafts_are_accepted_and_wrong_ones_beside_them_change_nothing(mon
     assert run.accepted[1:] == [2] * len(run.accepted[1:])
 
 
+def test_an_id_that_a_client_uses_again_has_the_seed_of_each_request():
+    run = scheduler()
+    for seed in (1, 2):
+        one = request("a", PERIODIC, sampling_seed=seed)
+        assert run.run([one], 8)["a"] == plain(request("a", PERIODIC, sampling_seed=seed), 8)
+
+
 def test_other_seeds_are_other_texts_and_without_a_seed_the_id_is_one():
     texts = [
         plain(request(rid, PERIODIC, sampling_seed=seed), 6)

@@ -87,10 +87,14 @@ def test_no_node_is_deeper_than_there_is_room(offered):
 
 
 @given(forests, st.integers(1, 12), st.sampled_from([0.04, 0.2, 0.5]))
-def test_a_tree_without_its_unlikely_nodes_is_its_beginning(offered, budget: int, least: float):
-    whole = grow_tree(forest(offered), budget, 4)
-    likely = sum(value >= least for value in whole.expected_tokens)
-    assert grow_tree(forest(offered), budget, 4, min_expected_tokens=least) == whole.prune(likely)
+def test_a_tree_without_its_unlikely_nodes_has_the_likely_ones_and_all_first_tokens(offered, budget: int, least: float):
+    whole, cut = grow_tree(forest(offered), 99, 4), grow_tree(forest(offered), budget, 4, min_expected_tokens=least)
+    kept = [
+        (path(whole, node), value)
+        for node, value in enumerate(whole.expected_tokens)
+        if value >= least or whole.parents[node] == -1
+    ]
+    assert [(path(cut, node), value) for node, value in enumerate(cut.expected_tokens)] == kept[:budget]
 
 
 def test_nothing_offered_is_the_empty_tree():

@@ -115,7 +115,7 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
         ensemble = tuned.decoder.setup(spec)
         assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
-    assert tuned.decoder.setup("lookup").budget == 16, "others keep theirs"
+    assert tuned.decoder.setup("lookup").budget == 31, "others keep theirs"
     assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
     assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
     assert saltus.load(folder, "jacobi", tuned_settings=False).decoder.tuned_settings is None

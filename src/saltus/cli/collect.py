@@ -244,6 +244,7 @@ def _collect_texts(
 
 def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, server: ServerOptions) -> None:
     local = {"--ray": given.ray is not None, "--processes": given.processes > 1, "--free-shapes": given.free_shapes}
+    local |= {"--device": given.device != "auto", "--dtype": given.dtype != "auto"}
     if wrong := next((name for name, used in local.items() if used), None):
         raise ValueError(f"{wrong} is for a model that is loaded here, but --endpoint is given; leave {wrong} out")
     inputs = read_inputs(prompts, given.limit)

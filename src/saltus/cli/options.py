@@ -99,7 +99,13 @@ Options = Annotated[
 ]
 Budget = Annotated[
     int | None,
-    _option(METHOD_PANEL, "--budget", metavar="N", min=0, help="Draft tokens that one call verifies, 384 at most."),
+    _option(
+        METHOD_PANEL,
+        "--budget",
+        metavar="N",
+        min=0,
+        help="Draft tokens that one call verifies, 384 at most. Default: 31; with --whole-trees or reject 16.",
+    ),
 ]
 WholeTrees = Annotated[
     bool,

@@ -298,6 +298,7 @@ def _train(
         samples = select_teacher_texts(recipe, *teachers)
         run = open_run(recipe, samples, teachers, work, begin, load_engine, processes, sharded)
         with lock_folder(work) if processes.is_main else nullcontext():
+            processes.wait()  # until the folder is locked
             _collect_with_progress(run)
             task = run.make_task()
             results = _train_with_progress(run, task, tensorboard)

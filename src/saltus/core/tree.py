@@ -63,7 +63,8 @@ def grow_tree(
 ) -> Tree:
     """Merge branches and keep the `budget` nodes with most expected tokens, at most `max_depth` deep.
 
-    Nodes with fewer than `min_expected_tokens` are left out, which saves time.
+    Nodes with fewer than `min_expected_tokens` are left out, which saves time, but for first tokens: what becomes of
+    them is recorded, so that a drafter that was wrong for long is trusted again when it is right.
 
     Expected tokens fall along a path, so repeatedly taking the best node whose parent is in the tree gives the best
     tree of that size. If branches share a token, the source with the highest probability stands for it. Sampled tokens
@@ -80,8 +81,9 @@ def grow_tree(
         if not heap:
             break
         negative, best, parent, probability = heapq.heappop(heap)
-        if -negative < min_expected_tokens:
-            break
+        waiting = []
+        if parent >= 0 and -negative < min_expected_tokens:
+            continue
         node = offered[best]
         waiting = [(child, len(rows), probability) for child in node.children]
         stated = node.stated_probability, node.source, -negative, node.distribution

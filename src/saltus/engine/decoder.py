@@ -32,6 +32,8 @@ from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.networks.protocols import ReadsHiddenStates, TargetNetwork
 
+DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
+DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not; fixed shapes have 32 rows, too
 MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
@@ -266,6 +268,11 @@ def check_rule(name: str) -> str:
     if name not in RULES:
         raise ValueError(f"rule is {name!r}, but must be one of {', '.join(RULES)}")
     return name
+
+
+def default_budget(adaptive: bool, rule: str) -> int:
+    """The draft tokens of a call, at most, where none are given."""
+    return DEFAULT_BUDGET if adaptive and rule == "match" else DEFAULT_WHOLE_BUDGET
 
 
 def check_budget(budget: int) -> int:

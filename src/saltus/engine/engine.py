@@ -13,7 +13,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.chat_template import read_chat_template
-from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule
+from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule, default_budget
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
 from saltus.engine.fim import fim_prompt
@@ -40,9 +40,6 @@ from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import DEFAULT_MODEL
 from saltus.networks.models.packed_decoder import transformers_model
 from saltus.networks.protocols import TargetNetwork
-
-DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
-DEFAULT_WHOLE_BUDGET = 16  # the same where calls carry the whole tree, whether it pays or not
 
 
 @dataclass
@@ -350,14 +347,11 @@ def load(
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.make_methods(method, options)  # refuses a wrong name before anything is loaded
     template = None if chat_template is None else read_chat_template(chat_template)
-    # Calls of a fixed shape have the same one with and without `adaptive`: texts depend on it.
-    shape = max(DEFAULT_BUDGET, num_draft_tokens or 0) if budget is None else budget
-    chosen = adaptive and rule == "match"
-    nodes = shape if chosen or budget is not None else max(DEFAULT_WHOLE_BUDGET, num_draft_tokens or 0)
+    nodes = max(default_budget(adaptive, rule), num_draft_tokens or 0) if budget is None else budget
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
-        return load_checkpoint(name, device, dtype, exact, progress, shape, weights if name == model else "file")
+        return load_checkpoint(name, device, dtype, exact, progress, nodes, weights if name == model else "file")
 
     target = checkpoint(model)
     if template is not None:

@@ -29,7 +29,7 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
-from saltus.engine.decoder import Decoder, check_budget, check_rule
+from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
 from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.networks.models.causal import CausalNetwork
@@ -79,7 +79,7 @@ def custom_generate(
     coupling: Coupling = DEFAULT_COUPLING,
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    budget: int = 16,
+    budget: int | None = None,
     adaptive: bool = True,
     exact: bool = True,
     streamer: Any = None,
@@ -93,7 +93,7 @@ def custom_generate(
     """
     methods.make_methods(method, options)
     check_rule(rule)
-    check_budget(budget)
+    budget = check_budget(default_budget(adaptive, rule) if budget is None else budget)
     Sampling(coupling=coupling)  # refuses an unknown one
     measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed

@@ -116,7 +116,7 @@ def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
     model, tokenizer = _load_model(options.begin) if options.begin else _new_model(options, texts)
     task = _make_task(options, model, tokenizer, texts, processes)
     settings = {key: str(value) for key, value in vars(options).items() if key not in ("work", "out", "every")}
-    optimiser, rate = ("adamw", 1e-4) if options.begin else ("muon", 3e-3)
+    optimiser, rate = ("adamw", 1e-4) if options.begin else ("adamw" if options.xlnet else "muon", 3e-3)
     work = options.work or options.out.with_name(options.out.name + "-work")
     work.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ from saltus.integrations.sglang.verification import (
 )
 from saltus.methods import make_methods
 
-MAX_TEXTS = 1024  # the latest ones that are remembered, beyond those of a batch
-
 
 def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
     """SGLang's NGRAMWorker with our drafts and tokens.
@@ -39,7 +36,6 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             if self.enable_overlap:
                 raise ValueError("the algorithm SALTUS runs without overlap; add --disable-overlap-schedule")
             self.drafting = Drafting(make_methods("lookup"))
-            self.texts: OrderedDict[str, DraftedText] = OrderedDict()  # by request id, the latest last
             self.trees: list[PaddedTree] = []  # of the batch that is verified
             self.requests: Sequence[Any] = ()  # of the current batch
             self.sglang_sample = self.model_runner.sample
@@ -106,13 +102,12 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             return torch.tensor(picked, dtype=torch.int32, device=logits.device)
 
         def _text(self, request: Any) -> DraftedText:
-            if request.rid not in self.texts:
-                noise, sampling = request_noise(request), request_sampling(request)
-                self.texts[request.rid] = self.drafting.new_text(noise, sampling)
-            self.texts.move_to_end(request.rid)
-            while len(self.texts) > MAX_TEXTS + len(self.requests):
-                self.texts.popitem(last=False)
-            return self.texts[request.rid]
+            """Kept by the request itself: clients may use an id twice."""
+            text: DraftedText | None = getattr(request, "saltus_text", None)
+            if text is None:
+                text = self.drafting.new_text(request_noise(request), request_sampling(request))
+                request.saltus_text = text
+            return text
 
     return SaltusWorker
 

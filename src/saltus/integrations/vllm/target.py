@@ -70,6 +70,11 @@ def _share_weight(place: Any, module: Any, name: str) -> None:
     place.weight = nn.Parameter(found[:vocab].detach(), requires_grad=False)
 
 
+def is_capturing() -> bool:
+    """True while a CUDA graph is recorded."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(frozen=True)
 class StepStates:
     """The rows of one forward pass: all texts of the batch, one after the other."""
@@ -118,6 +123,9 @@ class HiddenStateReader:
         def forward_and_keep(*args: Any, **kwargs: Any) -> Any:
             out = forward(*args, **kwargs)
             last, auxiliary = out if isinstance(out, tuple) else (out, [])
+            if is_capturing():  # nothing may be copied to the CPU then
+                self.latest = None
+                return last
             self._keep(args, kwargs, last, auxiliary, query_starts())
             return last
 

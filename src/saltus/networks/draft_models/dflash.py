@@ -75,7 +75,7 @@ class DFlashModel(nn.Module):
         trainable: bool = True,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, tokens = shape, tokens.to(unembedding.device)
         config = shape.decoder_config | {"vocab_size": 1, "max_position_embeddings": 1 << 20}
         self.decoder: Any = (
             _qwen3(config)
@@ -93,7 +93,7 @@ class DFlashModel(nn.Module):
         self.register_buffer("tokens", tokens, persistent=False)
         mask = select_rows(embeddings, torch.tensor([shape.mask_token], device=embeddings.device))[0]
         self.register_buffer("mask", mask.clone(), persistent=False)
-        self.register_buffer("state_scale", torch.ones(self.fc.in_features), persistent=False)
+        self.register_buffer("state_scale", torch.ones(self.fc.in_features, device=tokens.device), persistent=False)
         self.embeddings = [embeddings]  # in a list: neither a parameter nor a buffer of this module
 
     @property

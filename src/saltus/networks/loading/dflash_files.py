@@ -222,5 +222,6 @@ def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) 
     names = {name: own for name, own in names.items() if "embed_tokens" not in name and "lm_head" not in name}
     needed = {name: model.state_dict()[own] for name, own in names.items()}
     check_weights(folder, weights, needed, "a DFlash drafter of Qwen3 layers")
-    model.load_state_dict({names[name]: weight for name, weight in weights.items()}, strict=False, assign=True)
+    placed = {names[name]: weight.to(model.mask.device) for name, weight in weights.items()}
+    model.load_state_dict(placed, strict=False, assign=True)
     return model

@@ -105,7 +105,7 @@ def find_shipped(kind: str, target: Any) -> Path | None:
 
 
 def _read_files(kind: Kind, folder: Path, target: Any, target_name: str) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """The shape and the weights of a folder for this target."""
+    """The shape and the weights of a folder for this target, on its device."""
     metadata, command = read_metadata(folder, kind), TRAIN_COMMANDS[kind]
     try:
         weights = load_file(folder / WEIGHTS_FILES[kind])
@@ -114,7 +114,8 @@ def _read_files(kind: Kind, folder: Path, target: Any, target_name: str) -> tupl
     except SafetensorError as error:
         raise ValueError(f"{folder} is damaged ({error}); fetch or train the {kind} again") from None
     check_target(metadata, folder, target, target_name)
-    return metadata.settings, weights
+    device = _embeddings(target)[0].device
+    return metadata.settings, {name: weight.to(device) for name, weight in weights.items()}
 
 
 def _embeddings(target: Any) -> tuple[Tensor, Tensor]:

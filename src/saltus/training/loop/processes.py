@@ -159,7 +159,7 @@ def launched_processes() -> int:
 def join_processes(device: str = "cpu") -> Iterator[Processes]:
     """While open, the processes of a launcher are connected: on CUDA each has the GPU of its local rank.
 
-    If several fail, the first of them raises its error, and the main one at Ctrl-C; the others exit without a word.
+    If several fail, the first of them raises its error, and the main one at Ctrl-C; the others exit silently.
     Errors: ValueError where there are fewer GPUs than processes, or for a device such as cuda:1.
     """
     if launched_processes() == 1:
@@ -200,6 +200,8 @@ def shards_weights(asked: bool) -> bool:
 
     Errors: ValueError for the first version of FSDP.
     """
+    if asked and launched_processes() == 1:
+        raise ValueError("--shard distributes weights over processes; start it with torchrun --nproc-per-node N")
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     if by_launcher and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("accelerate was told to use the first FSDP; give it --fsdp_version 2")

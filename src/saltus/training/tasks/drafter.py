@@ -67,7 +67,7 @@ def forward_windows(
     device = module.tokens.device
     batch, rows = batch.to(device), batch.corpus_rows
     packed = pack_windows(batch.tokens, batch.window_starts, batch.uniforms, context_length)
-    features = corpus.hidden_states[rows[:, : packed.context_length] - 1].to(device)
+    features = corpus.hidden_states[rows[:, : packed.context_length].cpu() - 1].to(device)
     context = module.context_inputs(features, packed.tokens[:, : packed.context_length])
     depths = (
         torch.arange(packed.window_size, device=device).repeat_interleave(packed.num_windows).expand(len(context), -1)
