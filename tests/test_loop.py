@@ -10,7 +10,7 @@ import torch
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
 from saltus.training.loop.muon import Muon
-from saltus.training.loop.training_loop import Progress, Schedule, _make_optimizers, train
+from saltus.training.loop.training_loop import Progress, Schedule, make_optimizers, train
 
 SCHEDULE = Schedule(30, 0.05, warm_up=5, every=5)
 
@@ -103,8 +103,8 @@ def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_
 def test_muon_trains_matrices_alone_and_refuses_other_weights():
     lines = module()
     train_with = replace(SCHEDULE, optimiser="muon")
-    assert [type(one).__name__ for one in _make_optimizers(lines, train_with)] == ["AdamW", "Muon"]
-    assert [type(one).__name__ for one in _make_optimizers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
+    assert [type(one).__name__ for one in make_optimizers(lines, train_with)] == ["AdamW", "Muon"]
+    assert [type(one).__name__ for one in make_optimizers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
     with pytest.raises(ValueError, match="two dimensions; leave the others to AdamW"):
         Muon([lines.bias], lr=0.1)
 

@@ -23,9 +23,9 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @contextmanager
-def serving(engine, limits=None, remember_bytes=0, **settings):
+def serving(engine, limits=None, remember_bytes=0, learner=None, **settings):
     """A service, and the address that it listens on."""
-    service = Service(engine, "tiny", limits or Limits(), remember_bytes)
+    service = Service(engine, "tiny", limits or Limits(), remember_bytes, learner)
     server = uvicorn.Server(uvicorn.Config(make_app(service, **settings), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import signal
+from collections.abc import Sequence
 from types import FrameType
 from typing import Annotated, Any
 
@@ -56,6 +57,25 @@ def serve(
             "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
         ),
     ] = None,
+    learn: Annotated[
+        bool,
+        _server_option("--learn", help="Train the drafter of `ptp` on the texts that are served. No text changes."),
+    ] = False,
+    learn_share: Annotated[
+        float | None,
+        _server_option(
+            "--learn-share",
+            metavar="X",
+            help="With --learn: share of a core beside texts. Default: 0.25; 0: idle time.",
+        ),
+    ] = None,
+    learn_reset: Annotated[
+        bool, _server_option("--learn-reset", help="With --learn: forget what was learned in earlier runs.")
+    ] = False,
+    learn_across_keys: Annotated[
+        bool,
+        _server_option("--learn-across-keys", help="With --learn: one drafter from the texts of all API keys."),
+    ] = False,
     log_requests: Annotated[
         bool, _server_option("--log-requests", help="Log the bodies of requests, prompts included.")
     ] = False,
@@ -84,6 +104,8 @@ def serve(
 
         saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
 
+        saltus serve --learn --method ptp+lookup
+
         saltus serve --ray --replicas 2
 
     [bold]Routes[/bold]: /v1/chat/completions, /v1/completions, /v1/responses, /infill, /v1/models, /tokenize,
@@ -102,6 +124,11 @@ def serve(
     if (replicas > 1 or replica_cpus is not None) and not ray:
         raise ValueError("--replicas and --replica-cpus need --ray")
     remember_bytes = _num_bytes(remember) if remember else 0
+    if not learn and (learn_share is not None or learn_reset or learn_across_keys):
+        raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
+    if learn and ray:
+        raise ValueError("--learn is for a single server; leave out --ray, or --learn")
+    plan = _learning_plan(learn_share, api_key or (), learn_across_keys, learn_reset) if learn else None
 
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
@@ -115,7 +142,8 @@ def serve(
             engine.limit_context(max_model_len)
         engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
-        service = Service(engine, served_model_name or model_options.model, limits, remember_bytes)
+        learner = None if plan is None else _new_learner(engine, plan)
+        service = Service(engine, served_model_name or model_options.model, limits, remember_bytes, learner)
         context, fitting = engine.target.context_length, service.batcher.longest_text
         if max_model_len is None and (
             context is None or context > fitting
@@ -149,6 +177,22 @@ def serve(
     wait_for_signal()
     print_note("finishing what runs")
     stop_replicas()
+
+
+def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:
+    from saltus.serving.learning import LearningPlan, audience_of
+
+    audience = audience_of(api_keys, across_keys)
+    return LearningPlan(audience=audience, reset=reset, **({} if share is None else {"share": share}))
+
+
+def _new_learner(engine: Any, plan: Any) -> Any:
+    from saltus.cli.answers import print_note
+    from saltus.serving.learning import Learner
+
+    learner = Learner(engine, plan)
+    print_note(f"the drafter learns from these texts; what it learns is kept in {learner.drafters.folder}")
+    return learner
 
 
 def _uses_gpu(device: str) -> bool:

@@ -54,12 +54,12 @@ class HiddenStateDrafter:
         new = num_decided - self.num_tokens_seen
         if len(rows) < new:  # states in between are missing, so the network starts again from here
             self.pending.clear()
-        self.pending.append(_rows(states, rows[-min(new, self.max_unread) :]))
+        self.pending.append(state_rows(states, rows[-min(new, self.max_unread) :]))
         del self.pending[: -self.max_unread]  # each has a row or more; without this they pile up while drafting is off
         self.num_tokens_seen = num_decided
 
 
-def _rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a tensor. On the CPU by NumPy: torch would wake threads, which spin beside those of the kernels."""
     if x.device.type != "cpu":
         return x[torch.tensor(rows)]

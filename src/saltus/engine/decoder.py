@@ -165,6 +165,12 @@ class Decoder:
         setup = self.setup(method)
         return next(name for name, one in self.setups.items() if one is setup)
 
+    def replace_network(self, name: str, network: Network) -> None:
+        """Draft with another network of the same kind from now on, in all methods that use it."""
+        for setup in self.setups.values():
+            if name in setup.networks:
+                setup.networks = {**setup.networks, name: network}
+
     def _new_setup(self, method: str) -> DecodingSetup:
         options, budget = self.options, self.budget
         if self.tuned_settings is not None and "jacobi" in method.split("+"):

@@ -42,9 +42,9 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.batcher.start()
+        service.start()
         yield
-        await asyncio.to_thread(service.batcher.close, 10.0)
+        await asyncio.to_thread(service.close, 10.0)
 
     app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
     app.add_middleware(Guard, api_keys=tuple(api_keys), log_bodies=log_requests)  # pyright: ignore[reportArgumentType]

@@ -26,7 +26,7 @@ from saltus.engine.prompt_scores import PromptScores
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving.batch_controller import BatchController
 from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory
-from saltus.serving.jobs import Job, Limits, Part
+from saltus.serving.jobs import Job, Limits, Part, TextObserver
 
 log = logging.getLogger("saltus.serving")
 
@@ -49,6 +49,8 @@ class Batcher:
         self.lock = threading.Lock()  # of num_open
         self.closed = False
         self.networks: dict[str, Network] = {}
+        self.replacements: queue.SimpleQueue[tuple[str, Network]] = queue.SimpleQueue()
+        self.observer: TextObserver | None = None
         self.prefix_tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_cache(engine.network) else None
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
 
@@ -78,6 +80,11 @@ class Batcher:
     def cancel(self, job: Job) -> None:
         """Drop a job; its memory is free after the call that runs now."""
         job.cancelled = True
+        self.incoming.put(None)
+
+    def replace_draft_network(self, name: str, network: Network) -> None:
+        """Draft with another network from the next call on. It must read what the one before it has read."""
+        self.replacements.put((name, network))
         self.incoming.put(None)
 
     @property
@@ -114,6 +121,7 @@ class Batcher:
         while not self.closed:
             self._take_incoming(block=not self.running and not self.waiting)
             self._drop_cancelled(sequences)
+            self._take_replacements()
             self._admit()
             self._read_next_piece(sequences)
             if all(job.unread for job in self.running):
@@ -153,6 +161,13 @@ class Batcher:
         except queue.Empty:
             pass
 
+    def _take_replacements(self) -> None:
+        """Put new draft networks in place, between two calls. Texts that run keep what the old ones have read."""
+        while not self.replacements.empty():
+            name, network = self.replacements.get()
+            self.engine.decoder.replace_network(name, network)
+            self.networks[name] = network
+
     def _drop_cancelled(self, sequences: list[SequenceState]) -> None:
         for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
             if job in self.waiting:
@@ -181,6 +196,8 @@ class Batcher:
         generator = counting_generator(setup, job.request.request, controller)
         job.sequence = SequenceState(_isolated(generator, job))
         job.unread = len(job.request.request.prompt)
+        if self.observer is not None:
+            self.observer.begins(job)
 
     def _read_next_piece(self, sequences: list[SequenceState]) -> None:
         """Read a piece of the oldest prompt that is not read yet; a text whose prompt is read joins the others."""
@@ -271,6 +288,8 @@ class Batcher:
             sequences[:] = [one for one in sequences if one is not job.sequence]
             if error is None:
                 self._keep_prefix(job)
+                if self.observer is not None:
+                    self.observer.ends(job)
             job.sequence = None
 
     def _keep_prefix(self, job: Job) -> None:

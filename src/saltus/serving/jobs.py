@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from saltus.core.scheduler import SequenceState
 from saltus.engine.engine import AnyRequest
@@ -58,3 +59,16 @@ class Job:
     def num_tokens(self) -> int:
         """The longest that the text can get."""
         return len(self.request.request.prompt) + self.request.request.max_new_tokens
+
+
+@runtime_checkable
+class TextObserver(Protocol):
+    """Watches the texts of a server. Its methods are called by the engine's thread, and must be quick."""
+
+    def begins(self, job: Job) -> None:
+        """Before a text's first call."""
+        ...
+
+    def ends(self, job: Job) -> None:
+        """After its last call, unless it was dropped or failed."""
+        ...

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from saltus.engine.request import CallRecord
 from saltus.serving.batching import Batcher
+from saltus.training.online_drafter import Progress
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
 MAX_POSITIONS = 64  # of draft tokens that are counted one by one
@@ -49,6 +51,27 @@ class ServerMetrics:
         gauge("num_requests_running", "texts in the batch", lambda: len(batcher.running))
         gauge("num_requests_waiting", "texts that wait", lambda: batcher.num_waiting)
         gauge("kv_cache_usage_perc", "share of the memory for keys and values, 0 to 1", lambda: batcher.cache_usage)
+
+    def learning_counter(self) -> Callable[[Progress], None]:
+        """Adds the metrics of learning, which are ours, and returns what counts each piece of its work."""
+
+        def made(kind: type, name: str, text: str, *more: str) -> Any:
+            return kind(f"saltus:{name}", text, ["model_name", *more], registry=self.registry)
+
+        steps = made(Counter, "learning_steps", "steps of training the drafter").labels(**self._labels)
+        exams = made(Counter, "learning_exams", "comparisons with the served drafter").labels(**self._labels)
+        replacements = made(Counter, "learning_replacements", "drafters that were replaced").labels(**self._labels)
+        tokens = made(Gauge, "learning_tokens_per_call", "tokens a call in the last comparison", "drafter")
+
+        def count(progress: Progress) -> None:
+            steps.inc(progress.steps)
+            replacements.inc(progress.drafter is not None)
+            if progress.exam is not None:
+                exams.inc()
+                tokens.labels(**self._labels, drafter="served").set(progress.exam.served)
+                tokens.labels(**self._labels, drafter="trained").set(progress.exam.trained)
+
+        return count
 
     def page(self) -> bytes:
         """The page that Prometheus reads."""

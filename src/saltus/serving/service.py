@@ -15,6 +15,7 @@ from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.serving.errors import ApiError
 from saltus.serving.infill import InfillAnswer, InfillRequest
 from saltus.serving.jobs import Limits
+from saltus.serving.learning import Learner
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from saltus.serving.responses import ResponseAnswer, response_messages
@@ -33,13 +34,35 @@ from saltus.serving.translation import (
 class Service:
     """One model, its batch, and its metrics."""
 
-    def __init__(self, engine: Engine, name: str, limits: Limits, remember_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        limits: Limits,
+        remember_bytes: int = 0,
+        learner: Learner | None = None,
+    ) -> None:
         self.engine, self.name = engine, name
         self.memories = AnswerMemories(remember_bytes) if remember_bytes else None  # of earlier answers, by API key
         self.batcher = Batcher(engine, limits)
         self.metrics = ServerMetrics(name, self.batcher)
         self.started = int(time.time())
         self.backend = Backend(name, engine.tokenizer, self.batcher, self.metrics)
+        self.learner = learner
+        if learner is not None:
+            learner.on_progress = self.metrics.learning_counter()
+
+    def start(self) -> None:
+        """Start the threads."""
+        self.batcher.start()
+        if self.learner is not None:
+            self.learner.start(self.batcher)
+
+    def close(self, timeout: float) -> None:
+        """Drop what still runs and end the threads."""
+        if self.learner is not None:
+            self.learner.close()
+        self.batcher.close(timeout)
 
     async def chat(self, asked: ChatCompletionRequest) -> Answer:
         """The answer to a conversation."""

@@ -102,6 +102,7 @@ class WindowDataset:
     window: int
     from_text_start: bool = False
     own_temperature_only: bool = False
+    held_out: np.ndarray | None = None  # True for the corpus's texts that are held out; None: a fraction of them
     validation_table: np.ndarray = field(init=False)
     training_table: np.ndarray = field(init=False)
 
@@ -109,13 +110,13 @@ class WindowDataset:
         texts = self.corpus.text_table.copy()
         if self.from_text_start:
             texts[:, 2] = np.minimum(texts[:, 2], self.settings.slots)
-        texts = texts[texts[:, 2] > texts[:, 1] + 1]
-        if len(texts) < 2:
+        long_enough = texts[:, 2] > texts[:, 1] + 1
+        texts = texts[long_enough]
+        if self.held_out is None and len(texts) < 2:
             raise ValueError(
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
-        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts]
-        held_out = select_validation(prompts, self.settings.held_out, self.settings.seed)
+        held_out = self._select_validation(texts) if self.held_out is None else self.held_out[long_enough]
         self.validation_table, own = texts[held_out], texts[~held_out]
         self.training_table = own[np.argsort(own[:, 2], kind="stable")]  # a batch has texts of similar lengths
         if self.own_temperature_only:
@@ -125,6 +126,10 @@ class WindowDataset:
     def batch_size(self) -> int:
         """Texts of a training step."""
         return min(self.settings.texts, len(self.training_table))
+
+    def _select_validation(self, texts: np.ndarray) -> np.ndarray:
+        prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts]
+        return select_validation(prompts, self.settings.held_out, self.settings.seed)
 
     def training_batch(self, step: int) -> Batch:
         """The batch of a training step."""

@@ -78,7 +78,7 @@ def train(
     and a checkpoint, which the main one writes, is the same for any number of them. Errors: ValueError for a
     checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
     """
-    optimisers = _make_optimizers(module, schedule)
+    optimisers = make_optimizers(module, schedule)
     settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
     state = load_checkpoint(checkpoint_path)
     step, seconds, curve, exams = 0, 0.0, [], []
@@ -99,7 +99,7 @@ def train(
     with processes.joint_interrupt() as raise_if_interrupted:
         while step < schedule.steps:
             part = synchronized_loss(step)
-            _optimizer_step(module, optimisers, part, schedule.learning_rate(step), schedule.clip)
+            optimizer_step(module, optimisers, part, schedule.learning_rate(step), schedule.clip)
             step_loss = float(processes.average(part))
             total += step_loss
             step += 1
@@ -134,7 +134,8 @@ def print_progress(progress: Progress) -> None:
     )  # fmt: skip
 
 
-def _make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+def make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """The optimizers of a module's weights, as the schedule names them."""
     matrices = list(getattr(module, "matrices", ())) if schedule.optimiser == "muon" else []
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in module.parameters() if id(weight) not in chosen]
@@ -143,9 +144,10 @@ def _make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.
     return [adamw, Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.half)] if matrices else [adamw]
 
 
-def _optimizer_step(
+def optimizer_step(
     module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
-) -> None:
+) -> float:
+    """Change the weights by the gradients of a loss; returns the loss."""
     module.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), clip)

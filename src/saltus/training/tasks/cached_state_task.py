@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class CachedStateTask(WindowTrainingTask):
     vocabulary_size: int = 8192  # 0: all of the target's
     window_settings: WindowSettings = field(default_factory=WindowSettings)
     target_name: str = "its target"
+    initial_module: Any = None  # trained further, in place of a new one
+    held_out: np.ndarray | None = None  # see WindowDataset
     module: Any = field(init=False)
     window_dataset: WindowDataset = field(init=False)
     draft_indices: Int[Tensor, "vocab"] = field(init=False)  # of tokens in the draft vocabulary
@@ -44,8 +47,12 @@ class CachedStateTask(WindowTrainingTask):
     def __post_init__(self) -> None:
         self._check_corpus()
         self.window_dataset = WindowDataset(
-            self.corpus, self.window_settings, self.shape.window, own_temperature_only=self._learns_distributions
-        )
+            self.corpus, self.window_settings, self.shape.window, own_temperature_only=self._learns_distributions,
+            held_out=self.held_out,
+        )  # fmt: skip
+        if self.initial_module is not None:
+            self._set_module(self.initial_module)
+            return
         size = len(self.target.get_output_embeddings().weight)
         tokens = most_frequent_tokens(self.corpus, self.vocabulary_size) if self.vocabulary_size else torch.arange(size)
         self._set_module(self._new_module(tokens))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
@@ -88,12 +88,17 @@ class WindowTrainingTask(TrainingTask):
         batch: Batch = self.window_dataset.training_batch(step)
         return batch.select(self.processes.share(len(batch.tokens)))
 
-    @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
+        counts = self.window_tokens(greedy)
+        return float(counts.mean()) if len(counts) else math.nan
+
+    @torch.no_grad()
+    def window_tokens(self, greedy: bool, num_windows: int = 8) -> Float[Tensor, "all_windows"]:
+        """The tokens of a call at each held-out window, `num_windows` of each text, always the same ones."""
         dataset: WindowDataset = self.window_dataset
-        matches = [self.matching_drafts(batch) for batch in dataset.validation_batches(greedy)]
+        matches = [self.matching_drafts(batch) for batch in dataset.validation_batches(greedy, num_windows)]
         counts = [1 + match.to(torch.int64).cumprod(-1).sum(-1).double() for match in matches]
-        return float(torch.cat(counts).mean()) if counts else math.nan
+        return torch.cat(counts) if counts else torch.empty(0, dtype=torch.float64)
 
     @abstractmethod
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:

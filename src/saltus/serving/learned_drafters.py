@@ -1,0 +1,54 @@
+"""Keep the drafters that a server has trained in the cache folder, so that the next start begins with the last one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from saltus.networks.cache_folder import cache_folder, make_cache_folder
+from saltus.networks.draft_models.drafter import DraftModel
+from saltus.networks.loading.drafter_files import save_drafter
+from saltus.networks.loading.model_identity import model_fingerprint
+
+
+class LearnedDrafters:
+    """The folder for one model, one first drafter and one audience: the texts of others had no part in it."""
+
+    def __init__(self, target: Any, target_name: str, first: bytes, audience: str) -> None:
+        """`first` identifies the drafter that training began with, `audience` the clients whose texts it learns from.
+
+        A short digest of the audience names the folder, so that no API key is written.
+        """
+        key = b"|".join((model_fingerprint(target).encode(), first, audience.encode()))
+        self.target, self.target_name = target, target_name
+        self.folder = cache_folder() / "learned" / blake2b(key, digest_size=8).hexdigest()
+
+    def latest(self) -> Path | None:
+        """The folder of the last drafter that was saved."""
+        found = sorted(folder for folder in self.folder.glob("[0-9]*") if folder.is_dir())
+        return found[-1] if found else None
+
+    def save(self, model: DraftModel, card: Mapping[str, Any]) -> Path:
+        """Save a drafter beside the ones before it, and remove these: there is always a whole one."""
+        before = self.latest()
+        number = 1 if before is None else int(before.name) + 1
+        new = make_cache_folder(self.folder) / f".new-{os.getpid()}"
+        shutil.rmtree(new, ignore_errors=True)
+        save_drafter("drafter", model, new, self.target_name, self.target, card)
+        for file in new.iterdir():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        saved = self.folder / f"{number:06d}"
+        new.rename(saved)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+        return saved
+
+    def reset(self) -> None:
+        """Forget what was learned."""
+        for folder in self.folder.glob("[0-9]*"):
+            shutil.rmtree(folder, ignore_errors=True)

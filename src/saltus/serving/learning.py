@@ -1,0 +1,265 @@
+"""Train the server's drafter on the texts that it writes, in a process of its own, and replace it when it is better.
+
+Drafts are verified, so a replacement cannot change a text. Verified texts and the target's hidden states behind them
+are what a drafter is trained on, and the calls of the texts have computed both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from saltus.core.protocols import Network
+from saltus.engine.engine import Engine
+from saltus.networks.draft_models.drafter import DraftModel, DraftNetwork
+from saltus.networks.loading.metadata import read_metadata
+from saltus.networks.loading.target_drafters import load_drafter_for_target
+from saltus.networks.models.exact.packed_weight import select_rows
+from saltus.serving.batching import Batcher
+from saltus.serving.jobs import Job
+from saltus.serving.learned_drafters import LearnedDrafters
+from saltus.serving.text_states import TextStates
+from saltus.training.data.recent_texts import RecentText
+from saltus.training.loop.checkpoint import lock_folder
+from saltus.training.online_drafter import DrafterWeights, LearningSettings, Progress, drafter_weights, serve_training
+
+log = logging.getLogger("saltus.serving")
+
+DRAFTER = "ptp"  # the name of the network that is trained
+MAX_WAITING = 64  # texts that wait for the process; older ones are dropped
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class LearningPlan:
+    """How a server learns, and from whose texts."""
+
+    share: float = 0.25  # of a core, while texts are decoded
+    audience: str = ""  # see LearnedDrafters
+    reset: bool = False  # forget what was learned before
+    settings: LearningSettings = field(default_factory=LearningSettings)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"--learn-share is {self.share:g}, but must be a share of a core, from 0 to 1")
+
+
+def audience_of(api_keys: Sequence[str], across_keys: bool) -> str:
+    """Whose texts a server learns from. Errors: ValueError for several keys, unless their texts may be mixed."""
+    keys = sorted(set(api_keys))
+    if across_keys:
+        return "all keys"
+    if len(keys) > 1:
+        raise ValueError(
+            "--learn would train one drafter on the texts of several API keys; allow it by --learn-across-keys, or"
+            " start a server for each key"
+        )
+    return f"key {keys[0]}" if keys else ""
+
+
+class Learner:
+    """Trains the drafter of an engine while a server decodes with it.
+
+    What was learned earlier is put in place at once. Errors: ValueError if the engine has no drafter that can be
+    trained, or if another server learns the same.
+    """
+
+    def __init__(self, engine: Engine, plan: LearningPlan | None = None) -> None:
+        self.engine, self.plan = engine, plan or LearningPlan()
+        self.network = _trainable_drafter(engine)
+        model = engine.network.model
+        first = _weights_digest(self.network.model)
+        self.drafters = LearnedDrafters(model, engine.target.name, first, self.plan.audience)
+        self.lock = lock_folder(self.drafters.folder)
+        try:
+            self.lock.__enter__()
+        except ValueError:
+            raise ValueError(
+                "another server learns from the same clients' texts; stop it, or leave out --learn"
+            ) from None
+        if self.plan.reset:
+            self.drafters.reset()
+        self._load_latest()
+        self.waiting: deque[RecentText] = deque(maxlen=MAX_WAITING)
+        self.states: WeakKeyDictionary[Job, TextStates] = WeakKeyDictionary()  # of running texts
+        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.closed, self.wake = False, threading.Event()
+        self.next_turn = 0.0  # of training beside texts, by the monotonic clock
+        self.thread: threading.Thread | None = None
+
+    def start(self, batcher: Batcher) -> None:
+        """Start the process, and the thread that speaks with it."""
+        self.batcher, batcher.observer = batcher, self
+        spawn = get_context("spawn")
+        self.connection, child = spawn.Pipe()
+        self.process = spawn.Process(target=_train, args=(child, self._first_message()), daemon=True)
+        self.process.start()
+        child.close()
+        self.thread = threading.Thread(target=self._run, name="saltus-learner", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """End the process."""
+        self.closed = True
+        self.wake.set()
+        if self.thread is not None:
+            self.process.kill()
+            self.thread.join(10)
+        self.lock.__exit__(None, None, None)
+
+    def begins(self, job: Job) -> None:
+        """Keep the states of a text from now on, where its method has the target return them."""
+        request = job.request.request
+        if request.constraint is None and request.canvas is None and request.on_step is None:
+            layers = self.network.target.hidden_state_layers
+            self.states[job] = TextStates(layers, (*self.network.model.shape.taps, None))
+            request.on_step = self.states[job].record
+
+    def ends(self, job: Job) -> None:
+        """Learn from a text that has ended by itself; what was kept of others is dropped."""
+        states, request = self.states.pop(job, None), job.request.request
+        if states is None or not request.finished or (text := states.text(request)) is None:
+            return
+        self.waiting.append(text)
+        self.wake.set()
+
+    def _first_message(self) -> dict[str, Any]:
+        model = self.engine.network.model
+        return {
+            "initial": drafter_weights(self.network.model),
+            "embeddings": _numbers(model.get_input_embeddings().weight),
+            "unembedding": _numbers(model.get_output_embeddings().weight),
+            "settings": self.plan.settings,
+        }
+
+    def _run(self) -> None:
+        at_rest = False
+        try:
+            while not self.closed:
+                while self.waiting:
+                    self.connection.send(self.waiting.popleft())
+                    at_rest = False
+                if at_rest:
+                    self.wake.wait(1.0)
+                elif self._may_train():
+                    self.connection.send("advance")
+                    progress: Progress = self.connection.recv()
+                    self._pause(progress.seconds)
+                    at_rest = progress.at_rest
+                    self._take(progress)
+                else:
+                    time.sleep(POLL_SECONDS)
+                self.wake.clear()
+        except (EOFError, OSError):
+            if not self.closed:
+                log.warning("the process that trains the drafter has ended; the server goes on without learning")
+        except Exception:
+            log.exception("learning has ended; the server goes on without it")
+
+    def _may_train(self) -> bool:
+        """In idle time; beside texts for a share of the time; not while texts wait or half of the batch is taken."""
+        if not self.batcher.num_open:
+            return True
+        if self.batcher.num_waiting or 2 * len(self.batcher.running) > self.batcher.limits.max_batch:
+            return False
+        return self.plan.share > 0 and time.monotonic() >= self.next_turn
+
+    def _pause(self, seconds: float) -> None:
+        """After so many seconds of work, as much time passes before the next as the share asks for."""
+        if self.plan.share:
+            self.next_turn = time.monotonic() + seconds * (1 / self.plan.share - 1)
+
+    def _take(self, progress: Progress) -> None:
+        """Put a drafter in place that has passed its exam, and count what was done."""
+        if progress.drafter is not None and progress.exam is not None:
+            exam = {"before": round(progress.exam.served, 3), "after": round(progress.exam.trained, 3)}
+            started = time.monotonic()
+            network = self._save(progress.drafter, {"tokens_per_call": exam, "texts": progress.texts})
+            self.batcher.replace_draft_network(DRAFTER, network)
+            seconds = round(time.monotonic() - started, 2)
+            line = {"event": "drafter_replaced", "texts": progress.texts, "tokens_per_call": exam, "seconds": seconds}
+            log.info(json.dumps(line))
+        self.on_progress(progress)
+
+    def _save(self, weights: DrafterWeights, learned: dict[str, Any]) -> Network:
+        """Save a drafter, and load it as every drafter is loaded."""
+        target = self.engine.network.model
+        unembedding = target.get_output_embeddings().weight.detach()
+        embeddings = self.network.model.embeddings[0]
+        model = DraftModel(weights.shape, torch.from_numpy(weights.tokens), embeddings, unembedding, trainable=False)
+        numbers = {name: torch.from_numpy(array).view(torch.bfloat16) for name, array in weights.weights.items()}
+        model.load_state_dict(numbers, strict=False, assign=True)
+        before = self.drafters.latest()
+        card = {} if before is None else dict(read_metadata(before, "drafter").training)
+        earlier = card.get("learned", {}).get("replacements", 0)
+        folder = self.drafters.save(model, {"learned": {**learned, "replacements": earlier + 1}})
+        return _load(self.engine, str(folder))
+
+    def _load_latest(self) -> None:
+        if (folder := self.drafters.latest()) is None:
+            return
+        try:
+            self.network = _load(self.engine, str(folder))
+        except ValueError as error:
+            log.warning("what was learned earlier is not used: %s", error)
+            return
+        self.engine.decoder.replace_network(DRAFTER, self.network)
+
+
+def _trainable_drafter(engine: Engine) -> DraftNetwork:
+    """The drafter of the engine's method. Errors: ValueError if there is none that can be trained."""
+    found = engine.decoder.setup(engine.method).networks.get(DRAFTER)
+    if isinstance(found, DraftNetwork):
+        return found
+    chosen = engine.decoder.chosen_method(engine.method)
+    if "ptp" in chosen.split("+"):
+        raise ValueError(
+            "--learn trains drafters that saltus train ptp wrote, but that of this server is of another kind; leave out"
+            " --learn"
+        )
+    raise ValueError(
+        f"--learn trains the drafter of ptp, but the method is {chosen}; serve with --method ptp+lookup, or leave out"
+        " --learn"
+    )
+
+
+def _load(engine: Engine, folder: str) -> DraftNetwork:
+    network = load_drafter_for_target(f"drafter:{folder}", engine.network, engine.target.name, DRAFTER)
+    assert isinstance(network, DraftNetwork)
+    return network
+
+
+def _weights_digest(model: DraftModel) -> bytes:
+    weights = drafter_weights(model)
+    digest = blake2b(weights.tokens.tobytes(), digest_size=16)
+    for name in sorted(weights.weights):
+        digest.update(weights.weights[name].tobytes())
+    return digest.digest()
+
+
+def _numbers(weight: torch.Tensor) -> Any:
+    """A matrix as bfloat16 numbers, held as int16; a packed one is expanded."""
+    rows = select_rows(weight.detach(), torch.arange(len(weight), device=weight.device))
+    return rows.cpu().to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def _train(connection: Connection, training: dict[str, Any]) -> None:
+    """The process: it ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    try:
+        serve_training(connection, training)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return

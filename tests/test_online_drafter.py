@@ -1,0 +1,150 @@
+"""Training of a drafter on texts as they are written: states, exams before training, bounded memory, vocabulary."""
+
+# ruff: noqa: F811  fixtures
+
+import numpy as np
+import pytest
+import torch
+
+from saltus.core.canvas import continuation
+from saltus.core.control.controller import Controller
+from saltus.core.forward import ForwardInputs
+from saltus.core.scheduler import SequenceState, run_batch
+from saltus.engine.decoder import counting_generator
+from saltus.serving.text_states import TextStates
+from saltus.training.data.recent_texts import RecentText, RecentTexts, corpus_of
+from saltus.training.online_drafter import (
+    LearningSettings,
+    OnlineDrafterTraining,
+    drafter_weights,
+    recent_vocabulary,
+)
+from tiny_server import PROMPT, engine  # noqa: F401
+
+SETTINGS = LearningSettings(exam_texts=6, exam_windows=8, batch_texts=4, windows=6, steps_per_text=12, rate=5e-3)
+
+
+def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, **settings) -> RecentText | None:
+    """A decoded text with the states that its calls returned."""
+    setup, network = engine.decoder.setup(method), engine.network
+    request = engine.text_request(prompt, raw=True, **{"max_new_tokens": 24, "ignore_eos": True, **settings}).request
+    if end is not None:
+        request.is_end = lambda token: token == end
+    states = TextStates(network.hidden_state_layers, (*setup.networks["ptp"].model.shape.taps, None))
+    request.on_step = states.record
+    sequence = SequenceState(counting_generator(setup, request, Controller(adaptive=False)))
+    if prefill:  # the prompt's first tokens were read in another call
+        kv_cache = sequence.kv_caches["target"] = network.new_kv_cache()
+        network.forward([ForwardInputs(continuation(request.prompt[:prefill], 1))], [kv_cache])
+    for _ in run_batch([sequence], setup.networks):
+        pass
+    return states.text(request)
+
+
+def own_states(engine, tokens) -> torch.Tensor:
+    """The states that a call over the whole text returns."""
+    inputs = ForwardInputs(continuation(tokens, 1), output_hidden_states=True)
+    return engine.network.forward([inputs], [engine.network.new_kv_cache()])[0].hidden_states
+
+
+@pytest.mark.parametrize("prefill", [0, 3])
+@pytest.mark.parametrize("method", ["ptp", "ptp+lookup"])
+def test_the_states_of_calls_are_those_of_the_whole_text(engine, method, prefill):
+    text = recorded(engine, method=method, prefill=prefill, temperature=0.7, seed=2)
+    prompt = engine.encode(PROMPT, raw=True)
+    whole = [*prompt, *engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=24, ignore_eos=True,
+                                       temperature=0.7, seed=2).tokens]  # fmt: skip
+    assert text is not None
+    assert text.prompt_length == min(len(prompt) - prefill, 32)
+    assert text.tokens.tolist() == whole[-len(text.tokens) :]
+    assert len(text.tokens) == text.prompt_length + 24
+    expected = own_states(engine, whole)[-len(text.tokens) : -1].bfloat16()
+    assert torch.equal(torch.from_numpy(text.states).view(torch.bfloat16), expected)
+
+
+def test_a_text_that_ends_among_accepted_drafts_has_no_states_of_what_was_cut_off(engine):
+    """A prediction drafts a run of tokens, and the text ends at one of them."""
+    whole = engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=24, ignore_eos=True)
+    end = whole.tokens[13]
+    text = recorded(engine, end=end, prediction=whole.text)
+    assert text is not None
+    kept = whole.tokens[: whole.tokens.index(end) + 1]
+    assert text.tokens.tolist()[text.prompt_length :] == kept
+    assert len(text.states) == len(text.tokens) - 1
+    tokens = [*engine.encode(PROMPT, raw=True), *kept]
+    expected = own_states(engine, tokens)[-len(text.tokens) : -1].bfloat16()
+    assert torch.equal(torch.from_numpy(text.states).view(torch.bfloat16), expected)
+
+
+def invented(number: int, length: int = 30) -> RecentText:
+    tokens = np.random.default_rng(number).integers(5, 280, length)
+    states = np.random.default_rng(-number - 1 + 1000).integers(0, 100, (length - 1, 64)).astype(np.int16)
+    return RecentText(tokens, states, 4, 0.0)
+
+
+def test_memory_is_bounded_and_the_oldest_texts_go_first():
+    texts, kept = [invented(number) for number in range(9)], RecentTexts(4 * invented(0).nbytes)
+    for text in texts:
+        kept.add(text)
+        assert kept.num_bytes == sum(each.nbytes for each in kept) <= kept.max_bytes
+    assert [*kept] == texts[-4:]
+
+
+def test_a_corpus_has_the_states_of_each_text():
+    texts = [invented(number, 20 + number) for number in range(3)]
+    corpus = corpus_of(texts, (1,), "target")
+    for text, (start, prompt, length, temperature) in zip(texts, corpus.text_table, strict=True):
+        assert (prompt, length, temperature) == (4, len(text.tokens), 0)
+        assert corpus.tokens[start : start + length].tolist() == text.tokens.tolist()
+        states = corpus.hidden_states[torch.arange(start, start + length - 1)]
+        assert np.array_equal(states.view(torch.int16).numpy(), text.states)
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_tokens_of_recent_texts_take_the_places_of_unused_ones(size):
+    drafted, counts = torch.arange(10, 10 + size), np.zeros(100, dtype=np.int64)
+    counts[[3, 10, 90]] = 1, 5, 2
+    found = recent_vocabulary(drafted, counts)
+    assert len(found) == size
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert 10 in found.tolist()
+    assert {3, 90} <= set(found.tolist()) or size < 3
+    assert recent_vocabulary(found, counts).tolist() == found.tolist()
+
+
+def training(engine, settings=SETTINGS) -> OnlineDrafterTraining:
+    model, network = engine.network.model, engine.decoder.setup("ptp+lookup").networks["ptp"]
+    matrices = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    embeddings, unembedding = (one.detach().bfloat16() for one in matrices)
+    return OnlineDrafterTraining(drafter_weights(network.model), embeddings, unembedding, settings)
+
+
+def rest(running: OnlineDrafterTraining) -> list:
+    """Work until there is nothing left to do; the progress of all pieces."""
+    found = []
+    while not found or not found[-1].at_rest:
+        found.append(running.advance())
+    return found
+
+
+@pytest.mark.slow
+def test_a_drafter_is_examined_on_texts_before_it_learns_them_and_gets_better(engine):
+    texts = [recorded(engine, temperature=0.7 * (seed % 2), seed=seed, prompt=f"{PROMPT} {seed}") for seed in range(24)]
+    running, exams, learned = training(engine), [], []
+    for number, text in enumerate(texts, start=1):
+        running.add(text)
+        learned_before = {id(one) for one in running.kept}
+        pool = {id(one) for one in running.pool}
+        assert not pool & learned_before
+        for progress in rest(running):
+            if progress.exam is not None:
+                exams.append((number, progress.exam))
+                assert (progress.drafter is not None) == progress.exam.passed
+                if progress.drafter is not None:
+                    learned.append(progress.drafter)
+    assert [number for number, _ in exams] == [12, 18, 24]  # the first six are learned without an exam
+    assert exams[0][1].passed
+    assert exams[0][1].trained > exams[0][1].served + 0.2
+    assert running.steps <= SETTINGS.steps_per_text * len(texts)
+    assert any(not np.array_equal(learned[0].weights[name], value)
+               for name, value in drafter_weights(engine.decoder.setups["ptp+lookup"].networks["ptp"].model).weights.items())  # fmt: skip
