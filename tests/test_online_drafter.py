@@ -21,7 +21,9 @@ from saltus.training.online_drafter import (
 )
 from tiny_server import PROMPT, engine  # noqa: F401
 
-SETTINGS = LearningSettings(exam_texts=6, exam_windows=8, batch_texts=4, windows=6, steps_per_text=12, rate=5e-3)
+SETTINGS = LearningSettings(
+    exam_texts=6, exam_windows=8, batch_texts=4, windows=6, steps_per_text=8, rate=1e-2, warm_up=5
+)
 
 
 def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, **settings) -> RecentText | None:
@@ -64,9 +66,10 @@ def test_the_states_of_calls_are_those_of_the_whole_text(engine, method, prefill
 
 def test_a_text_that_ends_among_accepted_drafts_has_no_states_of_what_was_cut_off(engine):
     """A prediction drafts a run of tokens, and the text ends at one of them."""
-    whole = engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=24, ignore_eos=True)
-    end = whole.tokens[13]
-    text = recorded(engine, end=end, prediction=whole.text)
+    settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": 2}
+    whole = engine.generate(PROMPT, raw=True, method="plain", **settings)
+    end = next(token for token in whole.tokens[13:] if whole.tokens.index(token) >= 13)
+    text = recorded(engine, end=end, prediction=whole.text, **settings)
     assert text is not None
     kept = whole.tokens[: whole.tokens.index(end) + 1]
     assert text.tokens.tolist()[text.prompt_length :] == kept
@@ -100,6 +103,13 @@ def test_a_corpus_has_the_states_of_each_text():
         assert np.array_equal(states.view(torch.int16).numpy(), text.states)
 
 
+def predictable(number: int) -> RecentText:
+    """Runs of consecutive tokens, each with a state of its own."""
+    tokens = 10 + (7 * number + np.arange(40)) % 20
+    states = torch.from_numpy(np.random.default_rng(0).normal(size=(300, 64))).bfloat16()[tokens[:-1]]
+    return RecentText(tokens, states.view(torch.int16).numpy(), 4, 0.7 * (number % 2))
+
+
 @pytest.mark.parametrize("size", [1, 3, 50])
 def test_tokens_of_recent_texts_take_the_places_of_unused_ones(size):
     drafted, counts = torch.arange(10, 10 + size), np.zeros(100, dtype=np.int64)
@@ -129,7 +139,7 @@ def rest(running: OnlineDrafterTraining) -> list:
 
 @pytest.mark.slow
 def test_a_drafter_is_examined_on_texts_before_it_learns_them_and_gets_better(engine):
-    texts = [recorded(engine, temperature=0.7 * (seed % 2), seed=seed, prompt=f"{PROMPT} {seed}") for seed in range(24)]
+    texts = [predictable(number) for number in range(18)]
     running, exams, learned = training(engine), [], []
     for number, text in enumerate(texts, start=1):
         running.add(text)
@@ -142,9 +152,9 @@ def test_a_drafter_is_examined_on_texts_before_it_learns_them_and_gets_better(en
                 assert (progress.drafter is not None) == progress.exam.passed
                 if progress.drafter is not None:
                     learned.append(progress.drafter)
-    assert [number for number, _ in exams] == [12, 18, 24]  # the first six are learned without an exam
+    assert [number for number, _ in exams] == [12, 18]  # the first six are learned without an exam
     assert exams[0][1].passed
     assert exams[0][1].trained > exams[0][1].served + 0.2
     assert running.steps <= SETTINGS.steps_per_text * len(texts)
-    assert any(not np.array_equal(learned[0].weights[name], value)
-               for name, value in drafter_weights(engine.decoder.setups["ptp+lookup"].networks["ptp"].model).weights.items())  # fmt: skip
+    assert np.array_equal(learned[-1].tokens, running.served.tokens.numpy())
+    assert not np.array_equal(learned[0].weights["fuse.weight"], running.initial.weights["fuse.weight"])

@@ -29,6 +29,7 @@ class LearningSettings:
 
     exam_texts: int = 24  # the latest ones, on which the trained drafter is compared with the served one
     exam_windows: int = 16  # of each
+    margin: float = 1.0  # standard errors by which the trained drafter must be better
     batch_texts: int = 4  # of a step
     windows: int = 12  # of each
     steps_per_text: int = 4  # at most, so that an idle server comes to rest
@@ -36,6 +37,7 @@ class LearningSettings:
     warm_up: int = 20  # steps
     failed_exams: int = 4  # one after the other, after which training starts again from the served drafter
     max_bytes: int = 64 * 2**20  # of the texts that are kept
+    niceness: int = 19  # of the process, so that it takes the processor time that others leave
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +51,11 @@ class DrafterWeights:
 
 @dataclass(frozen=True)
 class Exam:
-    """Tokens a call on texts that neither drafter was trained on, with the standard error of the difference."""
+    """Tokens a call on texts that neither drafter was trained on."""
 
     served: float
     trained: float
-    error: float
-
-    @property
-    def passed(self) -> bool:
-        return self.trained - self.served > self.error
+    passed: bool
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,8 @@ class OnlineDrafterTraining:
             return
         difference = trained - served
         error = float(difference.std(correction=0)) / math.sqrt(len(difference))
-        exam = Exam(float(served.mean()), float(trained.mean()), error)
+        passed = float(difference.mean()) > self.settings.margin * error
+        exam = Exam(float(served.mean()), float(trained.mean()), passed)
         self.steps_examined = self.steps
         if exam.passed:
             self.served, self.num_failed = examined, 0
@@ -268,10 +267,10 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
 def serve_training(connection: Any, training: Mapping[str, Any]) -> None:
     """The loop of a process that trains: it gets texts, and "advance", which it answers by a Progress; None ends it.
 
-    It takes what processor time others leave (the lowest priority), on one thread.
+    It works on one thread.
     """
     if hasattr(os, "nice"):
-        os.nice(19)
+        os.nice(training["settings"].niceness)
     torch.set_num_threads(1)
     numbers = {name: torch.from_numpy(training[name]).view(torch.bfloat16) for name in ("embeddings", "unembedding")}
     running = OnlineDrafterTraining(training["initial"], settings=training["settings"], **numbers)

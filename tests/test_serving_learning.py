@@ -1,0 +1,145 @@
+"""A server that learns: the same texts before, during and after a replacement; whose texts teach, what is kept."""
+
+import json
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+import saltus
+from conftest import TEMPLATE
+from saltus.networks.loading.drafter_files import load_drafter
+from saltus.serving.jobs import Limits
+from saltus.serving.learning import Learner, LearningPlan, audience_of
+from saltus.training.online_drafter import LearningSettings
+from tiny_server import PROMPT, alone, serving
+
+SETTINGS = LearningSettings(exam_texts=4, exam_windows=6, windows=4, steps_per_text=6, rate=5e-3, niceness=0)
+ALWAYS = replace(SETTINGS, margin=-1e9)  # every drafter passes its exam
+
+
+@pytest.fixture
+def drafting(tiny_folder, tiny_drafter, tmp_path, monkeypatch) -> saltus.Engine:
+    monkeypatch.setattr("saltus.serving.learned_drafters.cache_folder", lambda: tmp_path / "cache")
+    made = saltus.load(str(tiny_folder()), "ptp", options={"ptp": {"model": str(tiny_drafter())}}, adaptive=False)
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+def ask(url: str, seed: int, **more) -> str:
+    body = {"model": "tiny", "prompt": f"{PROMPT} {seed % 5}", "max_tokens": 32, "seed": seed, "temperature": 0.7}
+    return httpx.post(f"{url}/v1/completions", json=body | more, timeout=60).json()["choices"][0]["text"]
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.slow
+def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog):
+    """Every drafter passes its exam here, so that drafters are replaced while texts are decoded."""
+    caplog.set_level(logging.INFO, logger="saltus.serving")
+    settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
+    expected = [alone(drafting, f"{PROMPT} {seed % 5}", seed=seed, **settings).text for seed in range(8)]
+    first = drafting.decoder.setup("ptp").networks["ptp"]
+    learner = Learner(drafting, LearningPlan(share=1.0, settings=ALWAYS))
+    with serving(drafting, learner=learner) as (service, url):
+        found: list[tuple[int, str]] = []
+
+        def client(offset: int) -> None:
+            while time.monotonic() < end and metric(url, "saltus:learning_replacements_total") < 2:
+                for seed in range(offset, 8, 2):
+                    found.append((seed, ask(url, seed)))
+
+        end = time.monotonic() + 120
+        threads = [threading.Thread(target=client, args=(offset,)) for offset in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert metric(url, "saltus:learning_replacements_total") >= 2
+        assert metric(url, "saltus:learning_steps_total") > 0
+        assert metric(url, 'saltus:learning_tokens_per_call{drafter="trained"') >= 1
+        found += [(seed, ask(url, seed)) for seed in range(8)]
+        served = service.batcher.networks["ptp"]
+    assert {seed for seed, _ in found} == set(range(8))
+    assert [text for _, text in found] == [expected[seed] for seed, _ in found]
+    assert served is not first
+    assert drafting.decoder.setup("ptp").networks["ptp"] is served
+    lines = [json.loads(one.message) for one in caplog.records if "drafter_replaced" in one.message]
+    assert len(lines) >= 2
+    assert {"texts", "tokens_per_call"} <= set(lines[0])
+    kept = learner.drafters.latest()
+    assert [folder.name for folder in kept.parent.glob("[0-9]*")] == [kept.name]
+    again = load_drafter(kept, drafting.network.model, "tiny").state_dict()
+    assert all((again[name] == weight).all() for name, weight in served.model.state_dict().items()
+               if "embed_tokens" not in name)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_was_learned_is_loaded_at_the_next_start_unless_it_is_reset(drafting):
+    learner = Learner(drafting, LearningPlan(settings=SETTINGS))
+    first = learner.network
+    weights = learner._first_message()["initial"]
+    learner._save(weights, {"texts": 3})
+    learner.close()
+    again = Learner(drafting, LearningPlan(settings=SETTINGS))
+    assert again.network is not first
+    assert drafting.decoder.setup("ptp").networks["ptp"] is again.network
+    again.close()
+    other = Learner(drafting.copy_with(), LearningPlan(audience="key another", settings=SETTINGS))
+    assert other.drafters.latest() is None
+    other.close()
+
+
+def test_texts_of_several_keys_are_not_mixed_unless_that_is_allowed():
+    assert audience_of(["one"], False) == audience_of(["one", "one"], False) != audience_of(["two"], False)
+    assert audience_of([], False) == ""
+    with pytest.raises(ValueError, match="--learn-across-keys"):
+        audience_of(["one", "two"], False)
+    assert audience_of(["one", "two"], True) == audience_of(["two"], True)
+
+
+def test_a_server_without_a_drafter_that_learns_says_so(tiny_folder):
+    engine = saltus.load(str(tiny_folder()), "lookup", adaptive=False)
+    with pytest.raises(ValueError, match=r"the method is lookup; serve with --method ptp\+lookup"):
+        Learner(engine)
+
+
+def test_a_second_server_of_the_same_clients_does_not_learn(drafting):
+    learner = Learner(drafting)
+    with pytest.raises(ValueError, match="another server learns"):
+        Learner(drafting)
+    learner.close()
+    Learner(drafting).close()
+
+
+class _Load:
+    """What the policy looks at of a batcher."""
+
+    def __init__(self, running: int, waiting: int = 0) -> None:
+        self.running, self.num_waiting, self.num_open = [None] * running, waiting, running + waiting
+        self.limits = Limits(max_batch=4)
+
+
+def test_training_runs_in_idle_time_and_for_a_share_of_the_time_beside_few_texts(drafting, monkeypatch):
+    learner = Learner(drafting, LearningPlan(share=0.25))
+    now = [100.0]
+    monkeypatch.setattr("saltus.serving.learning.time.monotonic", lambda: now[0])
+    found = {}
+    for name, load in {"idle": _Load(0), "few": _Load(2), "many": _Load(3), "queue": _Load(1, 1)}.items():
+        learner.batcher = load
+        learner.next_turn = 0.0
+        found[name] = [learner._may_train()]
+        learner._pause(1.0)
+        for seconds in (2.9, 0.2):
+            now[0] += seconds
+            found[name].append(learner._may_train())
+    assert found == {
+        "idle": [True] * 3, "few": [True, False, True], "many": [False] * 3, "queue": [False] * 3,
+    }  # fmt: skip
+    learner.close()
