@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 import saltus
 from conftest import TEMPLATE
+from saltus.cli.app import app
 from saltus.networks.loading.drafter_files import load_drafter
 from saltus.serving.jobs import Limits
 from saltus.serving.learning import Learner, LearningPlan, audience_of
@@ -46,7 +48,7 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
     expected = [alone(drafting, f"{PROMPT} {seed % 5}", seed=seed, **settings).text for seed in range(8)]
     first = drafting.decoder.setup("ptp").networks["ptp"]
-    learner = Learner(drafting, LearningPlan(share=1.0, settings=ALWAYS))
+    learner = Learner(drafting, LearningPlan(1.0, settings=ALWAYS))
     with serving(drafting, learner=learner) as (service, url):
         found: list[tuple[int, str]] = []
 
@@ -82,16 +84,16 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
 
 @pytest.mark.slow
 def test_what_was_learned_is_loaded_at_the_next_start_unless_it_is_reset(drafting):
-    learner = Learner(drafting, LearningPlan(settings=SETTINGS))
+    learner = Learner(drafting, LearningPlan(0.25, settings=SETTINGS))
     first = learner.network
     weights = learner._first_message()["initial"]
     learner._save(weights, {"texts": 3})
     learner.close()
-    again = Learner(drafting, LearningPlan(settings=SETTINGS))
+    again = Learner(drafting, LearningPlan(0.25, settings=SETTINGS))
     assert again.network is not first
     assert drafting.decoder.setup("ptp").networks["ptp"] is again.network
     again.close()
-    other = Learner(drafting.copy_with(), LearningPlan(audience="key another", settings=SETTINGS))
+    other = Learner(drafting.copy_with(), LearningPlan(0.25, audience="key another", settings=SETTINGS))
     assert other.drafters.latest() is None
     other.close()
 
@@ -107,15 +109,15 @@ def test_texts_of_several_keys_are_not_mixed_unless_that_is_allowed():
 def test_a_server_without_a_drafter_that_learns_says_so(tiny_folder):
     engine = saltus.load(str(tiny_folder()), "lookup", adaptive=False)
     with pytest.raises(ValueError, match=r"the method is lookup; serve with --method ptp\+lookup"):
-        Learner(engine)
+        Learner(engine, LearningPlan(0.25))
 
 
 def test_a_second_server_of_the_same_clients_does_not_learn(drafting):
-    learner = Learner(drafting)
+    learner = Learner(drafting, LearningPlan(0.25))
     with pytest.raises(ValueError, match="another server learns"):
-        Learner(drafting)
+        Learner(drafting, LearningPlan(0.25))
     learner.close()
-    Learner(drafting).close()
+    Learner(drafting, LearningPlan(0.25)).close()
 
 
 class _Load:
@@ -127,7 +129,7 @@ class _Load:
 
 
 def test_training_runs_in_idle_time_and_for_a_share_of_the_time_beside_few_texts(drafting, monkeypatch):
-    learner = Learner(drafting, LearningPlan(share=0.25))
+    learner = Learner(drafting, LearningPlan(0.25))
     now = [100.0]
     monkeypatch.setattr("saltus.serving.learning.time.monotonic", lambda: now[0])
     found = {}
@@ -143,3 +145,19 @@ def test_training_runs_in_idle_time_and_for_a_share_of_the_time_beside_few_texts
         "idle": [True] * 3, "few": [True, False, True], "many": [False] * 3, "queue": [False] * 3,
     }  # fmt: skip
     learner.close()
+
+
+def command(*options: str) -> str:
+    """What the command says to options that exclude each other, before it loads anything."""
+    result = CliRunner().invoke(app, ["serve", "-m", "no-such-model", *options])
+    return f"{result.output} {result.exception}"
+
+
+def test_the_command_refuses_wrong_settings_before_it_loads_a_model():
+    assert "need --learn" in command("--learn-share", "0.5")
+    assert "from 0 to 1" in command("--learn", "--learn-share", "2")
+    assert "leave out --ray" in command("--learn", "--ray")
+    assert "--learn-across-keys" in command("--learn", "--api-key", "one", "--api-key", "two")
+    assert "--learn-across-keys" not in command(
+        "--learn", "--learn-across-keys", "--api-key", "one", "--api-key", "two"
+    )

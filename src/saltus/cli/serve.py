@@ -15,6 +15,7 @@ import typer
 from saltus.cli import options as o
 
 SERVER_PANEL = "Server"
+LEARN_SHARE = 0.25
 
 
 def _server_option(*names: str, help: str, **settings: object) -> object:
@@ -183,7 +184,7 @@ def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bo
     from saltus.serving.learning import LearningPlan, audience_of
 
     audience = audience_of(api_keys, across_keys)
-    return LearningPlan(audience=audience, reset=reset, **({} if share is None else {"share": share}))
+    return LearningPlan(LEARN_SHARE if share is None else share, audience, reset)
 
 
 def _new_learner(engine: Any, plan: Any) -> Any:

@@ -28,6 +28,7 @@ from saltus.networks.draft_models.drafter import DraftModel, DraftNetwork
 from saltus.networks.loading.metadata import read_metadata
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.exact.packed_weight import select_rows
+from saltus.serving.allocator import return_freed_buffers
 from saltus.serving.batching import Batcher
 from saltus.serving.jobs import Job
 from saltus.serving.learned_drafters import LearnedDrafters
@@ -47,7 +48,7 @@ POLL_SECONDS = 0.05
 class LearningPlan:
     """How a server learns, and from whose texts."""
 
-    share: float = 0.25  # of a core, while texts are decoded
+    share: float  # of a core, while texts are decoded
     audience: str = ""  # see LearnedDrafters
     reset: bool = False  # forget what was learned before
     settings: LearningSettings = field(default_factory=LearningSettings)
@@ -77,8 +78,8 @@ class Learner:
     trained, or if another server learns the same.
     """
 
-    def __init__(self, engine: Engine, plan: LearningPlan | None = None) -> None:
-        self.engine, self.plan = engine, plan or LearningPlan()
+    def __init__(self, engine: Engine, plan: LearningPlan) -> None:
+        self.engine, self.plan = engine, plan
         self.network = _trainable_drafter(engine)
         model = engine.network.model
         first = _weights_digest(self.network.model)
@@ -259,6 +260,7 @@ def _numbers(weight: torch.Tensor) -> Any:
 def _train(connection: Connection, training: dict[str, Any]) -> None:
     """The process: it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    return_freed_buffers()
     try:
         serve_training(connection, training)
     except (EOFError, BrokenPipeError, ConnectionResetError):
