@@ -26,10 +26,11 @@ SETTINGS = LearningSettings(
 )
 
 
-def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, **settings) -> RecentText | None:
+def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, predicted=(), **settings) -> RecentText:
     """A decoded text with the states that its calls returned."""
     setup, network = engine.decoder.setup(method), engine.network
     request = engine.text_request(prompt, raw=True, **{"max_new_tokens": 24, "ignore_eos": True, **settings}).request
+    request.prediction = predicted
     if end is not None:
         request.is_end = lambda token: token == end
     states = TextStates(network.hidden_state_layers, (*setup.networks["ptp"].model.shape.taps, None))
@@ -40,7 +41,9 @@ def recorded(engine, prompt=PROMPT, method="ptp+lookup", end=None, prefill=0, **
         network.forward([ForwardInputs(continuation(request.prompt[:prefill], 1))], [kv_cache])
     for _ in run_batch([sequence], setup.networks):
         pass
-    return states.text(request)
+    found = states.text(request)
+    assert found is not None
+    return found
 
 
 def own_states(engine, tokens) -> torch.Tensor:
@@ -56,7 +59,6 @@ def test_the_states_of_calls_are_those_of_the_whole_text(engine, method, prefill
     prompt = engine.encode(PROMPT, raw=True)
     whole = [*prompt, *engine.generate(PROMPT, raw=True, method="plain", max_new_tokens=24, ignore_eos=True,
                                        temperature=0.7, seed=2).tokens]  # fmt: skip
-    assert text is not None
     assert text.prompt_length == min(len(prompt) - prefill, 32)
     assert text.tokens.tolist() == whole[-len(text.tokens) :]
     assert len(text.tokens) == text.prompt_length + 24
@@ -69,8 +71,7 @@ def test_a_text_that_ends_among_accepted_drafts_has_no_states_of_what_was_cut_of
     settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.7, "seed": 2}
     whole = engine.generate(PROMPT, raw=True, method="plain", **settings)
     end = next(token for token in whole.tokens[13:] if whole.tokens.index(token) >= 13)
-    text = recorded(engine, end=end, prediction=whole.text, **settings)
-    assert text is not None
+    text = recorded(engine, end=end, predicted=whole.tokens, **settings)
     kept = whole.tokens[: whole.tokens.index(end) + 1]
     assert text.tokens.tolist()[text.prompt_length :] == kept
     assert len(text.states) == len(text.tokens) - 1

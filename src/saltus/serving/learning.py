@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -42,6 +43,7 @@ log = logging.getLogger("saltus.serving")
 DRAFTER = "ptp"  # the name of the network that is trained
 MAX_WAITING = 64  # texts that wait for the process; older ones are dropped
 POLL_SECONDS = 0.05
+FEW_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"  # oneDNN compiles some for every length, and keeps 1,024
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ def _train(connection: Connection, training: dict[str, Any]) -> None:
     """The process: it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     return_freed_buffers()
+    os.environ.setdefault(*FEW_KERNELS)
     try:
         serve_training(connection, training)
     except (EOFError, BrokenPipeError, ConnectionResetError):
