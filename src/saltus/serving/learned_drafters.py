@@ -36,7 +36,7 @@ class LearnedDrafters:
         """Save a drafter beside the ones before it, and remove these: there is always a whole one."""
         before = self.latest()
         number = 1 if before is None else int(before.name) + 1
-        new = make_cache_folder(self.folder) / f".new-{os.getpid()}"
+        new = make_cache_folder(self.folder) / ".new"
         shutil.rmtree(new, ignore_errors=True)
         save_drafter("drafter", model, new, self.target_name, self.target, card)
         for file in new.iterdir():

@@ -171,6 +171,8 @@ class Learner:
                 log.warning("the process that trains the drafter has ended; the server goes on without learning")
         except Exception:
             log.exception("learning has ended; the server goes on without it")
+        finally:
+            self.process.kill()
 
     def _may_train(self) -> bool:
         """In idle time; beside texts for a share of the time; not while texts wait or half of the batch is taken."""
