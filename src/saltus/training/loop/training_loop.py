@@ -146,8 +146,8 @@ def make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.O
 
 def optimizer_step(
     module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
-) -> float:
-    """Change the weights by the gradients of a loss; returns the loss."""
+) -> None:
+    """Change the weights by the gradients of a loss."""
     module.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), clip)
