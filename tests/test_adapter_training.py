@@ -239,7 +239,7 @@ def test_tokens_per_call_are_the_correct_drafts_behind_the_first_query_and_one(t
     """With drafts that are correct up to some position; the first query's prediction is ignored."""
     task = make_task(tiny("Llama"), tmp_path)
     for batch in task.window_dataset.validation_batches(False):
-        monkeypatch.setattr(task.window_dataset, "validation_batches", lambda greedy, batch=batch: iter([batch]))
+        monkeypatch.setattr(task.window_dataset, "validation_batches", lambda greedy, *_, batch=batch: iter([batch]))
         for right in range(WINDOW):
             answers = batch.targets.clone()
             answers[..., 0] += 1
