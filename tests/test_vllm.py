@@ -10,8 +10,10 @@ from torch import nn
 
 from conftest import tiny_llama
 from saltus import vllm
+from saltus.integrations.drafted_texts import Drafting
 from saltus.integrations.vllm import proposers
 from saltus.integrations.vllm.target import StepStates, VllmTarget
+from saltus.methods import make_methods
 
 MAX_LENGTH = 64
 
@@ -120,6 +122,13 @@ def test_texts_are_recognised_and_drafts_accepted_while_texts_move_between_rows(
         run.step(orders[run.steps % 4])
     assert run.accepted
     assert len(run.proposer.texts) == 3  # each was recognised at every step
+
+
+def test_drafters_keep_as_many_hidden_states_as_their_network_reads():
+    (method,) = make_methods("ptp")
+    (name,) = method.draft_models
+    network = SimpleNamespace(max_unread=1000, new_kv_cache=list, forward=list)
+    assert [one.max_unread for one in Drafting([method], {name: network}).new_text().drafters] == [1000]
 
 
 @pytest.mark.parametrize("method", ["ptp", "mtpc"])

@@ -69,9 +69,7 @@ class DecodingSetup:
             if drafter is not None:
                 if request.prediction and isinstance(drafter, UsesReferences):
                     drafter.add_reference(request.prediction, True)
-                for network in (self.networks.get(name) for name in method.draft_models):
-                    if isinstance(drafter, HiddenStateDrafter) and isinstance(network, ReadsHiddenStates):
-                        drafter.max_unread = network.max_unread
+                set_max_unread(drafter, method, self.networks)
                 if request.memory is not None and isinstance(drafter, UsesMemory):
                     drafter.memory = request.memory
                 made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
@@ -100,6 +98,13 @@ class DecodingSetup:
             )
             self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs, batch_size=batch_size)
         return self.controllers[batch_size]
+
+
+def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:
+    """Let a drafter keep as many hidden states as its draft network reads at once."""
+    for network in (networks.get(name) for name in method.draft_models):
+        if isinstance(drafter, HiddenStateDrafter) and isinstance(network, ReadsHiddenStates):
+            drafter.max_unread = network.max_unread
 
 
 def assemble_networks(

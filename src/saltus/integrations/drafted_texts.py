@@ -21,6 +21,7 @@ from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.tree import Branch, Tree, grow_tree
+from saltus.engine.decoder import set_max_unread
 from saltus.methods import Method
 
 TREE_NODES = 32  # of the tree that a text's drafters offer together
@@ -64,8 +65,12 @@ class Drafting:
 
     def new_text(self, noise: Noise = Noise(0), sampling: Sampling = Sampling()) -> DraftedText:  # noqa: B008 (frozen)
         """A text that has no drafts yet. The defaults are for greedy decoding, and where random numbers are unknown."""
-        made = [method.drafter(noise, sampling, match) for method in self.methods]
-        return DraftedText([drafter for drafter in made if drafter is not None], noise, sampling)
+        drafters = []
+        for method in self.methods:
+            if (drafter := method.drafter(noise, sampling, match)) is not None:
+                set_max_unread(drafter, method, self.networks)
+                drafters.append(drafter)
+        return DraftedText(drafters, noise, sampling)
 
     def trees(self, requests: Sequence[DraftRequest], use_networks: bool = True) -> list[Tree]:
         """A draft tree for each text, and a record of which drafts of the one before were right.
