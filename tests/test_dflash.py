@@ -340,17 +340,17 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
 # Other engines.
 
 
-def export(folder, out: Path, form: str) -> dict[str, torch.Tensor]:
+def export(folder, out: Path, layout: str) -> dict[str, torch.Tensor]:
     target = LlamaForCausalLM.from_pretrained(folder)
     model = dflash_model(target)
-    if form == "flat":
+    if layout == "flat":
         weights = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
         whole = DFlashModel(model.shape, torch.arange(300), *weights, trainable=False)
         whole.load_state_dict({k: v for k, v in model.state_dict().items() if "lm_head" not in k}, False, assign=True)
         model = whole
     save_drafter("drafter", model, out / "drafter", str(folder), target, {})
-    saltus_("export", out / "drafter", "--to", form, "--out", out / form, "--verifier", "owner/model")
-    return load_file(out / form / "model.safetensors")
+    saltus_("export", out / "drafter", "--to", layout, "--out", out / layout, "--verifier", "owner/model")
+    return load_file(out / layout / "model.safetensors")
 
 
 def expected_shapes() -> dict[str, tuple[int, ...]]:
@@ -402,15 +402,15 @@ def test_the_flat_form_counts_layers_from_the_first_output_and_has_the_whole_voc
     assert "train it with --set vocabulary=0" in complaint("export", drafter, "--to", "flat", "--out", tmp_path / "no")
 
 
-@pytest.mark.parametrize("form", ["speculators", "flat"])
+@pytest.mark.parametrize("layout", ["speculators", "flat"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exported_drafter_comes_back_with_the_same_bits(tiny_folder, tmp_path, form, dtype):
-    export(tiny_folder(), tmp_path, form)
+def test_an_exported_drafter_comes_back_with_the_same_bits(tiny_folder, tmp_path, layout, dtype):
+    export(tiny_folder(), tmp_path, layout)
     target = CausalNetwork(LlamaForCausalLM.from_pretrained(tiny_folder()).to(dtype))
     text = np.random.default_rng(0).integers(5, 250, 40)
     own, back = (
         load_drafter_for_target(f"drafter:{folder}", target, "tiny")
-        for folder in (tmp_path / "drafter", tmp_path / form)
+        for folder in (tmp_path / "drafter", tmp_path / layout)
     )
     hidden = states(target, text)[:-1]
     one, other = (each.forward([question(text, hidden)], [each.new_kv_cache()])[0] for each in (own, back))
@@ -418,7 +418,7 @@ def test_an_exported_drafter_comes_back_with_the_same_bits(tiny_folder, tmp_path
     assert torch.equal(one.token_ids, other.token_ids)
 
 
-def published_folder(folder: Path, form: str, **changes) -> tuple[dict[str, torch.Tensor], dict]:
+def published_folder(folder: Path, layout: str, **changes) -> tuple[dict[str, torch.Tensor], dict]:
     """A random drafter as others publish it: three layers, settings that are Transformers' defaults left out."""
     set_seed(11)
     shapes = {"fc.weight": (32, 64), "hidden_norm.weight": (32,), "norm.weight": (32,)}
@@ -435,7 +435,7 @@ def published_folder(folder: Path, form: str, **changes) -> tuple[dict[str, torc
         "num_attention_heads": 4, "num_key_value_heads": 2,
         "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
     }  # fmt: skip
-    if form == "flat":
+    if layout == "flat":
         dflash = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
         config = layers | {"architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": dflash}
     else:
@@ -454,9 +454,9 @@ def published_folder(folder: Path, form: str, **changes) -> tuple[dict[str, torc
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["speculators", "flat"])
-def test_a_published_drafter_computes_what_its_weights_say(tmp_path, form):
-    weights, shape = published_folder(tmp_path, form)
+@pytest.mark.parametrize("layout", ["speculators", "flat"])
+def test_a_published_drafter_computes_what_its_weights_say(tmp_path, layout):
+    weights, shape = published_folder(tmp_path, layout)
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
     network, text = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny"), np.arange(5, 25)
     assert target.hidden_state_layers == (1, 2)
@@ -466,7 +466,7 @@ def test_a_published_drafter_computes_what_its_weights_say(tmp_path, form):
     head = weights.get("lm_head.weight", target.model.get_output_embeddings().weight.detach())
     expected = plain_dflash(weights, shape, embeddings, head, hidden[:, :64], int(text[-1]))
     torch.testing.assert_close(outputs.logits, expected.float(), rtol=1e-4, atol=1e-3)
-    drafted = torch.arange(167) + weights["d2t"] if form == "speculators" else torch.arange(300)
+    drafted = torch.arange(167) + weights["d2t"] if layout == "speculators" else torch.arange(300)
     assert outputs.token_ids.tolist() == drafted.tolist()
     torch.save({"embedding": torch.ones(32), "mask_token_id": 7}, tmp_path / "mask_embedding.pt")
     masked = load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")

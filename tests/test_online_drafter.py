@@ -1,4 +1,4 @@
-"""Training of a drafter on texts as they are written: states, exams before training, bounded memory, vocabulary."""
+"""Training of a drafter on texts as they are written: states, evaluations, bounded memory, vocabulary."""
 
 # ruff: noqa: F811  fixtures
 
@@ -22,7 +22,7 @@ from saltus.training.online_drafter import (
 from tiny_server import PROMPT, engine  # noqa: F401
 
 SETTINGS = LearningSettings(
-    exam_texts=6, exam_windows=8, batch_texts=4, windows=6, steps_per_text=8, rate=1e-2, warm_up=5
+    evaluation_texts=6, evaluation_windows=8, batch_texts=4, windows=6, steps_per_text=8, rate=1e-2, warm_up=5
 )
 
 
@@ -139,23 +139,23 @@ def rest(running: OnlineDrafterTraining) -> list:
 
 
 @pytest.mark.slow
-def test_a_drafter_is_examined_on_texts_before_it_learns_them_and_gets_better(engine):
+def test_a_drafter_is_evaluated_on_texts_before_it_learns_them_and_gets_better(engine):
     texts = [predictable(number) for number in range(18)]
-    running, exams, learned = training(engine), [], []
+    running, evaluations, learned = training(engine), [], []
     for number, text in enumerate(texts, start=1):
         running.add(text)
         learned_before = {id(one) for one in running.kept}
         pool = {id(one) for one in running.pool}
         assert not pool & learned_before
         for progress in rest(running):
-            if progress.exam is not None:
-                exams.append((number, progress.exam))
-                assert (progress.drafter is not None) == progress.exam.passed
+            if progress.evaluation is not None:
+                evaluations.append((number, progress.evaluation))
+                assert (progress.drafter is not None) == progress.evaluation.passed
                 if progress.drafter is not None:
                     learned.append(progress.drafter)
-    assert [number for number, _ in exams] == [12, 18]  # the first six are learned without an exam
-    assert exams[0][1].passed
-    assert exams[0][1].trained > exams[0][1].served + 0.2
+    assert [number for number, _ in evaluations] == [12, 18]  # the first six are learned without an evaluation
+    assert evaluations[0][1].passed
+    assert evaluations[0][1].trained > evaluations[0][1].served + 0.2
     assert running.steps <= SETTINGS.steps_per_text * len(texts)
     assert np.array_equal(learned[-1].tokens, running.served.tokens.numpy())
     assert not np.array_equal(learned[0].weights["fuse.weight"], running.initial.weights["fuse.weight"])

@@ -173,11 +173,12 @@ class Hub:
 PROGRAM = """
 import json, sys
 from saltus.networks.loading import hub
-from saltus.networks.loading.sources import resolve
+from saltus.networks.loading.sources import resolve, resolve_tokenizer
 hub.HUB_TIMEOUT = float(sys.argv[2])
 stages = []
 try:
-    found = str(resolve(sys.argv[1], progress=stages.append))
+    found = resolve(sys.argv[1], progress=stages.append) if sys.argv[3] == "model" else resolve_tokenizer(sys.argv[1])
+    found = str(found)
 except ValueError as error:
     found = f"ValueError: {error}"
 print(json.dumps([found, [[stage.text, stage.done, stage.total] for stage in stages]]))
@@ -188,7 +189,7 @@ print(json.dumps([found, [[stage.text, stage.done, stage.total] for stage in sta
 def ask(tmp_path):
     """Resolve a name in a process of its own, since the hub's client reads its endpoint when it is imported."""
 
-    def ask(name: str, port: int, patience: float = 20.0) -> tuple[str, list[list]]:
+    def ask(name: str, port: int, patience: float = 20.0, what: str = "model") -> tuple[str, list[list]]:
         places = {
             "SALTUS_CACHE": tmp_path / "cache",
             "HF_HOME": tmp_path / "hf",
@@ -196,7 +197,7 @@ def ask(tmp_path):
         }
         spared = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
         ran = subprocess.run(
-            [sys.executable, "-c", PROGRAM, name, str(patience)],
+            [sys.executable, "-c", PROGRAM, name, str(patience), what],
             env=spared | {name: str(value) for name, value in places.items()},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -226,6 +227,19 @@ def test_a_hub_id_is_downloaded_once_with_what_is_needed_of_it(hub, ask):
     assert hub.asked == []
     (Path(found) / "tokenizer.json").unlink()
     assert ask("o/m", hub.server.server_port)[0] == found
+    assert (Path(found) / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+def test_a_tokenizer_comes_without_weights_and_also_from_a_repository_that_has_none(hub, ask):
+    found, _stages = ask("o/m", hub.server.server_port, what="tokenizer")
+    assert sorted(file.name for file in Path(found).iterdir()) == ["config.json", "tokenizer.json"]
+    assert not any("model.safetensors" in path for path in hub.asked)
+    whole, _stages = ask("o/m", hub.server.server_port)
+    assert (Path(whole) / "model.safetensors").exists()
+    assert ask("o/m", hub.server.server_port, what="tokenizer")[0] == whole
+    del hub.files["model.safetensors"]
+    found, _stages = ask("o/tokens", hub.server.server_port, what="tokenizer")
     assert (Path(found) / "tokenizer.json").exists()
 
 

@@ -12,7 +12,6 @@ import typer
 from saltus.cli.collection import show_progress, tokenize_prompts
 from saltus.engine.prompts import Prompt
 
-TOKENIZER_FILE = "tokenizer_config.json"
 ENDPOINT_PANEL = "Server"
 Endpoint = Annotated[
     str | None,
@@ -68,13 +67,12 @@ def collect_from_server(
     from saltus.engine.chat_template import read_chat_template
     from saltus.integrations.openai_endpoint import connect_endpoint
     from saltus.networks.loading.checkpoints import load_tokenizer
-    from saltus.networks.loading.sources import resolve
+    from saltus.networks.loading.sources import resolve_tokenizer
     from saltus.training.data.endpoint_texts import collect_from_endpoint, endpoint_metadata
     from saltus.training.data.teacher_texts import CollectionPlan, prepare_folder
     from saltus.training.loop.checkpoint import lock_folder
 
-    folder = Path(model).expanduser()  # one that holds a tokenizer will do
-    tokenizer = load_tokenizer(folder if (folder / TOKENIZER_FILE).is_file() else resolve(model))
+    tokenizer = load_tokenizer(resolve_tokenizer(model))
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     plan = CollectionPlan(tokenize_prompts(tokenizer, model, None, inputs, file), **settings)

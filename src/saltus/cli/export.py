@@ -12,7 +12,7 @@ from saltus.cli import options as o
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A DFlash drafter that saltus train ptp wrote.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORM", help="speculators (vLLM), or flat (SGLang, vLLM).")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="speculators (vLLM), or flat (SGLang, vLLM).")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The result.", rich_help_panel=o.OUTPUT_PANEL)],
     model: Annotated[
         str | None,
@@ -27,10 +27,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write a trained drafter in a form that other engines load.
+    """Write a trained drafter in a format that other engines load.
 
-    The form [bold]speculators[/bold] is what vLLM reads; its vocabulary may be cut.
-    The form [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has the
+    The format [bold]speculators[/bold] is what vLLM reads; its vocabulary may be cut.
+    The format [bold]flat[/bold] is that of the authors of DFlash, which SGLang reads; it has the
     target's whole vocabulary (vocabulary=0 in training).
 
     [bold]Examples[/bold]
@@ -44,12 +44,12 @@ def export(
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
     from saltus.networks.draft_models.dflash import DFLASH, DFlashModel
-    from saltus.networks.loading.dflash_files import FORMS, Form, save_dflash
+    from saltus.networks.loading.dflash_files import FORMATS, DFlashFormat, save_dflash
     from saltus.networks.loading.drafter_files import load_drafter
     from saltus.networks.loading.metadata import read_metadata
 
-    if to not in FORMS:
-        raise ValueError(f"--to {to}: there are {', '.join(FORMS)}")
+    if to not in FORMATS:
+        raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
     metadata = read_metadata(folder, "drafter")
     if metadata.settings.get("network") != DFLASH:
         raise ValueError(
@@ -60,6 +60,6 @@ def export(
     target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
     drafter = load_drafter(folder, target, name)
     assert isinstance(drafter, DFlashModel)
-    save_dflash(drafter, cast(Form, to), out, target, verifier or name)
+    save_dflash(drafter, cast(DFlashFormat, to), out, target, verifier or name)
     left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
     print_note(f"written: {out}{left}")

@@ -181,10 +181,10 @@ def serve(
 
 
 def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:
-    from saltus.serving.learning import LearningPlan, audience_of
+    from saltus.serving.learning import LearningPlan, group_of
 
-    audience = audience_of(api_keys, across_keys)
-    return LearningPlan(LEARN_SHARE if share is None else share, audience, reset)
+    group = group_of(api_keys, across_keys)
+    return LearningPlan(LEARN_SHARE if share is None else share, group, reset)
 
 
 def _new_learner(engine: Any, plan: Any) -> Any:

@@ -13,16 +13,16 @@ from saltus.core.sampling import Sampling
 
 TIMEOUT_SECONDS = 600
 OPTIONAL_FIELDS = ("add_special_tokens", "cache_prompt")  # vLLM's and llama.cpp's; other servers may refuse them
-PASSING_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may answer the same request later
+RETRYABLE_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # of a server that may answer the same request later
 
 
 class EndpointError(ValueError):
-    """A server that refuses, or does not answer; `passing` if the same request may succeed later."""
+    """A server that refuses, or does not answer; `retryable` if the same request may succeed later."""
 
     def __init__(self, line: str, status: int | None = None, retry_after: float = 0.0) -> None:
         super().__init__(line)
         self.status, self.retry_after = status, retry_after
-        self.passing = status is None or status in PASSING_STATUSES
+        self.retryable = status is None or status in RETRYABLE_STATUSES
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class OpenAIEndpoint:
     url: str
     model: str
     api_key: str = field(default="", repr=False)
-    begin_token: str = ""  # which servers put before a text by themselves
+    bos_token: str = ""  # which servers put before a text by themselves
+    refused: set[str] = field(default_factory=set, repr=False, compare=False)  # fields that this server does not know
 
     def completion_body(self, prompt: str, max_tokens: int, sampling: Sampling, seed: int) -> dict[str, Any]:
         """The request for a completion of a text whose chat template and special tokens are in it."""
@@ -44,16 +45,17 @@ class OpenAIEndpoint:
 
     def post_completion(self, body: dict[str, Any]) -> Any:
         """The open response; fields of single servers are left out if this one refuses them. Errors: EndpointError."""
+        sent = {name: value for name, value in body.items() if name not in self.refused}
+        if "add_special_tokens" in self.refused:
+            sent["prompt"] = body["prompt"].removeprefix(self.bos_token)
         try:
-            return _open_url(f"{self.url}/completions", body, self.api_key)
+            return _open_url(f"{self.url}/completions", sent, self.api_key)
         except EndpointError as error:
-            unknown = next((name for name in OPTIONAL_FIELDS if name in body and name in str(error)), None)
+            unknown = next((name for name in OPTIONAL_FIELDS if name in sent and name in str(error)), None)
             if error.status not in (400, 422) or unknown is None:
                 raise
-        changed = {name: value for name, value in body.items() if name != unknown}
-        if unknown == "add_special_tokens":
-            changed["prompt"] = body["prompt"].removeprefix(self.begin_token)
-        return self.post_completion(changed)
+        self.refused.add(unknown)
+        return self.post_completion(body)
 
 
 def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key: str = "") -> OpenAIEndpoint:
@@ -70,9 +72,9 @@ def connect_endpoint(url: str, tokenizer: Any, model: str | None = None, api_key
                 model = str(json.load(response)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError):
                 raise ValueError(f"{base}/models lists no model; is a server of OpenAI's protocol there?") from None
-    begin = tokenizer.bos_token or ""
-    puts_it = bool(begin) and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
-    return OpenAIEndpoint(base, model, api_key, begin if puts_it else "")
+    bos_token = tokenizer.bos_token or ""
+    adds_it = bool(bos_token) and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+    return OpenAIEndpoint(base, model, api_key, bos_token if adds_it else "")
 
 
 def _open_url(url: str, body: dict[str, Any] | None, api_key: str) -> Any:
@@ -81,9 +83,11 @@ def _open_url(url: str, body: dict[str, Any] | None, api_key: str) -> Any:
     try:
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        said, wait = " ".join(error.read(300).decode(errors="replace").split()), error.headers.get("Retry-After", "")
-        seconds = float(wait) if wait.isdecimal() else 0.0
-        line = f"{url} refuses ({error.code}): {said}"
-        raise EndpointError(line, error.code, seconds) from None
+        message, pause = (
+            " ".join(error.read(300).decode(errors="replace").split()),
+            error.headers.get("Retry-After", ""),
+        )
+        line = f"{url} refuses ({error.code}): {message}"
+        raise EndpointError(line, error.code, float(pause) if pause.isdecimal() else 0.0) from None
     except (OSError, ValueError, HTTPException) as error:
         raise EndpointError(f"{url} does not answer ({error}); is the server running?") from None

@@ -16,14 +16,14 @@ from saltus.networks.loading.model_identity import model_fingerprint
 
 
 class LearnedDrafters:
-    """The folder for one model, one first drafter and one audience: the texts of others had no part in it."""
+    """The folder for one model, one first drafter and one group: the texts of others had no part in it."""
 
-    def __init__(self, target: Any, target_name: str, first: bytes, audience: str) -> None:
-        """`first` identifies the drafter that training began with, `audience` the clients whose texts it learns from.
+    def __init__(self, target: Any, target_name: str, first: bytes, group: str) -> None:
+        """`first` identifies the drafter that training began with, `group` the clients whose texts it learns from.
 
-        A short digest of the audience names the folder, so that no API key is written.
+        A short digest of the group names the folder, so that no API key is written.
         """
-        key = b"|".join((model_fingerprint(target).encode(), first, audience.encode()))
+        key = b"|".join((model_fingerprint(target).encode(), first, group.encode()))
         self.target, self.target_name = target, target_name
         self.folder = cache_folder() / "learned" / blake2b(key, digest_size=8).hexdigest()
 

@@ -51,7 +51,7 @@ class LearningPlan:
     """How a server learns, and from whose texts."""
 
     share: float  # of a core, while texts are decoded
-    audience: str = ""  # see LearnedDrafters
+    group: str = ""  # see LearnedDrafters
     reset: bool = False  # forget what was learned before
     settings: LearningSettings = field(default_factory=LearningSettings)
 
@@ -60,7 +60,7 @@ class LearningPlan:
             raise ValueError(f"--learn-share is {self.share:g}, but must be a share of a core, from 0 to 1")
 
 
-def audience_of(api_keys: Sequence[str], across_keys: bool) -> str:
+def group_of(api_keys: Sequence[str], across_keys: bool) -> str:
     """Whose texts a server learns from. Errors: ValueError for several keys, unless their texts may be mixed."""
     keys = sorted(set(api_keys))
     if across_keys:
@@ -85,7 +85,7 @@ class Learner:
         self.network = _trainable_drafter(engine)
         model = engine.network.model
         first = _weights_digest(self.network.model)
-        self.drafters = LearnedDrafters(model, engine.target.name, first, self.plan.audience)
+        self.drafters = LearnedDrafters(model, engine.target.name, first, self.plan.group)
         self.lock = lock_folder(self.drafters.folder)
         try:
             self.lock.__enter__()
@@ -188,14 +188,22 @@ class Learner:
             self.next_turn = time.monotonic() + seconds * (1 / self.plan.share - 1)
 
     def _take(self, progress: Progress) -> None:
-        """Put a drafter in place that has passed its exam, and count what was done."""
-        if progress.drafter is not None and progress.exam is not None:
-            exam = {"before": round(progress.exam.served, 3), "after": round(progress.exam.trained, 3)}
+        """Put a drafter in place that has passed its evaluation, and count what was done."""
+        if progress.drafter is not None and progress.evaluation is not None:
+            evaluation = {
+                "before": round(progress.evaluation.served, 3),
+                "after": round(progress.evaluation.trained, 3),
+            }
             started = time.monotonic()
-            network = self._save(progress.drafter, {"tokens_per_call": exam, "texts": progress.texts})
+            network = self._save(progress.drafter, {"tokens_per_call": evaluation, "texts": progress.texts})
             self.batcher.replace_draft_network(DRAFTER, network)
             seconds = round(time.monotonic() - started, 2)
-            line = {"event": "drafter_replaced", "texts": progress.texts, "tokens_per_call": exam, "seconds": seconds}
+            line = {
+                "event": "drafter_replaced",
+                "texts": progress.texts,
+                "tokens_per_call": evaluation,
+                "seconds": seconds,
+            }
             log.info(json.dumps(line))
         self.on_progress(progress)
 

@@ -59,17 +59,19 @@ class ServerMetrics:
             return kind(f"saltus:{name}", text, ["model_name", *more], registry=self.registry)
 
         steps = made(Counter, "learning_steps", "steps of training the drafter").labels(**self._labels)
-        exams = made(Counter, "learning_exams", "comparisons with the served drafter").labels(**self._labels)
+        evaluations = made(Counter, "learning_evaluations", "comparisons with the served drafter").labels(
+            **self._labels
+        )
         replacements = made(Counter, "learning_replacements", "drafters that were replaced").labels(**self._labels)
         tokens = made(Gauge, "learning_tokens_per_call", "tokens a call in the last comparison", "drafter")
 
         def count(progress: Progress) -> None:
             steps.inc(progress.steps)
             replacements.inc(progress.drafter is not None)
-            if progress.exam is not None:
-                exams.inc()
-                tokens.labels(**self._labels, drafter="served").set(progress.exam.served)
-                tokens.labels(**self._labels, drafter="trained").set(progress.exam.trained)
+            if progress.evaluation is not None:
+                evaluations.inc()
+                tokens.labels(**self._labels, drafter="served").set(progress.evaluation.served)
+                tokens.labels(**self._labels, drafter="trained").set(progress.evaluation.trained)
 
         return count
 

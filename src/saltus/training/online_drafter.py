@@ -1,4 +1,4 @@
-"""Train a drafter on texts as they are written: examine it on the latest ones before it learns from them."""
+"""Train a drafter on texts as they are written: evaluate it on the latest ones before it learns from them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from saltus.training.tasks.drafter import DrafterTrainingTask
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """How much a server's drafter learns from a text, and when it is examined."""
+    """How much a server's drafter learns from a text, and when it is evaluated."""
 
-    exam_texts: int = 24  # the latest ones, on which the trained drafter is compared with the served one
-    exam_windows: int = 16  # of each
+    evaluation_texts: int = 24  # the latest ones, on which the trained drafter is compared with the served one
+    evaluation_windows: int = 16  # of each
     margin: float = 1.0  # standard errors by which the trained drafter must be better
     batch_texts: int = 4  # of a step
     windows: int = 12  # of each
     steps_per_text: int = 4  # at most, so that an idle server comes to rest
     rate: float = 5e-4
     warm_up: int = 20  # steps
-    failed_exams: int = 4  # one after the other, after which training starts again from the served drafter
+    failed_evaluations: int = 4  # one after the other, after which training starts again from the served drafter
     max_bytes: int = 64 * 2**20  # of the texts that are kept
     niceness: int = 15  # of the process: where cores are busy it gets a thirtieth of one; 19 would be a seventieth
 
@@ -50,7 +50,7 @@ class DrafterWeights:
 
 
 @dataclass(frozen=True)
-class Exam:
+class Evaluation:
     """Tokens a call on texts that neither drafter was trained on."""
 
     served: float
@@ -64,9 +64,9 @@ class Progress:
 
     seconds: float  # of processor time
     steps: int = 0
-    exam: Exam | None = None
-    drafter: DrafterWeights | None = None  # that passed the exam
-    texts: int = 0  # that were trained on or examined, in all
+    evaluation: Evaluation | None = None
+    drafter: DrafterWeights | None = None  # that passed the evaluation
+    texts: int = 0  # that were trained on or evaluated, in all
     at_rest: bool = False  # there is nothing to do until more texts come
 
 
@@ -92,7 +92,7 @@ class OnlineDrafterTraining:
     """A drafter in training beside the one that is served. Work comes in small pieces, by `advance`.
 
     New texts first wait in a pool. When it is full, both drafters are compared on it, and then its texts are trained
-    on: no text is trained on before it was used to examine.
+    on: no text is trained on before it was used to evaluate.
     """
 
     initial: DrafterWeights
@@ -116,24 +116,24 @@ class OnlineDrafterTraining:
         self.work = self._work()
 
     def add(self, text: RecentText) -> None:
-        """A text that was just written. Where training cannot keep up, it learns from some without an exam."""
+        """A text that was just written. Where training cannot keep up, it learns from some without an evaluation."""
         self.pool.add(text)
         self.num_texts += 1
-        if len(self.pool) > 2 * self.settings.exam_texts:
+        if len(self.pool) > 2 * self.settings.evaluation_texts:
             self._learn_from(self.pool.take_oldest())
 
     def advance(self) -> Progress:
-        """Do the next small piece of work: a step, or a part of an exam."""
+        """Do the next small piece of work: a step, or a part of an evaluation."""
         started, before = time.process_time(), self.steps
-        exam, drafter, at_rest = next(self.work)
+        evaluation, drafter, at_rest = next(self.work)
         seconds = time.process_time() - started
-        return Progress(seconds, self.steps - before, exam, drafter, self.num_texts, at_rest)
+        return Progress(seconds, self.steps - before, evaluation, drafter, self.num_texts, at_rest)
 
-    def _work(self) -> Iterator[tuple[Exam | None, DrafterWeights | None, bool]]:
+    def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:
-            if len(self.pool) >= self.settings.exam_texts:
-                if self.steps > self.steps_examined:
-                    yield from self._examine()
+            if len(self.pool) >= self.settings.evaluation_texts:
+                if self.steps > self.steps_evaluated:
+                    yield from self._evaluate()
                 while len(self.pool):
                     self._learn_from(self.pool.take_oldest())
                 self._prepare_training()
@@ -155,7 +155,7 @@ class OnlineDrafterTraining:
         self.trained = _copy(self.served)
         self.schedule = Schedule(1, self.settings.rate, decay=0.0)
         self.optimizers = make_optimizers(self.trained, self.schedule)
-        self.first_step = self.steps_examined = self.steps
+        self.first_step = self.steps_evaluated = self.steps
         self.num_failed = 0
         self.task: DrafterTrainingTask | None = None
         self._prepare_training()
@@ -175,13 +175,13 @@ class OnlineDrafterTraining:
         self.steps_left = min(self.steps_left, self.settings.steps_per_text * len(self.kept))
 
     def _new_task(self, model: DraftModel, texts: list[RecentText], held_out: int) -> DrafterTrainingTask:
-        """A task on these texts, of which the last `held_out` are for exams."""
+        """A task on these texts, of which the last `held_out` are for evaluations."""
         settings, shape = self.settings, model.shape
         corpus = corpus_of(texts, shape.taps, self.fingerprint)
         windows = WindowSettings(settings.batch_texts, settings.windows, seed=self.steps)
-        examined = np.arange(len(texts)) >= len(texts) - held_out
+        evaluated = np.arange(len(texts)) >= len(texts) - held_out
         task = DrafterTrainingTask(
-            self.target, corpus, shape, len(model.tokens), windows, initial_module=model, held_out=examined
+            self.target, corpus, shape, len(model.tokens), windows, initial_module=model, held_out=evaluated
         )
         task.autocast = self.autocast
         return task
@@ -195,35 +195,35 @@ class OnlineDrafterTraining:
         self.steps += 1
         self.steps_left -= 1
 
-    def _examine(self) -> Iterator[tuple[Exam | None, DrafterWeights | None, bool]]:
+    def _evaluate(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         """Compare both drafters on the latest texts; the trained one takes the place of the served one if it wins."""
-        texts = [*self.pool][-self.settings.exam_texts :]
-        examined = rounded_copy(self.trained)
+        texts = [*self.pool][-self.settings.evaluation_texts :]
+        evaluated = rounded_copy(self.trained)
         found: list[Tensor] = []
-        for model in (self.served, examined):
+        for model in (self.served, evaluated):
             task = self._new_task(model.eval(), texts, len(texts))
             counts = []
             for greedy in (True, False):
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                    counts.append(task.window_tokens(greedy, self.settings.exam_windows))
+                    counts.append(task.window_tokens(greedy, self.settings.evaluation_windows))
                 yield None, None, False
-            found.append(torch.cat(counts).view(-1, self.settings.exam_windows).mean(1))  # by text
+            found.append(torch.cat(counts).view(-1, self.settings.evaluation_windows).mean(1))  # by text
         served, trained = found
         if not len(served):  # texts that are too short for a window
             return
         difference = trained - served
         error = float(difference.std(correction=0)) / math.sqrt(len(difference))
         passed = float(difference.mean()) > self.settings.margin * error
-        exam = Exam(float(served.mean()), float(trained.mean()), passed)
-        self.steps_examined = self.steps
-        if exam.passed:
-            self.served, self.num_failed = examined, 0
-            yield exam, drafter_weights(examined), False
+        evaluation = Evaluation(float(served.mean()), float(trained.mean()), passed)
+        self.steps_evaluated = self.steps
+        if evaluation.passed:
+            self.served, self.num_failed = evaluated, 0
+            yield evaluation, drafter_weights(evaluated), False
             return
         self.num_failed += 1
-        if self.num_failed >= self.settings.failed_exams:
+        if self.num_failed >= self.settings.failed_evaluations:
             self._begin_again()
-        yield exam, None, False
+        yield evaluation, None, False
 
 
 def drafter_weights(model: DraftModel) -> DrafterWeights:

@@ -1,7 +1,7 @@
-"""Read and write DFlash drafters in the two forms in which they are published.
+"""Read and write DFlash drafters in the two formats in which they are published.
 
-The form `speculators` is that of the library of this name, which vLLM reads: the layers' settings in a table of their
-own, `aux_hidden_state_layer_ids`, and perhaps a cut vocabulary, with its rows of the output layer. The form `flat` is
+The format `speculators` is that of the library of this name, which vLLM reads: the layers' settings in a table of their
+own, `aux_hidden_state_layer_ids`, and perhaps a cut vocabulary, with its rows of the output layer. The format `flat` is
 that of the authors (z-lab), which SGLang reads, too: the layers' settings at the top level, and a table `dflash_config`
 whose `target_layer_ids` are one less, since they count from the first layer's output. Weights have the same names.
 """
@@ -27,18 +27,18 @@ from saltus.networks.loading.published_drafters import (
     is_same,
     read_config,
     read_weights,
+    take_own_matrices,
 )
 from saltus.networks.models.exact.packed_weight import select_rows
 
-Form = Literal["speculators", "flat"]
-FORMS: tuple[Form, ...] = get_args(Form)
+DFlashFormat = Literal["speculators", "flat"]
+FORMATS: tuple[DFlashFormat, ...] = get_args(DFlashFormat)
 WEIGHTS_FILE = "model.safetensors"
 LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
-QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the form `speculators` leaves them out
+QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
     "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-UNUSED_WEIGHTS = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")  # for training, or implied by others
 
 
 def is_dflash_folder(folder: Path) -> bool:
@@ -65,30 +65,28 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
             f" {len(embeddings):,} tokens; take the model that it was trained for"
         )
     tokens, order = drafted_tokens(weights, len(unembedding))
-    own_embeddings, own_head = weights.pop("embed_tokens.weight", None), weights.pop("lm_head.weight", None)
+    own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)
     model = DFlashModel(shape, tokens.to(target.device), embeddings, unembedding, trainable)
     if own_head is not None and not is_same(own_head[order], model.lm_head.weight):
         model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)
     mask = _read_mask(folder)
-    for name in UNUSED_WEIGHTS:
-        weights.pop(name, None)
     if mask is not None:
         model.mask = mask.to(target.device)
     return _with_weights(model, weights, folder).to(target.dtype).eval()
 
 
-def save_dflash(model: DFlashModel, form: Form, folder: Path, target: Any, target_name: str) -> None:
-    """Write a drafter in a published form; the tokens' correction is left out. Errors: ValueError.
+def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:
+    """Write a drafter in a published format; the tokens' correction is left out. Errors: ValueError.
 
     The target, a Hugging Face model, gives its sizes, and the rows of its output layer for a cut vocabulary.
     """
     unembedding, shape = target.get_output_embeddings().weight.detach(), model.shape
     cut = len(model.tokens) < len(unembedding)
-    if cut and form == "flat":
+    if cut and format_name == "flat":
         raise ValueError(
-            f"the form flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
+            f"the format flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
             f" {len(unembedding):,} tokens; train it with --set vocabulary=0, or take --to speculators"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +102,7 @@ def save_dflash(model: DFlashModel, form: Form, folder: Path, target: Any, targe
         weights |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
         weights["lm_head.weight"] = select_rows(unembedding, model.tokens).cpu().contiguous()
     save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
-    config = _speculators_config if form == "speculators" else _flat_config
+    config = _speculators_config if format_name == "speculators" else _flat_config
     made = config(shape, len(model.tokens), target, target_name)
     (folder / CONFIG_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
@@ -163,7 +161,7 @@ def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: 
 
 
 def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
-    """The sizes of either form. Errors: ValueError for a missing key, or for what these drafters do not compute."""
+    """The sizes of either format. Errors: ValueError for a missing key, or for what these drafters do not compute."""
     flat = config.get("dflash_config") or {}
     layers = QWEN3_DEFAULTS | dict(config.get("transformer_layer_config", config))
     rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}

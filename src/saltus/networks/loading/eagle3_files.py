@@ -1,4 +1,4 @@
-"""Read EAGLE-3 heads in the two forms in which they are published: that of speculators, and that of the authors."""
+"""Read EAGLE-3 heads in the two formats in which they are published: that of speculators, and that of the authors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from saltus.networks.loading.published_drafters import (
     is_same,
     read_config,
     read_weights,
+    take_own_matrices,
 )
 from saltus.networks.models.exact.packed_weight import select_rows
 
 EAGLE3 = "eagle3"
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
-LLAMA_DEFAULTS = {  # of Transformers' LlamaConfig: the form of speculators leaves them out
+LLAMA_DEFAULTS = {  # of Transformers' LlamaConfig: the format of speculators leaves them out
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # for training, or implied by others
 
 
 def is_eagle3_folder(folder: Path) -> bool:
@@ -46,12 +46,10 @@ def load_eagle3(folder: Path, target: Any, target_name: str) -> Eagle3Model:
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
-    for name in UNUSED_WEIGHTS:
-        weights.pop(name, None)
-    own_embeddings, own_head = weights.pop("embed_tokens.weight", None), weights.pop("lm_head.weight", None)
+    tokens, order = drafted_tokens(weights, len(unembedding))
+    own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)
-    tokens, order = drafted_tokens(weights, len(unembedding))
     tokens = tokens.to(target.device)
     if own_head is not None:
         head = own_head[order].to(target.device, target.dtype)
@@ -65,7 +63,7 @@ def load_eagle3(folder: Path, target: Any, target_name: str) -> Eagle3Model:
 
 
 def _read_shape(config: Mapping[str, Any], folder: Path, target: Any) -> Eagle3Shape:
-    """The sizes of either form. Errors: ValueError for what such heads do not compute here."""
+    """The sizes of either format. Errors: ValueError for what such heads do not compute here."""
     layers = LLAMA_DEFAULTS | dict(config.get("transformer_layer_config", config))
     rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
     kind, own = rope.get("rope_type", rope.get("type", "default")), config.get("eagle_config") or {}

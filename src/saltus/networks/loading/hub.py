@@ -1,8 +1,10 @@
 """Fetch a model from the Hugging Face hub into the cache shared with Transformers; tolerate an unreachable hub."""
 
+from __future__ import annotations
+
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,7 @@ def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
     try:
         wanted = _list_needed_files(hub_id, revision or None)
     except _HubUnreachable as silence:
-        if found := _cached_snapshot(hub_id, revision or None):  # fetched by another tool
-            return found
-        raise SourceError(
-            f"the hub does not answer for {name} ({silence}); check the network or HF_ENDPOINT, or give a local folder"
-        ) from silence
+        return _cached_although(silence, name)
     return _download_snapshot(name, wanted, progress)
 
 
@@ -71,6 +69,31 @@ def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Pro
         there = sorted(name for name in sizes if name.endswith(".gguf"))
         raise SourceError(f"{repository} has no file {file}; its GGUF files are {', '.join(there) or 'none'}")
     return _download_files(repository, {file: sizes[file]}, progress) / file
+
+
+def _cached_although(silence: _HubUnreachable, name: str) -> Path:
+    """What another tool has fetched, where the hub does not answer. Errors: SourceError."""
+    hub_id, _, revision = name.partition("@")
+    if found := _cached_snapshot(hub_id, revision or None):
+        return found
+    raise SourceError(
+        f"the hub does not answer for {name} ({silence}); check the network or HF_ENDPOINT, or give a local folder"
+    ) from silence
+
+
+def fetch_tokenizer_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+    """A folder with the settings and the tokenizer of `owner/name@revision`, perhaps without weights."""
+    if found := completed_download(name):
+        return found
+    if offline:
+        return fetch_from_hub(name, offline, progress)
+    hub_id, _, revision = name.partition("@")
+    progress(Stage(f"asking the hub for {name}"))
+    try:
+        sizes = _list_files(hub_id, revision or None)
+    except _HubUnreachable as silence:
+        return _cached_although(silence, name)
+    return _download_files(name, {file: sizes[file] for file in _side_files(sizes)}, progress)
 
 
 def _manifest_path(name: str) -> Path:
@@ -139,9 +162,14 @@ def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
         raise SourceError(
             f"{hub_id} holds no weights that Transformers loads; choose a repository with safetensors files"
         )
-    aside = [n for n in sizes if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
+    aside = _side_files(sizes)
     aside += [file for file in (PAIRWISE_CORRECTION_FILE, MASK_FILE) if file in sizes]
     return {n: sizes[n] for n in {*names, *aside}}
+
+
+def _side_files(files: Iterable[str]) -> list[str]:
+    """Those of a repository's top folder that hold settings and tokenizer."""
+    return [n for n in files if "/" not in n and n.endswith((".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"))]
 
 
 def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:

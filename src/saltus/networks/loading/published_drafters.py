@@ -17,6 +17,7 @@ from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact.packed_weight import select_rows
 
 CONFIG_FILE = "config.json"
+UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # for training, or implied by others
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -41,6 +42,24 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"{folder} is damaged ({error}); fetch the drafter again") from None
     return weights
+
+
+def take_own_matrices(
+    folder: Path, weights: dict[str, Tensor], hidden: int, vocabulary: int, num_drafted: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Take embeddings and output layer, where a folder has its own, out of its weights, and those that nothing needs.
+
+    Errors: ValueError for other sizes.
+    """
+    for name in UNUSED_WEIGHTS:
+        weights.pop(name, None)
+    rows = {"embed_tokens.weight": vocabulary, "lm_head.weight": num_drafted}
+    found = {name: weights.pop(name, None) for name in rows}
+    for name, weight in found.items():
+        if weight is not None and weight.shape != (rows[name], hidden):
+            sizes = tuple(weight.shape), (rows[name], hidden)
+            raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} for this model; take another one")
+    return found["embed_tokens.weight"], found["lm_head.weight"]
 
 
 def is_same(own: Tensor, of_target: Tensor) -> bool:

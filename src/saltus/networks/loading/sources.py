@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from saltus.networks.loading.fetching import (
     matches_manifest,
     write_manifest,
 )
-from saltus.networks.loading.hub import fetch_file_from_hub, fetch_from_hub
+from saltus.networks.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
 from saltus.networks.loading.model_folders import INDEX_FILE, check_folder
 from saltus.networks.loading.progress import Progress, Stage, no_progress, progress_bars
 from saltus.networks.loading.wheel import SMOLLM2_135M, convert_wheel
 from saltus.networks.shipped import SHIPPED
 
-__all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "pull", "resolve"]
+__all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "pull", "resolve", "resolve_tokenizer"]
 
 DEFAULT_MODEL = SMOLLM2_135M.model_name
 SHORT_NAMES = {
@@ -37,6 +37,7 @@ SHORT_NAMES = {
 }
 SHIPPED_MODELS = {"stories": SHIPPED / "stories"}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
+TOKENIZER_FILE = "tokenizer_config.json"
 GGUF_FOLDER_FORMAT = 2  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
@@ -51,17 +52,31 @@ def resolve(name: str, *, offline: bool | None = None, progress: Progress | None
     TRANSFORMERS_OFFLINE) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
     Raises SourceError, a ValueError of one line.
     """
-    if offline is None:
-        switches = (os.environ.get(switch, "") for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-        offline = any(word.upper() in ("1", "ON", "YES", "TRUE") for word in switches)
-    with (
-        nullcontext(progress)
-        if progress
-        else progress_bars()
-        if sys.stderr.isatty()
-        else nullcontext(no_progress) as show
-    ):
-        return _resolve(name, offline, show).resolve()
+    with _shown(progress) as show:
+        return _resolve(name, _is_offline() if offline is None else offline, show).resolve()
+
+
+def resolve_tokenizer(name: str) -> Path:
+    """A folder with a model's tokenizer: as `resolve`, but weights are neither fetched nor needed."""
+    folder, repository = Path(name).expanduser(), SHORT_NAMES.get(name.lower(), name)
+    if (folder / TOKENIZER_FILE).is_file():
+        return folder
+    if folder.exists() or name.lower() in (DEFAULT_MODEL, *SHIPPED_MODELS) or not HUB_ID.fullmatch(repository):
+        return resolve(name)
+    with _shown(None) as show:
+        return fetch_tokenizer_from_hub(repository, _is_offline(), show)
+
+
+def _is_offline() -> bool:
+    switches = (os.environ.get(switch, "") for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(word.upper() in ("1", "ON", "YES", "TRUE") for word in switches)
+
+
+def _shown(progress: Progress | None) -> AbstractContextManager[Progress]:
+    """The progress to report to: bars on a terminal, if none is given."""
+    if progress:
+        return nullcontext(progress)
+    return progress_bars() if sys.stderr.isatty() else nullcontext(no_progress)
 
 
 def pull(name: str, *, offline: bool | None = None) -> Path:

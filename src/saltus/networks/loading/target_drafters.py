@@ -18,7 +18,7 @@ from saltus.networks.loading.drafter_files import (
 )
 from saltus.networks.loading.eagle3_files import is_eagle3_folder, load_eagle3
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, TRAIN_COMMANDS, read_metadata
-from saltus.networks.loading.sources import HUB_ID, resolve
+from saltus.networks.loading.sources import HUB_ID, SourceError, resolve
 from saltus.networks.protocols import DrafterHost, TargetNetwork
 
 DRAFTER_KINDS = ("drafter", "heads", "adapter")
@@ -86,5 +86,10 @@ def load_drafter_for_target(
 
 
 def _drafter_folder(place: str) -> Path:
-    """A folder, or the folder of a hub's repository that has been fetched."""
-    return resolve(place) if HUB_ID.fullmatch(place) and not Path(place).exists() else Path(place)
+    """A folder, or the folder of a hub's repository that has been fetched. Errors: SourceError."""
+    if Path(place).exists() or not HUB_ID.fullmatch(place):
+        return Path(place)
+    try:
+        return resolve(place)
+    except SourceError as error:
+        raise SourceError(f"there is no folder {place} here, and as a hub id: {error}") from None

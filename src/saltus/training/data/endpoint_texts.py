@@ -78,7 +78,7 @@ class _Request:
             try:
                 return self._ask()
             except EndpointError as error:
-                if not error.passing:
+                if not error.retryable:
                     raise
                 pause = min(max(2.0 ** (attempt - 1), error.retry_after), LONGEST_PAUSE)
                 if attempt >= MAX_ATTEMPTS or stopped.wait(pause):
