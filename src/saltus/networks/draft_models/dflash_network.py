@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
 from saltus.networks.draft_models.dflash import DFlashModel
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
+from saltus.networks.draft_models.timed_outputs import timed_outputs
 from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.networks.models.torch_decoder import normed, rotated
@@ -49,11 +49,7 @@ class DFlashNetwork:
 
         Queries beyond the window of training get no logits.
         """
-        started = time.perf_counter()
-        with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
-            outputs = self._forward(batch, kv_caches)
-        seconds = time.perf_counter() - started
-        return [replace(each, seconds=seconds) for each in outputs]
+        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         pairs, layers = list(zip(batch, kv_caches, strict=True)), self.target.hidden_state_layers

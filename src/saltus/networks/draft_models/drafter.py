@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
+from saltus.networks.draft_models.timed_outputs import timed_outputs
 from saltus.networks.draft_models.token_correction import (
     RMS_EPSILON,
     TokenCorrectionModel,
@@ -213,11 +212,7 @@ class DraftNetwork:
 
         Queries beyond the window of training get no logits.
         """
-        started = time.perf_counter()
-        with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
-            outputs = self._forward(batch, kv_caches)
-        seconds = time.perf_counter() - started
-        return [replace(each, seconds=seconds) for each in outputs]
+        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """The rows of all texts in one pass; their drafts are predicted one after another."""

@@ -6,10 +6,9 @@ layers, of a draft token the layer's own output at the row before. The drafts of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.draft_models.context_layers import ContextKVCache, unread_states
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
-from saltus.networks.models.exact import attention, native
+from saltus.networks.draft_models.timed_outputs import timed_outputs
+from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.packed_weight import select_rows
@@ -116,16 +116,13 @@ class Eagle3Network:
 
         Queries cost a pass of one row each.
         """
-        started, on_cpu = time.perf_counter(), self.device.type == "cpu"
-        with (
-            native.kernel_threads_only() if on_cpu else nullcontext(),
-            BatchInvariantMode() if on_cpu else nullcontext(),
-        ):
-            outputs = self._forward(batch, kv_caches)
-        seconds = time.perf_counter() - started
-        return [replace(each, seconds=seconds) for each in outputs]
+        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
+            return self._run(batch, kv_caches)
+
+    def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         layers, taps = self.target.hidden_state_layers, self.model.shape.taps
         states = [unread_states(each, cache, layers, taps) for each, cache in zip(batch, kv_caches, strict=True)]
         counts = [len(each) for each in states]
