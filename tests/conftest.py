@@ -8,6 +8,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one kernel thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import jaxtyping
 import pytest
 import torch
@@ -20,6 +21,9 @@ from transformers import (
     XLNetLMHeadModel,
     set_seed,
 )
+
+hypothesis.settings.register_profile("saltus", deadline=None)  # machines are busy; nothing is timed in tests
+hypothesis.settings.load_profile("saltus")
 
 END, PAD = "<|end|>", "<|pad|>"
 TEMPLATE = (

@@ -209,7 +209,7 @@ def test_gradients_are_those_of_finite_differences_and_of_posteriors(circuit):
     torch.testing.assert_close(given_[2].grad, posterior)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(window=st.integers(1, 40))
 def test_trees_of_any_window_halve_it_and_are_as_deep_as_its_logarithm(window):
     circuit = tree_circuit(window, 2)

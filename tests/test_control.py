@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -78,7 +78,6 @@ def test_a_machine_under_load_slows_calls_of_all_sizes_and_their_ratio_is_learne
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-@settings(deadline=None)
 @given(values, seconds, st.integers(0, 10))
 def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seconds, budget: int):
     controller = Controller(budget=budget, call_cost=CallCost(seconds))
@@ -89,7 +88,6 @@ def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seco
     assert rates[size] == pytest.approx(max(rates))
 
 
-@settings(deadline=None)
 @given(values, st.lists(st.floats(0.01, 1), max_size=4), seconds)
 def test_with_drafts_of_their_own_laws_no_node_is_dropped_for_what_comes_after_it(values, later, seconds):
     """Whether node n stays is a function of the nodes up to n."""
@@ -99,7 +97,6 @@ def test_with_drafts_of_their_own_laws_no_node_is_dropped_for_what_comes_after_i
     assert min(long, len(values)) == short
 
 
-@settings(deadline=None)
 @given(values, seconds)
 def test_nodes_below_the_least_that_a_row_costs_are_never_chosen(values: list[float], seconds: dict[int, float]):
     controller = Controller(99, call_cost=CallCost(never_falling({1: 0.5, **seconds})))
@@ -140,7 +137,6 @@ def test_free_nodes_are_all_taken_and_dear_ones_are_not():
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.sampled_from([0.1, 0.5, 0.9]), st.floats(0, 1))
 def test_chances_converge_to_how_often_drafts_are_right(stated: float, truth: float):
     acceptance, dice = Acceptance(), np.random.default_rng(0)
@@ -164,7 +160,6 @@ def test_low_and_high_chances_are_corrected_apart():
     assert acceptance.calibrated_probability("a", 0.9) < 0.2
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=60), st.floats(0, 1))
 def test_a_calibrated_chance_is_a_chance(observed, stated: float):
     acceptance = Acceptance()

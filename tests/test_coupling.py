@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -49,7 +49,6 @@ def ranking(law: Distribution, noise: Noise, position: int) -> list[int]:
 # picking
 
 
-@settings(deadline=None)
 @given(laws(), st.integers(0, 100), st.integers(1, 5))
 def test_the_best_tokens_are_those_of_the_whole_race(law, position, count):
     law, noise = replace(law, coupling="gumbel"), Noise(5)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -123,7 +123,6 @@ def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
     assert window.end(31, []) == 40
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4), st.booleans())
 def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size: int, most: int, running: bool):
     window, done = BlockWindow(size, most, size, running), 0
@@ -233,7 +232,6 @@ def tails(pool: NgramPool, token: int, count: int = 99) -> list[tuple[int, ...]]
     return [tail for tail, _ in pool.starting_with(token, count)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), max_size=60), st.integers(1, 20))
 def test_the_pool_is_bounded(ngrams, most: int):
     pool = NgramPool(most)
@@ -270,7 +268,6 @@ def test_the_latest_recycled_ngrams_come_first_and_agreeing_ones_are_likelier():
     assert pool.starting_with(0, 9)[0][1][0] > probabilities[0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20))
 def test_chances_of_recycled_ngrams_are_chances(firsts):
     pool = NgramPool(capacity=99)

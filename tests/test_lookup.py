@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -38,7 +38,6 @@ def repeats_of(text: list[int], longest: int, places: int) -> list[tuple[int, in
     return [(at, found[at]) for at in latest if at in kept]
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 20), st.integers(1, 9))
 def test_repeats_are_those_that_a_slow_search_finds(text: list[int], longest: int, places: int):
     index = RepeatIndex(max(longest, LONG_REPEAT), places)
@@ -51,7 +50,6 @@ def test_a_longer_repeat_is_found_however_long_ago_it_was():
     assert likeliest_first_token(offer(text, places=2)) == 9
 
 
-@settings(deadline=None)
 @given(texts, st.data())
 def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
     whole, parts = RepeatIndex(8, 5), RepeatIndex(8, 5)
@@ -72,7 +70,6 @@ def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
     assert {key: places[-1] for key, places in index._positions.items()} == dict.fromkeys(before, 500)
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 12), st.integers(1, 30))
 def test_branches_fit_and_their_chances_are_chances(text: list[int], room: int, nodes: int):
     found = offer(text, room, nodes=nodes)
@@ -103,7 +100,6 @@ def test_the_nodes_offered_are_the_likeliest_ones():
         assert values(nodes) == everything[:nodes]
 
 
-@settings(deadline=None)
 @given(texts)
 def test_a_continuation_is_what_followed_a_repeat(text: list[int]):
     """The first token of each branch came after an earlier copy of the last token, the next ones after it."""
@@ -139,7 +135,6 @@ def test_later_places_and_agreeing_ones_count_more():
     assert votes([8, 7, 7], [1, 1, 1])[7] > votes([8, 7, 7], [1, 1, 1])[8]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12))
 def test_votes_leave_something_for_what_was_never_seen(seen):
     probabilities = votes([token for token, _ in seen], [size for _, size in seen])

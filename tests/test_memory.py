@@ -75,7 +75,7 @@ def common(one, other) -> int:
     return int(differs[0]) if len(differs) else shared
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(start=TOKENS, history=st.lists(edits(), min_size=1, max_size=8))
 def test_whatever_becomes_of_a_text_its_logits_are_those_of_a_fresh_read(network, start, history):
     decided, kv_cache, known = list(start), network.new_kv_cache(), [list(start)]

@@ -32,7 +32,7 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1
 
 
 @given(texts, st.lists(st.integers(0, 2), max_size=9), st.integers(0, 40))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_what_is_taken_is_the_longest_known_prefix(put, asked, max_tokens):
     tree = PrefixTree(max_tokens * BYTES_PER_TOKEN)
     whole = PrefixTree()

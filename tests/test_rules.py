@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -34,7 +34,6 @@ def forward(edges, holes: int) -> ForwardInputs:
     return ForwardInputs(continuation([1, 2], holes), tuple(tokens), tuple(parents))
 
 
-@settings(deadline=None)
 @given(trees, st.integers(1, 8), st.integers(0, 50), st.sampled_from([Sampling(), SAMPLED]))
 def test_match_accepts_the_longest_path_that_is_the_text(edges, holes: int, seed: int, sampling: Sampling):
     """Brute force: among all nodes whose path is a prefix of what plain decoding writes, the deepest."""

@@ -247,7 +247,7 @@ def test_each_setting_keeps_and_weighs_the_tokens_that_transformers_does(samplin
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stable")
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_all_settings_together_keep_and_weigh_the_tokens_that_transformers_does(data):
     size = data.draw(st.sampled_from([2, 5, 64, 65, 700, 3_000]))
@@ -453,7 +453,6 @@ def test_what_is_drawn_has_weight(law_, u):
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(laws())
 def test_evenly_spread_uniforms_draw_each_token_as_often_as_it_is_likely(law_):
     count = 2_000

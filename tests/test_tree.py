@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from saltus.core.canvas import continuation
@@ -46,7 +46,6 @@ def trie(offered: list[Branch], depth: int) -> dict[tuple[int, ...], float]:
     return values
 
 
-@settings(deadline=None)
 @given(forests, st.integers(0, 6), st.integers(0, 4))
 def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
     """Against all subtrees of the merged branches."""
@@ -68,7 +67,6 @@ def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
     assert sum(tree.expected_tokens) == pytest.approx(best)
 
 
-@settings(deadline=None)
 @given(forests, st.integers(0, 8), st.integers(0, 8))
 def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int, size: int):
     tree = grow_tree(forest(offered), budget, 3).prune(size)
@@ -78,7 +76,6 @@ def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int,
     assert {len(column) for column in vars(tree).values()} == {len(tree.tokens)}
 
 
-@settings(deadline=None)
 @given(forests)
 def test_no_node_is_deeper_than_there_is_room(offered):
     for depth in range(4):
@@ -136,7 +133,6 @@ def test_equal_draws_from_laws_of_their_own_stay_two_tries():
         assert [known is distribution for known in tree.distributions] == [True, True, False]
 
 
-@settings(deadline=None)
 @given(forests, st.integers(0, 10))
 def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: int):
     """The place of a drawn token in the tree, its presence too, must not depend on the token (see `reject`)."""
@@ -152,7 +148,6 @@ def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: 
     assert grow_tree(drawn, budget, 3).parents == grow_tree(other, budget, 3).parents
 
 
-@settings(deadline=None)
 @given(forests, st.lists(st.integers(0, 2), max_size=5))
 def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
     tree = grow_tree(forest(offered), 50, 9)
