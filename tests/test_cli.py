@@ -636,7 +636,8 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
 def test_ctrl_c_in_a_stream_ends_with_130_and_what_was_written_stays(engine, tiny_folder):
     endless = str(tiny_folder(max_position_embeddings=60000))
     inputs = [*PROGRAM, "generate", PROMPT, "-m", endless, "--ignore-eos", "-n", "50000", "--method", "plain"]
-    with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    # without a buffer, in which communicate would leave what was read beyond these bytes
+    with subprocess.Popen(inputs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as running:
         begun = running.stdout.read(20)
         running.send_signal(signal.SIGINT)
         rest, said = running.communicate(timeout=60)
