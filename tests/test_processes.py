@@ -173,6 +173,8 @@ def work_in(room: Path, arguments: list[object]) -> None:
 
     from saltus.cli.app import app
 
+    for one in LAUNCHER_SIGNALS:  # a forked process has the launcher's handlers
+        signal.signal(one, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = CliRunner().invoke(app, [str(each) for each in arguments], prog_name="saltus")
     (room / f"printed-{os.environ['RANK']}").write_text(f"{result.exit_code}\n{result.stderr}", encoding="utf-8")
