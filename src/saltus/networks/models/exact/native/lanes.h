@@ -59,6 +59,10 @@ static inline void restore_subnormals(unsigned before) {
 #endif
 }
 
+// Ask for weights that are needed in a while: for the second-level cache, which can have more lines on their way than the
+// first-level one (Zen 3 and 4: 24, or 10 GB/s a core).
+#define FETCH(address) __builtin_prefetch(address, 0, 2)
+
 #define PAD(n, to) (((n) + (to) - 1) / (to) * (to))
 
 static inline lanes load_f32(const float *p) {
