@@ -1,6 +1,7 @@
 """The controller: what it learns of drafts and calls, and the sizes it chooses by that."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from saltus.core.sampling import Sampling, one_hot
 from saltus.core.scheduler import SequenceState, run, run_batch
 from saltus.core.speculate import speculate
 from saltus.core.tree import Branch, Tree, grow_tree
+from saltus.drafting.hidden_state_drafter import MAX_UNREAD
 from saltus.testing import ToyNetwork, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
 
@@ -249,9 +251,10 @@ class Clock:
         return [
             ForwardOutputs(
                 one.logits,
-                seconds=seconds,
-                context_tokens_read=one.context_tokens_read,
-                num_rows=len(inputs.tokens) + 1,
+                one.hidden_states,
+                seconds,
+                one.context_tokens_read,
+                len(inputs.tokens) + 1,
             )
             for inputs, one in zip(batch, self.toy.forward(batch, kv_caches), strict=True)
         ]
@@ -306,6 +309,31 @@ def test_a_drafter_that_does_not_earn_its_time_rests_ever_longer_and_others_draf
     rests = np.diff(np.flatnonzero(np.diff(inputs)))
     assert max(rests) >= 64 > min(rests)
     assert len(made.steps) < 290, "lookup went on"
+
+
+def test_while_a_draft_network_rests_for_long_calls_return_no_hidden_states():
+    controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
+    target, asked, given = toy_network(logit_scale=1.2), [], []
+    made = toy_decoding("ptp", PROMPT, 700, target=target, sampling=SAMPLED, error=30.0, controller=controller)
+
+    class Target(Clock):
+        def forward(self, batch, kv_caches) -> list[ForwardOutputs]:
+            asked.extend(inputs.output_hidden_states for inputs in batch)
+            return super().forward(batch, kv_caches)
+
+    class DraftModel(Clock):
+        def forward(self, batch, kv_caches) -> list[ForwardOutputs]:
+            given.extend((len(asked), len(inputs.hidden_states)) for inputs in batch)
+            return super().forward(batch, kv_caches)
+
+    draft_model = DraftModel(made.networks["ptp"], CallCost({1: 1.0, 16: 1.0}))
+    for _ in run_batch([made.sequence], {"target": Target(target, controller.call_cost), "ptp": draft_model}):
+        pass
+    after_rests = [states for (before, _), (now, states) in pairwise(given) if now - before > 100]
+    assert after_rests
+    assert min(after_rests) >= MAX_UNREAD, "all that it reads after a rest"
+    assert asked.count(False) > 100
+    assert all(asked[: given[1][0]]), "at first it may draft in every step"
 
 
 @pytest.mark.parametrize(("odds", "time", "least"), [

@@ -44,9 +44,13 @@ class FusedDrafter(Protocol):
 
 @runtime_checkable
 class UsesHiddenStates(Protocol):
-    """A drafter that may need the target's hidden states: verification calls then return them."""
+    """A drafter that may need the target's hidden states: verification calls then return them.
+
+    While its draft model rests for long they do not, and `last` has none.
+    """
 
     output_hidden_states: bool
+    max_unread: int  # hidden states that it reads at once, of a prompt or after a pause: the last ones
 
 
 @runtime_checkable

@@ -40,7 +40,7 @@ def speculate(
     so is what it forces. Without a controller up to 16 draft tokens are verified in each call.
     """
     controller = controller or Controller(adaptive=False)
-    hidden_states = any(isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states for drafter in drafters)
+    readers = [one for one in drafters if isinstance(one, UsesHiddenStates) and one.output_hidden_states]
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
     last: Step | None = None
     while len(canvas.open_positions):
@@ -61,6 +61,7 @@ def speculate(
         calibrated = controller.calibrated_probability, controller.calibrated_payoff
         offered = grow_tree(branches, controller.budget, room, *calibrated, controller.min_expected_tokens())
         tree = offered.prune(controller.num_nodes(offered))
+        hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
         draft_distributions = tree.distributions if any(tree.distributions) else None
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions

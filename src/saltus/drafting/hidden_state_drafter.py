@@ -38,7 +38,7 @@ class HiddenStateDrafter:
         if last is None:
             return ()
         self._collect(last, len(canvas.decided_prefix))
-        return self._draft(canvas, min(self.length, room))
+        return self._draft(canvas, min(self.length, room)) if self.pending else ()
 
     def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
@@ -48,7 +48,8 @@ class HiddenStateDrafter:
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""
         states, nodes = last.outputs.hidden_states, len(last.inputs.tokens)
-        assert states is not None
+        if states is None:  # not asked for, since the draft network rests
+            return
         context = len(states) - nodes
         rows = [*range(context), *(context + node for node in last.inputs.path(last.last_node))]
         new = num_decided - self.num_tokens_seen

@@ -13,8 +13,10 @@ from saltus.engine.decoder import DecodingSetup
 class BatchController(Controller):
     """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
 
-    def __init__(self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None) -> None:
-        self._setup, self._num_running = setup, num_running
+    def __init__(
+        self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None, keeps_states: bool = False
+    ) -> None:
+        self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
         budget = setup.budget if budget is None else min(setup.budget, budget)
         super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
 
@@ -26,6 +28,9 @@ class BatchController(Controller):
 
     def should_draft(self) -> bool:
         return self._current().should_draft()
+
+    def needs_hidden_states(self, max_unread: int) -> bool:
+        return self._keeps_states or self._current().needs_hidden_states(max_unread)
 
     def num_nodes(self, tree: Tree) -> int:
         return min(self._current().num_nodes(tree), self.budget)

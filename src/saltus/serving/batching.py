@@ -192,7 +192,9 @@ class Batcher:
     def _start(self, job: Job, setup: DecodingSetup) -> None:
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
-        controller = BatchController(setup, lambda: len(self.running), job.budget)
+        controller = BatchController(
+            setup, lambda: len(self.running), job.budget, keeps_states=self.observer is not None
+        )
         generator = counting_generator(setup, job.request.request, controller)
         job.sequence = SequenceState(_isolated(generator, job))
         job.unread = len(job.request.request.prompt)

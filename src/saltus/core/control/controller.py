@@ -33,6 +33,13 @@ class Controller:
         """True if drafters that call draft models should draft in this step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
+    def needs_hidden_states(self, max_unread: int) -> bool:
+        """False while draft models rest for so long that they will not read the hidden states of this step's call.
+
+        When they draft again they read the latest `max_unread` states.
+        """
+        return not self.adaptive or self.drafting_switch.steps_without_drafts <= max_unread * self.batch_size
+
     def calibrated_probability(self, source: str, stated: float) -> float:
         """The acceptance probability of a draft token, corrected by the source's record."""
         return self.acceptance.calibrated_probability(source, stated) if self.adaptive else stated

@@ -57,6 +57,11 @@ class DraftingSwitch:
         self.steps_left -= 1
         return self.drafting
 
+    @property
+    def steps_without_drafts(self) -> int:
+        """Steps to come in which draft models are certainly not used."""
+        return 0 if self.drafting or self.in_trial else self.steps_left
+
     def _switch(self) -> None:
         better = self.with_drafts.rate > self.without_drafts.rate
         if self.in_trial or self.drafting != better:
