@@ -14,8 +14,10 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import MAX_BUDGET
 from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact import fixed_shape_attention
-from saltus.networks.models.exact.fixed_shapes import FixedShapeKVCache, attention_extent, why_not_fixed_shapes
+from saltus.networks.models.exact import fixed_shape_attention, kv_pages
+from saltus.networks.models.exact.fixed_shape_rows import CallShapes
+from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
+from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
@@ -27,9 +29,15 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 def small(name: str, dtype: torch.dtype = torch.float32, **changes) -> CausalNetwork:
     """Fixed shapes with borders so near that short texts cross them."""
-    network = CausalNetwork(tiny(name, **changes).to(dtype), rows_per_call=16, fixed_shapes=True)
-    assert network.fixed_shape_runner is not None
-    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
+    return with_small_shapes(CausalNetwork(tiny(name, **changes).to(dtype), max_tree_depth=16, fixed_shapes=True))
+
+
+def with_small_shapes(network: CausalNetwork) -> CausalNetwork:
+    shapes = CallShapes(network.max_tree_depth, 32, 4, prefill_chunk=16, page_size=16, pages_per_block=2)
+    graphs = network.device.type == "cuda"
+    network.fixed_shape_runner = FixedShapeRunner(
+        network._evaluate, network.num_layers, network.device, shapes, use_cuda_graphs=graphs
+    )
     return network
 
 
@@ -45,10 +53,11 @@ def networks():
 
 @torch.inference_mode()
 def fresh(network) -> FixedShapeKVCache:
-    """A memory in whose seat nothing useful is left of the text before."""
-    for sequence in network.fixed_shape_runner.free_kv_buffers:
-        sequence.keys.fill_(3)
-        sequence.values.fill_(3)
+    """A memory in whose pages nothing useful is left of the text before."""
+    pool = network.fixed_shape_runner.pool
+    for buffer in (pool.keys, pool.values):
+        if buffer is not None:
+            buffer.view(len(buffer), pool.num_pages, -1)[:, pool.free_pages] = 3
     return network.new_kv_cache()
 
 
@@ -132,59 +141,69 @@ def test_the_default_shapes_agree_with_small_ones_but_for_rounding():
     torch.testing.assert_close(written(wide, tokens, 30), written(small("Llama"), tokens, 30), rtol=1e-4, atol=1e-4)
 
 
-def test_every_decoding_call_has_one_width_and_extents_follow_positions(networks, monkeypatch):
-    network, seen, firsts = small("Llama"), [], []
-    evaluate = network.fixed_shape_runner._run_static_inputs
+def watched(network, monkeypatch) -> list:
+    """The shapes of all calls from now on, and the first position of each."""
+    seen, runner = [], network.fixed_shape_runner
+    evaluate = runner._run_static_inputs
 
-    def watched(sequence, board, reach, queries):
-        seen.append((board.num_rows, reach))
-        firsts.append(int(board.positions[0]))
-        return evaluate(sequence, board, reach, queries)
+    def run(inputs, queries):
+        seen.append((inputs.shape.num_rows, inputs.shape.num_pages, int(inputs.positions[0])))
+        return evaluate(inputs, queries)
 
-    monkeypatch.setattr(network.fixed_shape_runner, "_run_static_inputs", watched)
-    network.fixed_shape_runner.prefill_chunk, kv_cache = 32, network.new_kv_cache()
+    monkeypatch.setattr(runner, "_run_static_inputs", run)
+    return seen
+
+
+def test_every_decoding_call_has_one_height_and_prompts_are_read_by_chunks(monkeypatch):
+    network = small("Llama")
+    seen, kv_cache = watched(network, monkeypatch), network.new_kv_cache()
     network.forward([ForwardInputs(continuation(text(62), 40))], [kv_cache])
-    assert seen == [(32, 32), (32, 64), (16, 64)]
+    assert seen == [(16, 2, 0), (16, 2, 16), (16, 4, 32), (16, 4, 48), (32, 4, 61)]
     seen.clear()
     grown = continuation(text(62), 40).fill(np.array([5]))
     network.forward([ForwardInputs(grown, (5, 6, 7, 8, 9), (-1, 0, 0, 1, 1))], [kv_cache])
-    assert seen == [(16, 64), (16, 128)], "nodes at position 64 and beyond look further"
+    assert seen == [(32, 8, 62)], "a tree that crosses the border of a block takes one call"
     seen.clear()
     grown = grown.fill(np.array([5, 7, 4]))
     network.forward([ForwardInputs(grown)], [kv_cache])
-    assert seen == [(16, 128)]
+    assert seen == [(32, 8, 65)]
     seen.clear()
     network.forward([ForwardInputs(grown)], [network.new_kv_cache()])
-    assert seen == [(32, 32), (32, 64), (16, 64), (16, 128)], "what was written is read again as it was decoded"
+    assert [at for *_, at in seen] == [0, 16, 32, 48, 61], "what was written is read again as it was decoded"
     edited = text(62)
     edited[50] = 3
+    seen.clear()
     network.forward([ForwardInputs(continuation(edited, 40))], [kv_cache])
-    assert firsts[-2:] == [32, 61], "chunks start at their own borders, wherever the memory ends"
+    assert [at for *_, at in seen] == [48, 61], "chunks start at their own borders, wherever the memory ends"
 
 
-def test_a_text_that_is_gone_leaves_its_seat_to_the_next(networks):
+def test_a_text_that_is_gone_leaves_its_pages_to_the_next():
     network = small("Llama")
-    first, second = network.new_kv_cache(), network.new_kv_cache()
+    pool, first, second = network.fixed_shape_runner.pool, network.new_kv_cache(), network.new_kv_cache()
     before = [read(network, text(40), kv_cache=kv_cache) for kv_cache in (first, second)]
     assert torch.equal(*before)
-    assert first.keys.data_ptr() != second.keys.data_ptr()
-    place = first.keys.data_ptr()
+    assert not set(first.pages) & set(second.pages)
+    pages, free = list(first.pages), len(pool.free_pages)
+    assert len(pages) == 3, "40 positions are in pages of 16"
     del first
     gc.collect()
-    third = network.new_kv_cache()
+    assert len(pool.free_pages) == free + 3
+    third = fresh(network)
     assert torch.equal(read(network, text(40), kv_cache=third), before[0])
-    assert third.keys.data_ptr() == place
-    assert not network.fixed_shape_runner.free_kv_buffers
+    assert sorted(third.pages) == sorted(pages)
 
 
-def test_a_seat_grows_with_its_text_and_keeps_what_it_knew():
-    network, kv_cache, tokens = small("Llama"), None, text(120)
-    kv_cache = network.new_kv_cache()
-    read(network, tokens[:20], kv_cache=kv_cache)
-    capacity = kv_cache.keys.shape[1]
-    grown = read(network, tokens, kv_cache=kv_cache)
-    assert kv_cache.keys.shape[1] > capacity
-    assert torch.equal(grown, read(network, tokens))
+def test_a_pool_grows_and_its_texts_keep_what_they_knew(monkeypatch):
+    monkeypatch.setattr(kv_pages, "MIN_PAGES", 4)
+    network, tokens = small("Llama"), text(120)
+    first, second = network.new_kv_cache(), network.new_kv_cache()
+    read(network, tokens[:20], kv_cache=first)
+    assert network.fixed_shape_runner.pool.num_pages == 4
+    grown = read(network, tokens, kv_cache=second)
+    assert network.fixed_shape_runner.pool.num_pages >= 10
+    seen = watched(network, monkeypatch)
+    assert torch.equal(grown, read(network, tokens, kv_cache=first))
+    assert seen[0][-1] == 16, "the first chunk was not read again"
 
 
 def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
@@ -232,9 +251,9 @@ def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
     assert why_not_fixed_shapes(tiny("Gemma3")) is None
 
 
-@pytest.mark.parametrize(("position", "expected"), [(0, 32), (31, 32), (32, 64), (63, 64), (64, 128), (200, 256)])
-def test_an_extent_holds_its_positions(position, expected):
-    assert attention_extent(position, 32) == expected
+@pytest.mark.parametrize(("entries", "expected"), [(1, 2), (32, 2), (33, 4), (64, 4), (65, 8), (200, 16)])
+def test_calls_attend_to_few_numbers_of_pages(entries, expected):
+    assert CallShapes(page_size=16).num_pages(entries) == expected
 
 
 # Graphs
@@ -244,29 +263,30 @@ def test_an_extent_holds_its_positions(position, expected):
 def replayed(monkeypatch):
     """Stand in for CUDA: a graph repeats the call that was captured, into the tensors that came out of it."""
     network, captured = small("Llama"), []
-    evaluate = network.fixed_shape_runner._run_static_inputs
+    runner, pool = network.fixed_shape_runner, network.fixed_shape_runner.pool
+    evaluate = runner._run_static_inputs
 
     class Graph:
         def replay(self):
-            (sequence, board, reach, queries, place), out = self.call
-            assert sequence.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
-            for old, new in zip(out, evaluate(sequence, board, reach, queries), strict=True):
+            inputs, queries, place, out = self.call
+            assert pool.keys.data_ptr() == place, "a graph goes with the buffers it was captured over"
+            for old, new in zip(out, evaluate(inputs, queries), strict=True):
                 old.copy_(new)
 
     @contextmanager
     def graph(made, *_, **__):
         calls = []
 
-        def recorded(sequence, board, reach, queries):
-            out = evaluate(sequence, board, reach, queries)
-            calls.append(((sequence, board, reach, queries, sequence.keys.data_ptr()), tuple(x.clone() for x in out)))
-            return calls[-1][1]
+        def recorded(inputs, queries):
+            out = tuple(x.clone() for x in evaluate(inputs, queries))
+            calls.append((inputs, queries, pool.keys.data_ptr(), out))
+            return out
 
         with monkeypatch.context() as patch:
-            patch.setattr(network.fixed_shape_runner, "_run_static_inputs", recorded)
+            patch.setattr(runner, "_run_static_inputs", recorded)
             yield
         (made.call,) = calls
-        captured.append(made.call[0][1:3])
+        captured.append(made.call[0].shape)
 
     @contextmanager
     def nothing(*_):
@@ -277,13 +297,14 @@ def replayed(monkeypatch):
         "graph_pool_handle": lambda: 1,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    network.fixed_shape_runner.use_cuda_graphs = True
+    runner.use_cuda_graphs = True
     return network, captured
 
 
 @pytest.mark.slow
-def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed):
-    """Over accepted branches, borders of extents, and a text whose seat grows."""
+def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed, monkeypatch):
+    """Over accepted branches, borders of blocks, other texts, and a pool that grows."""
+    monkeypatch.setattr(kv_pages, "MIN_PAGES", 12)
     network, captured = replayed
     tokens, plain = text(LENGTH), small("Llama")
     expected = written(plain, tokens, 20)
@@ -294,10 +315,12 @@ def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(repla
         logits = network.forward([inputs], [kv_cache])[0].logits
         assert torch.equal(logits[[0, *range(2, len(logits))]], expected[canvas.num_decided :][: len(rest) + 1])
         canvas = canvas.fill(np.array([*rest, 3])[:5])
-    assert len({(board.num_rows, reach) for board, reach in captured}) == len(captured) == 3  # chunks are as wide here
-    longer = text(150, seed=5)
+    assert len(set(captured)) == len(captured) == 4, "a prompt of 16; decoding over 32, 64 and 128 entries"
+    assert torch.equal(read(network, tokens), read(plain, tokens))
+    assert len(captured) == 6, "another text has the graphs of the first; a prompt over 64 and 128 entries is new"
+    longer = text(200, seed=5)
     assert torch.equal(read(network, longer, *random_tree(9), kv_cache), read(plain, longer, *random_tree(9)))
-    assert kv_cache.kv_buffers.capacity == 256
+    assert network.fixed_shape_runner.pool.num_pages > 12
     assert torch.equal(read(network, tokens, kv_cache=kv_cache), read(plain, tokens))
 
 
@@ -321,7 +344,7 @@ def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, c
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])
 def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, dtype):
     network, tokens = CausalNetwork(tiny(name).to("cuda", dtype)), text(LENGTH)
-    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
+    with_small_shapes(network)
     plain, kv_cache, canvas = written(network, tokens, 20), fresh(network), continuation(tokens[:20], LENGTH - 19)
     while canvas.num_decided < LENGTH - 20:
         rest = tokens[len(canvas.decided_prefix) :][:6].tolist()
@@ -340,8 +363,7 @@ def engines(tiny_folder):
     """The same model by kernels and by fixed shapes."""
     ours, fixed = (saltus.load(str(tiny_folder(max_position_embeddings=80)), "plain", device="cpu") for _ in range(2))
     network = CausalNetwork(fixed.network.model, fixed_shapes=True)
-    network.fixed_shape_runner.prefill_chunk, network.fixed_shape_runner.min_attention_extent = 16, 32
-    return ours, fixed.copy_with(network=network)
+    return ours, fixed.copy_with(network=with_small_shapes(network))
 
 
 @pytest.mark.slow

@@ -73,6 +73,23 @@ def test_all_other_rows_keep_their_bits(name, dtype):
         assert torch.equal(outputs.logits[:count], logits(alone, bare(after)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_queries_of_several_texts_share_calls_and_keep_their_bits(name, dtype):
+    """Rows of queries as well as others, beside texts without queries, and again after accepted drafts."""
+    network = gated(name, dtype)[0]
+    guesses = with_token_queries(ForwardInputs(continuation(text(33, seed=4), 60), *TREE), [5, 6, 7, 8], 0.2)
+    batch = [with_queries(28), guesses, bare(with_queries(40)), with_queries(70, LONG), with_queries(1)]
+    caches = [network.new_kv_cache() for _ in batch]
+    for _ in range(2):
+        outputs = network.forward(batch, caches)
+        for inputs, one in zip(batch, outputs, strict=True):
+            assert torch.equal(one.logits, logits(network, inputs))
+        grown = [inputs.canvas.fill(np.array([*inputs.path_tokens(6), 5])) for inputs in batch]
+        trees = [ForwardInputs(canvas, *TREE) for canvas in grown]
+        batch = [trees[0], *(with_query_chains(tree, CHAINS, 0.1 * n) for n, tree in enumerate(trees[1:]))]
+
+
 def test_the_largest_tree_with_queries_fits():
     network = small("Llama")
     network.attach_adapter(adapter_for(network.model))

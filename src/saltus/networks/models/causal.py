@@ -20,7 +20,8 @@ from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention, native
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
-from saltus.networks.models.exact.fixed_shapes import BASE_ROWS_PER_CALL, FixedShapeRunner, why_not_fixed_shapes
+from saltus.networks.models.exact.fixed_shape_rows import BASE_TREE_DEPTH, CallShapes
+from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.torch_decoder import TorchDecoder
@@ -56,7 +57,7 @@ class CausalNetwork:
 
     model: Any
     free_shapes: bool = False
-    rows_per_call: int = BASE_ROWS_PER_CALL  # of a decoding call of fixed shape; also the maximal depth of its trees
+    max_tree_depth: int = BASE_TREE_DEPTH  # in fixed shapes; another value may round otherwise, and so change a text
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     num_layers: int = field(init=False)
@@ -83,7 +84,7 @@ class CausalNetwork:
         if fixed:
             graphs = self.device.type == "cuda"
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.rows_per_call, use_cuda_graphs=graphs
+                self._evaluate, self.num_layers, self.device, CallShapes(self.max_tree_depth), use_cuda_graphs=graphs
             )
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
@@ -100,8 +101,8 @@ class CausalNetwork:
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """See TargetNetwork: a call of fixed shape has `rows_per_call` rows, one of them for the last decided token."""
-        return None if self.fixed_shape_runner is None else self.rows_per_call - 1
+        """See TargetNetwork: in fixed shapes trees and their last decided token are `max_tree_depth` deep."""
+        return None if self.fixed_shape_runner is None else self.max_tree_depth - 1
 
     @property
     def max_rows_per_call(self) -> int:
@@ -137,10 +138,7 @@ class CausalNetwork:
             if self.fixed_shape_runner is None:
                 return self._forward(batch, kv_caches)
             with native.kernel_threads_only() if self.device.type == "cpu" else torch.cuda.device(self.device):
-                return [
-                    self.fixed_shape_runner.forward(inputs, kv_cache)
-                    for inputs, kv_cache in zip(batch, kv_caches, strict=True)
-                ]
+                return self.fixed_shape_runner.forward(batch, kv_caches)
 
     def _check_queries_supported(self) -> None:
         if self.adapter is None:
@@ -256,7 +254,7 @@ class CausalNetwork:
             )
         with self.lock:
             if self.fixed_shape_runner is not None and not set(layers) <= set(self.hidden_state_layers):
-                self.fixed_shape_runner.free_kv_buffers.clear()  # their graphs return fewer hidden states
+                self.fixed_shape_runner.pool.graphs.clear()  # they return fewer hidden states
             self.hidden_state_layers = tuple(sorted({*self.hidden_state_layers, *layers}))
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:

@@ -1,0 +1,152 @@
+"""Divide the forward passes of a batch into calls of fixed shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs
+from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
+
+BASE_TREE_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class CallShapes:
+    """The sizes that rounding depends on. Another value of any of them may change a text."""
+
+    max_tree_depth: int = BASE_TREE_DEPTH
+    rows_per_call: int = 128  # of decoding calls: rows that an accelerator computes for about the price of one
+    rows_per_group: int = 8  # of one text, which attend together
+    prefill_chunk: int = 256  # rows of a call that reads a prompt
+    page_size: int = 256  # positions
+    pages_per_block: int = 2  # that one product of attention reads
+
+    def num_pages(self, num_entries: int) -> int:
+        """The pages that calls over so many entries attend to: 1, 2, 4, 8, … blocks, so that there are few graphs."""
+        blocks = -(-num_entries // (self.page_size * self.pages_per_block))
+        return self.pages_per_block << (blocks - 1).bit_length()
+
+
+class CallShape(NamedTuple):
+    """The shape of one call: groups of rows, each of one text, and the pages that each group attends to."""
+
+    num_groups: int
+    rows_per_group: int
+    num_pages: int
+    num_logits: int  # of the last rows; 0: of all
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.rows_per_group
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of one text, or those of them that share a call. Parents come before children."""
+
+    text: int  # its number in the batch
+    inputs: ForwardInputs
+    kv_cache: FixedShapeKVCache
+    num_prompt_rows: int  # the first ones, which belong to the prompt without its last token
+    tokens: Int[np.ndarray, "rows"]
+    positions: Int[np.ndarray, "rows"]
+    entries: Int[np.ndarray, "rows"]  # of the KV cache, that a row writes to
+    recent_entries: Int[np.ndarray, "rows recent"]  # that a row gathers
+    output_rows: Int[np.ndarray, "rows"]  # row of the outputs: 0 after the decided text, i + 1 of node i; −1: none
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rows: slice) -> TextRows:
+        """Some of the rows, none of which counts as a prompt's."""
+        names = ("tokens", "positions", "entries", "recent_entries", "output_rows")
+        return replace(self, num_prompt_rows=0, **{name: getattr(self, name)[rows] for name in names})
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows of several texts; each text's rows begin with a group of their own."""
+
+    shape: CallShape
+    parts: tuple[TextRows, ...]
+
+    def placed(self) -> Iterator[tuple[int, TextRows]]:
+        """The first row of each part, and the part."""
+        group = 0
+        for part in self.parts:
+            yield group * self.shape.rows_per_group, part
+            group += -(-len(part) // self.shape.rows_per_group)
+
+
+def split_into_calls(texts: Sequence[TextRows], shapes: CallShapes) -> Iterator[Call]:
+    """Prompts by chunks, one text a call; then all other rows in as few decoding calls as first fit finds."""
+    for text in texts:
+        for start in range(0, text.num_prompt_rows, shapes.prefill_chunk):
+            chunk = text.select(slice(start, min(start + shapes.prefill_chunk, text.num_prompt_rows)))
+            yield _call((chunk,), 1, shapes.prefill_chunk, 1, shapes)  # no logits are needed
+    by, calls, room = shapes.rows_per_group, list[list[TextRows]](), list[int]()
+    for text in texts:
+        call = 0  # rows of one text are evaluated in their order
+        for start in range(text.num_prompt_rows, len(text), shapes.rows_per_call):
+            part = text.select(slice(start, start + shapes.rows_per_call))
+            groups = -(-len(part) // by)
+            while call < len(calls) and room[call] < groups:
+                call += 1
+            if call == len(calls):
+                calls.append([])
+                room.append(shapes.rows_per_call // by)
+            calls[call].append(part)
+            room[call] -= groups
+    for parts in calls:
+        yield _call(tuple(parts), shapes.rows_per_call // by, by, 0, shapes)
+
+
+def _call(
+    parts: tuple[TextRows, ...], num_groups: int, rows_per_group: int, num_logits: int, shapes: CallShapes
+) -> Call:
+    num_pages = shapes.num_pages(1 + max(int(part.entries[-1]) for part in parts))
+    return Call(CallShape(num_groups, rows_per_group, num_pages, num_logits), parts)
+
+
+def make_rows(
+    text: int, inputs: ForwardInputs, kv_cache: FixedShapeKVCache, past_length: int, shapes: CallShapes
+) -> TextRows:
+    """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
+
+    A prompt is read from the start of a chunk on, and its last token in a decoding call.
+    """
+    decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), shapes.max_tree_depth
+    base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, shapes.prefill_chunk
+    start = past_length // chunk * chunk if past_length < prompt else past_length
+    unread = np.arange(start, base)
+    positions = np.concatenate([unread, base + np.array(inputs.depths, dtype=np.int64)])
+    entries = np.arange(start, base + nodes)
+    ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # entries by depth
+    for node, (parent, at) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
+        row = len(unread) + node
+        if parent >= 0:
+            ancestors[row] = ancestors[len(unread) + parent]
+        ancestors[row, at] = base + node
+    recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)  # as positions
+    found = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
+    found = np.where(recent < base, recent, found)
+    found = np.where(recent > positions[:, None], entries[:, None], found)  # hidden columns
+    output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
+    known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
+    tokens = np.concatenate([decided[start:], known]).astype(np.int64)
+    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, found, output_rows)
+
+
+def first_recent_position(positions, max_tree_depth: int):
+    """The first of the at most 2 · max_tree_depth positions that a row gathers; its own is the last."""
+    return (positions // max_tree_depth * max_tree_depth - max_tree_depth).clip(0)
+
+
+def tree_depth_for_budget(budget: int) -> int:
+    """The maximal depth of trees of the last decided token and `budget` nodes, a multiple of 32."""
+    return (budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH
