@@ -15,7 +15,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import MAX_BUDGET
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import fixed_shape_attention, kv_pages
-from saltus.networks.models.exact.fixed_shape_rows import CallShapes
+from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
 
@@ -33,10 +33,10 @@ def small(name: str, dtype: torch.dtype = torch.float32, **changes) -> CausalNet
 
 
 def with_small_shapes(network: CausalNetwork) -> CausalNetwork:
-    shapes = CallShapes(network.max_tree_depth, 32, 4, prefill_chunk=16, page_size=16, pages_per_block=2)
+    settings = FixedShapeSettings(network.max_tree_depth, 32, 4, prefill_chunk=16, page_size=16, pages_per_block=2)
     graphs = network.device.type == "cuda"
     network.fixed_shape_runner = FixedShapeRunner(
-        network._evaluate, network.num_layers, network.device, shapes, use_cuda_graphs=graphs
+        network._evaluate, network.num_layers, network.device, settings, use_cuda_graphs=graphs
     )
     return network
 
@@ -253,7 +253,7 @@ def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
 
 @pytest.mark.parametrize(("entries", "expected"), [(1, 2), (32, 2), (33, 4), (64, 4), (65, 8), (200, 16)])
 def test_calls_attend_to_few_numbers_of_pages(entries, expected):
-    assert CallShapes(page_size=16).num_pages(entries) == expected
+    assert FixedShapeSettings(page_size=16).num_pages(entries) == expected
 
 
 # Graphs

@@ -20,7 +20,7 @@ from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention, native
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
-from saltus.networks.models.exact.fixed_shape_rows import BASE_TREE_DEPTH, CallShapes
+from saltus.networks.models.exact.fixed_shape_rows import BASE_TREE_DEPTH, FixedShapeSettings
 from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
@@ -84,7 +84,11 @@ class CausalNetwork:
         if fixed:
             graphs = self.device.type == "cuda"
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, CallShapes(self.max_tree_depth), use_cuda_graphs=graphs
+                self._evaluate,
+                self.num_layers,
+                self.device,
+                FixedShapeSettings(self.max_tree_depth),
+                use_cuda_graphs=graphs,
             )
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))

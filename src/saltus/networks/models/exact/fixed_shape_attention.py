@@ -24,6 +24,8 @@ Query rows, which are never verified, read all their keys from the blocks: so th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -46,7 +48,7 @@ class FixedShapeAttention:
 
     def attend(
         self,
-        module: torch.nn.Module,
+        module: Any,
         query: Float[Tensor, "1 heads rows dim"],
         key: Float[Tensor, "1 kv_heads rows dim"],
         value: Float[Tensor, "1 kv_heads rows value_dim"],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, StaticGate
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
-from saltus.networks.models.exact.fixed_shape_rows import Call, CallShape, TextRows
+from saltus.networks.models.exact.fixed_shape_rows import Call, FixedShape, TextRows
 from saltus.networks.models.exact.kv_pages import PADDING_PAGE
 
 MAX_TREE_NODES = 512  # of one text, its queries included
@@ -20,7 +20,7 @@ MAX_TREE_NODES = 512  # of one text, its queries included
 class StaticInputs:
     """The inputs of calls of one shape, in one tensor."""
 
-    def __init__(self, shape: CallShape, max_tree_depth: int, device: torch.device) -> None:
+    def __init__(self, shape: FixedShape, max_tree_depth: int, device: torch.device) -> None:
         self.shape, self.max_tree_depth = shape, max_tree_depth
         rows, tables = shape.num_rows, shape.num_groups * shape.num_pages
         sizes = [rows, rows, rows, rows * 2 * max_tree_depth, tables]
@@ -50,7 +50,7 @@ class StaticInputs:
 class QueryInputs:
     """What calls that contain queries need beyond `StaticInputs`."""
 
-    def __init__(self, shape: CallShape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: FixedShape, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         def zeros(*sizes: int, dtype: torch.dtype = torch.bool) -> Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 

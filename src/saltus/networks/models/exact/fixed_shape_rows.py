@@ -16,7 +16,7 @@ BASE_TREE_DEPTH = 32
 
 
 @dataclass(frozen=True)
-class CallShapes:
+class FixedShapeSettings:
     """The sizes that rounding depends on. Another value of any of them may change a text."""
 
     max_tree_depth: int = BASE_TREE_DEPTH
@@ -32,7 +32,7 @@ class CallShapes:
         return self.pages_per_block << (blocks - 1).bit_length()
 
 
-class CallShape(NamedTuple):
+class FixedShape(NamedTuple):
     """The shape of one call: groups of rows, each of one text, and the pages that each group attends to."""
 
     num_groups: int
@@ -72,7 +72,7 @@ class TextRows:
 class Call:
     """Rows of several texts; each text's rows begin with a group of their own."""
 
-    shape: CallShape
+    shape: FixedShape
     parts: tuple[TextRows, ...]
 
     def placed(self) -> Iterator[tuple[int, TextRows]]:
@@ -83,45 +83,45 @@ class Call:
             group += -(-len(part) // self.shape.rows_per_group)
 
 
-def split_into_calls(texts: Sequence[TextRows], shapes: CallShapes) -> Iterator[Call]:
+def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
     """Prompts by chunks, one text a call; then all other rows in as few decoding calls as first fit finds."""
     for text in texts:
-        for start in range(0, text.num_prompt_rows, shapes.prefill_chunk):
-            chunk = text.select(slice(start, min(start + shapes.prefill_chunk, text.num_prompt_rows)))
-            yield _call((chunk,), 1, shapes.prefill_chunk, 1, shapes)  # no logits are needed
-    by, calls, room = shapes.rows_per_group, list[list[TextRows]](), list[int]()
+        for start in range(0, text.num_prompt_rows, settings.prefill_chunk):
+            chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
+            yield _call((chunk,), 1, settings.prefill_chunk, 1, settings)  # no logits are needed
+    by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
     for text in texts:
         call = 0  # rows of one text are evaluated in their order
-        for start in range(text.num_prompt_rows, len(text), shapes.rows_per_call):
-            part = text.select(slice(start, start + shapes.rows_per_call))
+        for start in range(text.num_prompt_rows, len(text), settings.rows_per_call):
+            part = text.select(slice(start, start + settings.rows_per_call))
             groups = -(-len(part) // by)
             while call < len(calls) and room[call] < groups:
                 call += 1
             if call == len(calls):
                 calls.append([])
-                room.append(shapes.rows_per_call // by)
+                room.append(settings.rows_per_call // by)
             calls[call].append(part)
             room[call] -= groups
     for parts in calls:
-        yield _call(tuple(parts), shapes.rows_per_call // by, by, 0, shapes)
+        yield _call(tuple(parts), settings.rows_per_call // by, by, 0, settings)
 
 
 def _call(
-    parts: tuple[TextRows, ...], num_groups: int, rows_per_group: int, num_logits: int, shapes: CallShapes
+    parts: tuple[TextRows, ...], num_groups: int, rows_per_group: int, num_logits: int, settings: FixedShapeSettings
 ) -> Call:
-    num_pages = shapes.num_pages(1 + max(int(part.entries[-1]) for part in parts))
-    return Call(CallShape(num_groups, rows_per_group, num_pages, num_logits), parts)
+    num_pages = settings.num_pages(1 + max(int(part.entries[-1]) for part in parts))
+    return Call(FixedShape(num_groups, rows_per_group, num_pages, num_logits), parts)
 
 
 def make_rows(
-    text: int, inputs: ForwardInputs, kv_cache: FixedShapeKVCache, past_length: int, shapes: CallShapes
+    text: int, inputs: ForwardInputs, kv_cache: FixedShapeKVCache, past_length: int, settings: FixedShapeSettings
 ) -> TextRows:
     """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
 
     A prompt is read from the start of a chunk on, and its last token in a decoding call.
     """
-    decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), shapes.max_tree_depth
-    base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, shapes.prefill_chunk
+    decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
+    base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, settings.prefill_chunk
     start = past_length // chunk * chunk if past_length < prompt else past_length
     unread = np.arange(start, base)
     positions = np.concatenate([unread, base + np.array(inputs.depths, dtype=np.int64)])

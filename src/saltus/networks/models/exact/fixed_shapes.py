@@ -30,7 +30,13 @@ from saltus.networks.adapters.gated_lora import Adapter, StaticGate
 from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.fixed_shape_attention import FixedShapeAttention
 from saltus.networks.models.exact.fixed_shape_inputs import MAX_TREE_NODES, QueryInputs, StaticInputs, query_rows
-from saltus.networks.models.exact.fixed_shape_rows import Call, CallShape, CallShapes, make_rows, split_into_calls
+from saltus.networks.models.exact.fixed_shape_rows import (
+    Call,
+    FixedShape,
+    FixedShapeSettings,
+    make_rows,
+    split_into_calls,
+)
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache, KVPagePool
 
 log = logging.getLogger("saltus")
@@ -47,17 +53,17 @@ class FixedShapeRunner:
     run_model: RunModel
     num_layers: int
     device: torch.device
-    shapes: CallShapes = field(default_factory=CallShapes)
+    settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     use_cuda_graphs: bool = False
     pool: KVPagePool = field(init=False)
     adapter: Adapter | None = None  # of the query rows
     query_inputs: QueryInputs | None = None  # for this adapter
-    static_inputs: dict[CallShape, StaticInputs] = field(default_factory=dict)
+    static_inputs: dict[FixedShape, StaticInputs] = field(default_factory=dict)
     graph_memory_pool: Any = None  # shared by the graphs, which are replayed one at a time
     capture_stream: Any = None  # one for all captures, since matrix libraries keep a workspace for each stream
 
     def __post_init__(self) -> None:
-        self.pool = KVPagePool(self.num_layers, self.shapes.page_size)
+        self.pool = KVPagePool(self.num_layers, self.settings.page_size)
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return FixedShapeKVCache(self.pool)
@@ -95,7 +101,7 @@ class FixedShapeRunner:
         ]
 
     def _check_tree(self, inputs: ForwardInputs) -> None:
-        nodes, limit = len(inputs.tokens), self.shapes.max_tree_depth
+        nodes, limit = len(inputs.tokens), self.settings.max_tree_depth
         depth = max(inputs.depths[: inputs.num_draft_tokens], default=-1) + 1
         if nodes > MAX_TREE_NODES or depth > limit:
             raise ValueError(
@@ -109,11 +115,11 @@ class FixedShapeRunner:
         """Logits and hidden states of the output rows of each text, each [nodes + 1, …]."""
         self._copy_accepted_nodes(kv_caches)
         texts = [
-            make_rows(number, inputs, kv_cache, past, self.shapes)
+            make_rows(number, inputs, kv_cache, past, self.settings)
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
         pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
-        for call in split_into_calls(texts, self.shapes):
+        for call in split_into_calls(texts, self.settings):
             found = [start + np.flatnonzero(part.output_rows >= 0) for start, part in call.placed()]
             out = self._run_call(call)
             if sum(map(len, found)) == 0:
@@ -146,7 +152,7 @@ class FixedShapeRunner:
         """Logits and hidden states of all rows; the next call overwrites them."""
         shape = call.shape
         if shape not in self.static_inputs:
-            self.static_inputs[shape] = StaticInputs(shape, self.shapes.max_tree_depth, self.device)
+            self.static_inputs[shape] = StaticInputs(shape, self.settings.max_tree_depth, self.device)
         inputs, queries = self.static_inputs[shape], None
         if any(len(query_rows(part)) for part in call.parts):
             queries = self._allocated_query_inputs(shape)
@@ -163,7 +169,7 @@ class FixedShapeRunner:
         graph.replay()
         return out[0], out[1]
 
-    def _allocated_query_inputs(self, shape: CallShape) -> QueryInputs:
+    def _allocated_query_inputs(self, shape: FixedShape) -> QueryInputs:
         """Those of decoding calls; prompts have no queries."""
         assert self.adapter is not None
         if self.query_inputs is None:
@@ -172,7 +178,7 @@ class FixedShapeRunner:
         return self.query_inputs
 
     def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> tuple[Tensor, Tensor]:
-        call = FixedShapeAttention(self.pool, inputs, self.shapes.pages_per_block, queries)
+        call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
             return self.run_model(inputs.tokens[None], inputs.positions[None], inputs.shape.num_logits, gate)
