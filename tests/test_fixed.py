@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -16,12 +17,13 @@ from saltus.engine.engine import MAX_BUDGET
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import fixed_shape_attention, kv_pages
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
-from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
+from saltus.networks.models.exact.fixed_shapes import why_not_fixed_shapes
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
 LENGTH = 70
+SMALL = FixedShapeSettings(rows_per_call=32, rows_per_group=4, prefill_chunk=16, page_size=16, pages_per_block=2)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -29,16 +31,8 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 def small(name: str, dtype: torch.dtype = torch.float32, **changes) -> CausalNetwork:
     """Fixed shapes with borders so near that short texts cross them."""
-    return with_small_shapes(CausalNetwork(tiny(name, **changes).to(dtype), max_tree_depth=16, fixed_shapes=True))
-
-
-def with_small_shapes(network: CausalNetwork) -> CausalNetwork:
-    settings = FixedShapeSettings(network.max_tree_depth, 32, 4, prefill_chunk=16, page_size=16, pages_per_block=2)
-    graphs = network.device.type == "cuda"
-    network.fixed_shape_runner = FixedShapeRunner(
-        network._evaluate, network.num_layers, network.device, settings, use_cuda_graphs=graphs
-    )
-    return network
+    model = tiny(name, **changes).to(dtype)
+    return CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=replace(SMALL, max_tree_depth=16))
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +337,8 @@ def test_what_cannot_be_captured_goes_on_without_graphs(replayed, monkeypatch, c
 @each_dtype
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GPT2"])
 def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, dtype):
-    network, tokens = CausalNetwork(tiny(name).to("cuda", dtype)), text(LENGTH)
-    with_small_shapes(network)
+    network = CausalNetwork(tiny(name).to("cuda", dtype), fixed_shape_settings=SMALL)
+    tokens = text(LENGTH)
     plain, kv_cache, canvas = written(network, tokens, 20), fresh(network), continuation(tokens[:20], LENGTH - 19)
     while canvas.num_decided < LENGTH - 20:
         rest = tokens[len(canvas.decided_prefix) :][:6].tolist()
@@ -362,8 +356,8 @@ def test_on_a_gpu_trees_and_plain_decoding_get_the_same_bits_from_graphs(name, d
 def engines(tiny_folder):
     """The same model by kernels and by fixed shapes."""
     ours, fixed = (saltus.load(str(tiny_folder(max_position_embeddings=80)), "plain", device="cpu") for _ in range(2))
-    network = CausalNetwork(fixed.network.model, fixed_shapes=True)
-    return ours, fixed.copy_with(network=with_small_shapes(network))
+    network = CausalNetwork(fixed.network.model, fixed_shapes=True, fixed_shape_settings=SMALL)
+    return ours, fixed.copy_with(network=network)
 
 
 @pytest.mark.slow

@@ -5,17 +5,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from architectures import VOCAB, random_tree, read, text
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.models.exact import fixed_shape_attention
-from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings, make_rows, split_into_calls
+from saltus.networks.models.exact.fixed_shape_rows import make_rows, split_into_calls
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache, KVPagePool
-from test_fixed import each_dtype, fresh, small, watched, written
+from test_fixed import SMALL, each_dtype, fresh, small, watched, written
 
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"]  # shared keys, windows, capped scores
 PROMPTS, NEW = (1, 5, 16, 17, 31, 33, 50, 100), 30
@@ -148,21 +147,20 @@ def test_a_batch_for_which_there_are_no_pages_can_be_asked_again(monkeypatch):
     assert torch.equal(outputs.logits, read(network, inputs.canvas.decided_prefix))
 
 
-@hypothesis_settings(max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=12))
 def test_each_row_of_a_batch_is_in_one_call_after_those_before_it(sizes):
-    settings = FixedShapeSettings(16, 32, 4, prefill_chunk=16, page_size=16, pages_per_block=2)
     kv_cache = FixedShapeKVCache(KVPagePool(1, 16))
     texts = [
-        make_rows(n, ForwardInputs(continuation(text(length), 9), (5,) * nodes, (-1,) * nodes), kv_cache, 0, settings)
+        make_rows(n, ForwardInputs(continuation(text(length), 9), (5,) * nodes, (-1,) * nodes), kv_cache, 0, SMALL)
         for n, (length, nodes) in enumerate(sizes)
     ]
     found: list[list[int]] = [[] for _ in texts]
-    for call in split_into_calls(texts, settings):
+    for call in split_into_calls(texts, SMALL):
         end = 0
         for start, part in call.placed():
             assert end <= start <= start + len(part) <= call.shape.num_rows
             end = start + len(part)
             found[part.text] += part.entries.tolist()
-            assert part.entries[-1] < call.shape.num_pages * settings.page_size
+            assert part.entries[-1] < call.shape.num_pages * SMALL.page_size
     assert found == [list(range(length + nodes)) for length, nodes in sizes]

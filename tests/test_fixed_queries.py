@@ -130,9 +130,9 @@ def on_an_accelerator(monkeypatch):
     """Every command loads its models as on CUDA, in fixed shapes."""
     made = checkpoints.CausalNetwork
 
-    def network(model, free_shapes=False, rows=32):
+    def network(model, free_shapes=False, *settings):
         assert not free_shapes, "nobody asked for it"
-        return made(model, False, rows, fixed_shapes=True)
+        return made(model, False, *settings, fixed_shapes=True)
 
     monkeypatch.setattr(checkpoints, "CausalNetwork", network)
 

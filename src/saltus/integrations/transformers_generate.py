@@ -33,7 +33,7 @@ from saltus.engine.decoder import Decoder, check_budget, check_rule, default_bud
 from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.fixed_shape_rows import tree_depth_for_budget
+from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
@@ -158,7 +158,7 @@ def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: boo
     attention, training = model.config._attn_implementation, model.training
     try:
         causal = already_checked and not fills_holes(model)
-        known = CausalNetwork(model, not exact, tree_depth_for_budget(budget)) if causal else None
+        known = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget)) if causal else None
         yield known or make_network(model, "this model", exact, budget)
     finally:
         model.set_attn_implementation(attention)

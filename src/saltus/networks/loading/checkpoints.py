@@ -27,7 +27,7 @@ from saltus.networks.models.any_subset import ANY_SUBSET, AnySubsetNetwork, load
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.evabyte import EvaByteNetwork
 from saltus.networks.models.evabyte_decoder import EvaByteDecoder
-from saltus.networks.models.exact.fixed_shape_rows import tree_depth_for_budget
+from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.networks.protocols import TargetNetwork
@@ -169,7 +169,7 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
         with torch.inference_mode(), silence_transformers():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
-                network = CausalNetwork(model, not exact, tree_depth_for_budget(budget))
+                network = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()
                 ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]

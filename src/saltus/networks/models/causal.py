@@ -20,7 +20,7 @@ from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.exact import attention, native
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
-from saltus.networks.models.exact.fixed_shape_rows import BASE_TREE_DEPTH, FixedShapeSettings
+from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
@@ -57,7 +57,7 @@ class CausalNetwork:
 
     model: Any
     free_shapes: bool = False
-    max_tree_depth: int = BASE_TREE_DEPTH  # in fixed shapes; another value may round otherwise, and so change a text
+    fixed_shape_settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
     num_layers: int = field(init=False)
@@ -84,11 +84,7 @@ class CausalNetwork:
         if fixed:
             graphs = self.device.type == "cuda"
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate,
-                self.num_layers,
-                self.device,
-                FixedShapeSettings(self.max_tree_depth),
-                use_cuda_graphs=graphs,
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, use_cuda_graphs=graphs
             )
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
@@ -105,8 +101,8 @@ class CausalNetwork:
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """See TargetNetwork: in fixed shapes trees and their last decided token are `max_tree_depth` deep."""
-        return None if self.fixed_shape_runner is None else self.max_tree_depth - 1
+        """See TargetNetwork: in fixed shapes a tree and the last decided token are at most `max_tree_depth` deep."""
+        return None if self.fixed_shape_runner is None else self.fixed_shape_settings.max_tree_depth - 1
 
     @property
     def max_rows_per_call(self) -> int:

@@ -26,6 +26,11 @@ class FixedShapeSettings:
     page_size: int = 256  # positions
     pages_per_block: int = 2  # that one product of attention reads
 
+    @classmethod
+    def for_budget(cls, budget: int) -> FixedShapeSettings:
+        """For trees of `budget` nodes, which with the last decided token are at most as deep as a multiple of 32."""
+        return cls(max_tree_depth=(budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH)
+
     def num_pages(self, num_entries: int) -> int:
         """The pages that calls over so many entries attend to: 1, 2, 4, 8, … blocks, so that there are few graphs."""
         blocks = -(-num_entries // (self.page_size * self.pages_per_block))
@@ -145,8 +150,3 @@ def make_rows(
 def first_recent_position(positions, max_tree_depth: int):
     """The first of the at most 2 · max_tree_depth positions that a row gathers; its own is the last."""
     return (positions // max_tree_depth * max_tree_depth - max_tree_depth).clip(0)
-
-
-def tree_depth_for_budget(budget: int) -> int:
-    """The maximal depth of trees of the last decided token and `budget` nodes, a multiple of 32."""
-    return (budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH
