@@ -33,7 +33,7 @@ from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafte
 from saltus.networks.protocols import ReadsHiddenStates, TargetNetwork
 
 DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
-DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not; fixed shapes have 32 rows, too
+DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not
 MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
