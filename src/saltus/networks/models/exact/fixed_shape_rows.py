@@ -28,7 +28,7 @@ class FixedShapeSettings:
 
     @classmethod
     def for_budget(cls, budget: int) -> FixedShapeSettings:
-        """For trees of `budget` nodes, which with the last decided token are at most as deep as a multiple of 32."""
+        """For trees of `budget` nodes: a depth of one more, rounded up to a multiple of 32."""
         return cls(max_tree_depth=(budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH)
 
     def num_pages(self, num_entries: int) -> int:
