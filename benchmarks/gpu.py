@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --out gpu.json
     python benchmarks/gpu.py --random --model path/to/a/folder/with/config/and/tokenizer   # weights are made up
-    python benchmarks/gpu.py --device cpu --minutes 2 --tokens 12 --take 2                 # a rehearsal
+    python benchmarks/gpu.py --device cpu --minutes 2 --tokens 8 --take 2                  # a rehearsal
 
 Bits and texts are compared here, alone and in a batch; times are measured by gpu_speed.py. Every part has a deadline,
 results are written as they come, and a table ends it all. Exits with 1 if a row or a text differs, if no text was
