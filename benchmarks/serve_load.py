@@ -93,7 +93,8 @@ def measure(
 ) -> Run:
     """Send all prompts by so many clients, each of which waits for its answer before it sends the next.
 
-    With a rate (prompts a second) a prompt also waits for its time; times are the same in each call.
+    With a rate (prompts a second) a prompt also waits for its time; times are the same in each call. With as many clients
+    as prompts none waits for another.
     """
     times = itertools.accumulate(random.Random(0).expovariate(rate) if rate else 0.0 for _ in prompts)
     waiting: queue.SimpleQueue[tuple[int, float, str]] = queue.SimpleQueue()
@@ -158,7 +159,7 @@ def main() -> None:
     options.add_argument("--endpoint", action="append", default=[], metavar="NAME=URL", help="a server that runs")
     options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured beside")
     options.add_argument("--clients", default="1,4,16", help="numbers of clients, by commas")
-    options.add_argument("--rate", type=float, help="prompts a second that come, in place of one after another")
+    options.add_argument("--rate", type=float, help="prompts a second that come, in place of --clients")
     options.add_argument("--max-batch", type=int, default=16, help="texts that a server decodes at once")
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--temperature", type=float, default=0.0)
@@ -166,7 +167,7 @@ def main() -> None:
     args = options.parse_args()
     prompts = [one for one in first_turns(options, args) if isinstance(one, str)]
     settings = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 0}
-    counts = [int(count) for count in args.clients.split(",")]
+    counts = [len(prompts)] if args.rate else [int(count) for count in args.clients.split(",")]
     with ExitStack() as stack:
         servers = {
             method: stack.enter_context(own_server(method, args.model, args.max_batch))

@@ -70,8 +70,9 @@ class ColouredTextWriter:
         if self.console.is_terminal:
             text = text.translate(VISIBLE_CONTROL_CHARACTERS).expandtabs(4)
         if self.wrap is None:
-            self._print(text, style)
+            # before it is printed: Ctrl-C may come in between, and the line is then still ended
             self.column = int(not text.endswith("\n")) if text else self.column
+            self._print(text, style)
         else:
             for piece in PIECE_PATTERN.findall(text):
                 self._write_wrapped(piece, style, self.wrap)
