@@ -93,8 +93,8 @@ def measure(
 ) -> Run:
     """Send all prompts by so many clients, each of which waits for its answer before it sends the next.
 
-    With a rate (prompts a second) a prompt also waits for its time; times are the same in each call. With as many clients
-    as prompts none waits for another.
+    With a rate (prompts a second) a prompt also waits for its time; times are the same in each call. With as many
+    clients as prompts none waits for another.
     """
     times = itertools.accumulate(random.Random(0).expovariate(rate) if rate else 0.0 for _ in prompts)
     waiting: queue.SimpleQueue[tuple[int, float, str]] = queue.SimpleQueue()
