@@ -90,6 +90,11 @@ class Sampling:
         """True if the text is the argmax of the raw logits: `greedy_tokens` then replaces `token_distribution`."""
         return self.greedy and self.token_independent
 
+    @cached_property
+    def plain_race(self) -> bool:
+        """True if the text is the argmax of the logits by temperature and Gumbel noise."""
+        return self.coupling == "gumbel" and not self.greedy and not self.truncates and self.token_independent
+
     @property
     def token_independent(self) -> bool:
         """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
@@ -139,6 +144,15 @@ class Distribution:
     coupling: Coupling = "probability"  # what `pick_token` uses
 
     @cached_property
+    def row(self) -> np.ndarray:
+        """[n] Numbers that order the tokens as their weights do; `weights_of` turns them into weights."""
+        return self.weights
+
+    def weights_of(self, values: np.ndarray) -> np.ndarray:
+        """The weights that values of `row` stand for."""
+        return values
+
+    @cached_property
     def head(self) -> np.ndarray:
         """Indices of the likely tokens, by falling weight; among equal weights the lower id first. None by id alone."""
         if self.coupling == "token-order":
@@ -185,6 +199,32 @@ class Distribution:
         return _running(rest, self.borders[number], self.borders[number + 1])
 
 
+class SoftmaxDistribution(Distribution):
+    """The softmax of a whole row of logits, whose weights are computed only where they are asked for.
+
+    `row` is float32, or int16: the bits of bfloat16, which have the order of the numbers where these are not negative.
+    """
+
+    temperature: np.float32
+    top: np.ndarray  # [1] the greatest score
+
+    def __init__(self, row: np.ndarray, top: np.generic, sampling: Sampling) -> None:
+        vars(self).update(tokens=None, coupling=sampling.coupling, row=row, temperature=np.float32(sampling.temperature))
+        vars(self)["top"] = self._scores(np.array([top]))
+
+    def weights_of(self, values: np.ndarray) -> np.ndarray:
+        """exp(s − the row's greatest s), s being float32 logits by temperature; the same bits for one as for many."""
+        return np.exp((self._scores(values) - self.top).astype(np.float64))
+
+    def _scores(self, values: np.ndarray) -> np.ndarray:
+        scores = _float_of_bits(values) if values.dtype == np.int16 else values
+        return scores if self.temperature == 1 else scores / self.temperature
+
+    @cached_property
+    def weights(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.weights_of(self.row)
+
+
 def _running(weights: np.ndarray, low, high) -> np.ndarray:
     """Cumulative sums from `low`; the last token with weight ends exactly at `high`, despite rounding."""
     sums = np.cumsum(weights, axis=-1, dtype=np.float64)
@@ -206,6 +246,10 @@ def token_distribution(
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
+    if sampling.plain_race and logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
+        bits = logits.detach().view(torch.int16).numpy()
+        if _are_maxima(top := bits.max(), bits, INFINITY[torch.bfloat16]):
+            return SoftmaxDistribution(bits, top, sampling)
     scores = _penalised(float_row(logits), sampling, context, index)
     if index in sampling._banned_at:
         scores = scores.copy()
@@ -215,6 +259,8 @@ def token_distribution(
         raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}"))
     if sampling.greedy:
         return one_hot(best)
+    if sampling.coupling == "gumbel" and not sampling.truncates:
+        return SoftmaxDistribution(scores, scores[best], sampling)
     if sampling.temperature != 1:
         scores = scores / np.float32(sampling.temperature)
     vocab, top, tokens = len(scores), scores[best], None
@@ -257,9 +303,13 @@ def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
     bits = logits.view(torch.int16).numpy()
     best = bits.argmax(-1)
     top = np.take_along_axis(bits, best[:, None], -1)
+    return best if _are_maxima(top, bits, infinity) else None
+
+
+def _are_maxima(top: np.ndarray | np.generic, bits: np.ndarray, infinity: int) -> bool:
+    """Whether the greatest integer of each row of 16-bit floats is its greatest number, and positive and finite."""
     magnitudes = bits.view(np.uint16).max(-1)  # negative numbers compare above positive ones, negative NaN above all
-    sound = (top > 0).all() and (top < infinity).all() and (magnitudes <= infinity + 0x8000).all()
-    return best if sound else None
+    return bool(((top > 0) & (top < infinity) & (magnitudes <= infinity + 0x8000)).all())
 
 
 def pick(u: float, distribution: Distribution) -> int:
@@ -409,8 +459,13 @@ def float_row(logits: Tensor) -> np.ndarray:
     """A row as float32 on the CPU, sharing memory if it can. bfloat16 is shifted, since torch would start threads."""
     logits = logits.detach().cpu()
     if logits.dtype == torch.bfloat16:
-        return (logits.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
+        return _float_of_bits(logits.view(torch.int16).numpy())
     return np.ascontiguousarray(logits.numpy(), dtype=np.float32)
+
+
+def _float_of_bits(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers of bfloat16's bits, given as int16."""
+    return (bits.astype(np.int32) << 16).view(np.float32)
 
 
 def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None, index: int) -> np.ndarray:

@@ -63,17 +63,22 @@ class NativeDecoder:
         self.q, self.out = (torch.zeros(max_rows, self.heads, self.dim, dtype=dtype) for _ in range(2))
         self.k, self.v = (torch.zeros(max_rows, self.kv_heads, self.dim, dtype=dtype) for _ in range(2))
         self.gate, self.up = (torch.zeros(max_rows, config.intermediate_size, dtype=dtype) for _ in range(2))
-        kernels = [native.kernel(name, dtype, model.device) for name in ("linear", "rotate", "attend", "norm")]
-        self.linear, self.rotate, self.attend, self.norm = (kernel for kernel in kernels if kernel is not None)
+        kernels = [native.kernel(name, dtype, model.device) for name in ("decode", "norm")]
+        self.decode, self.norm = (kernel for kernel in kernels if kernel is not None)
         self.adapter: Adapter | None = None
         self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
         self.rows_are_gated = False  # True if the structs gate rows
         self.rope_table = [torch.empty(0), torch.empty(0)]  # cosines and sines of the first positions
-        self.layers = [self._layer_structs(layer) for layer in self.base.layers]
-        self.sliding_windows = [self._sliding_window(layer) for layer in self.base.layers]
+        layers = [self._layer_structs(layer) for layer in self.base.layers]
+        self.products = (native.Linear * (len(layers) * len(LAYER_PRODUCTS)))(*(x for layer, _ in layers for x in layer))
+        self.rotations = (native.Rotary * (2 * len(layers)))(*(x for _, layer in layers for x in layer))
+        windows = [self._sliding_window(layer) for layer in self.base.layers]
+        self.sliding_windows = list(dict.fromkeys(windows))
+        self.window_of_layer = (ctypes.c_int32 * len(layers))(*map(self.sliding_windows.index, windows))
+        self.num_layers = len(layers)
 
     def _layer_structs(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
-        """The kernel arguments of one layer; only rows and angles change between calls."""
+        """The kernel arguments of one layer, without rows and angles."""
         a, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         products = [
             _linear_struct(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
@@ -92,9 +97,10 @@ class NativeDecoder:
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Add an adapter's low-rank parts to gated rows from now on; copies them in the model's dtype."""
         self.adapter, self.lora_tensors = adapter, []
-        for number, (products, _) in enumerate(self.layers):
-            for struct, names in zip(products, LAYER_PRODUCTS, strict=True):
-                _set_lora(struct, [f"model.layers.{number}.{name}" for name in names], adapter, self)
+        for number in range(len(self.products)):
+            layer, product = divmod(number, len(LAYER_PRODUCTS))
+            names = [f"model.layers.{layer}.{name}" for name in LAYER_PRODUCTS[product]]
+            _set_lora(self.products[number], names, adapter, self)
 
     def _set_gated_rows(self, gate: Gate | None, num_rows: int) -> None:
         """Set the rows that the adapter acts on in this call."""
@@ -104,11 +110,10 @@ class NativeDecoder:
         self.gated_row_numbers = torch.full((num_rows,), -1, dtype=torch.int32)
         if gate is not None:
             self.gated_row_numbers[gate.rows] = torch.arange(len(gate.rows), dtype=torch.int32)
-        for products, _ in self.layers:
-            for struct in products:
-                adapted = gate is not None and struct.rank > 0
-                struct.place = self.gated_row_numbers.data_ptr() if adapted else None
-                struct.gated = len(gate.rows) if adapted and gate is not None else 0
+        for struct in self.products:
+            adapted = gate is not None and struct.rank > 0
+            struct.place = self.gated_row_numbers.data_ptr() if adapted else None
+            struct.gated = len(gate.rows) if adapted and gate is not None else 0
 
     def _sliding_window(self, layer: Any) -> int | None:
         if hasattr(layer.self_attn, "sliding_window"):
@@ -140,23 +145,8 @@ class NativeDecoder:
             if gate is not None and self.adapter is not None:
                 hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
             angles = self._rope(positions)
-        attentions, collected = self._attention_structs(call), {}
-        for number, ((qkv, o, gate_up, down), rotations) in enumerate(self.layers):
-            if output_hidden_states and number in hidden_state_layers:
-                collected[number] = hidden.clone()
-            qkv.rows = o.rows = gate_up.rows = down.rows = rows
-            failed = self.linear(ctypes.byref(qkv))
-            for rotation in rotations:
-                rotation.rows, rotation.cos, rotation.sin = rows, angles[0].data_ptr(), angles[1].data_ptr()
-                self.rotate(ctypes.byref(rotation))
-            for structs, keys, values, step, value_step in attentions:
-                struct = structs[self.sliding_windows[number]]
-                struct.keys, struct.values = keys + number * step, values + number * value_step
-                failed |= self.attend(ctypes.byref(struct))
-            for product in (o, gate_up, down):
-                failed |= self.linear(ctypes.byref(product))
-            if failed:
-                raise MemoryError("a call ran out of memory; decode a shorter text")
+        collected = {layer: torch.empty_like(hidden) for layer in hidden_state_layers if output_hidden_states}
+        self._run_layers(rows, angles, call, collected)
         normed = self._final_norm(hidden if output_hidden_states else hidden[logit_rows])
         if not output_logits:
             return normed.new_empty(0), normed
@@ -164,6 +154,25 @@ class NativeDecoder:
         logits = linear(selected, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
         states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
         return logits, states
+
+    def _run_layers(
+        self, rows: int, angles: Sequence[Tensor], call: AttentionCall, collected: dict[int, Tensor]
+    ) -> None:
+        """Take the hidden states of the rows through all layers; copy those before a layer to `collected`."""
+        attentions, key_steps, value_steps = self._attention_structs(call)
+        kept = (native.POINTER * self.num_layers)()
+        for layer, states in collected.items():
+            kept[layer] = states.data_ptr()
+        cos, sin = angles
+        struct = native.Decoder(
+            products=ctypes.addressof(self.products), rotations=ctypes.addressof(self.rotations),
+            attentions=ctypes.addressof(attentions), window=ctypes.addressof(self.window_of_layer),
+            key_step=ctypes.addressof(key_steps), value_step=ctypes.addressof(value_steps),
+            cos=cos.data_ptr(), sin=sin.data_ptr(), kept=ctypes.addressof(kept),
+            layers=self.num_layers, texts=len(call.sequences), rows=rows,
+        )  # fmt: skip
+        if self.decode(ctypes.byref(struct)):
+            raise MemoryError("a call ran out of memory; decode a shorter text")
 
     def _final_norm(self, x: Tensor) -> Tensor:
         norm, out = self.base.norm, torch.empty_like(x)
@@ -185,10 +194,11 @@ class NativeDecoder:
     def _compute_rope(self, positions: Tensor) -> list[Tensor]:
         return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
 
-    def _attention_structs(self, call: AttentionCall) -> list[tuple[dict, int, int, int, int]]:
-        """For each text of the call: its structs by window, and the addresses and strides of its KV cache."""
-        found, start = [], 0
-        for sequence in call.sequences:
+    def _attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
+        """Kernel arguments by window and text, and the bytes between layers of each text's keys and values."""
+        structs, start = [], 0
+        key_steps, value_steps = ((native.INTEGER * len(call.sequences))() for _ in range(2))
+        for number, sequence in enumerate(call.sequences):
             sequence.kv_cache.reserve(
                 call.num_layers,
                 sequence.past_length + sequence.num_rows,
@@ -198,18 +208,21 @@ class NativeDecoder:
             keys, values = sequence.kv_cache.keys, sequence.kv_cache.values
             assert keys is not None and values is not None
             q, k, v, out = (x[start : start + sequence.num_rows] for x in (self.q, self.k, self.v, self.out))
-            structs = {
-                window: sequence.kernel_arguments(
-                    window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale
-                )
-                for window in set(self.sliding_windows)
-            }
-            for struct in structs.values():
-                struct.capacity = keys.shape[2]
-            sizes = keys.stride(0) * keys.element_size(), values.stride(0) * values.element_size()
-            found.append((structs, keys.data_ptr(), values.data_ptr(), *sizes))
+            structs.append(
+                [
+                    sequence.kernel_arguments(
+                        window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale
+                    )
+                    for window in self.sliding_windows
+                ]
+            )
+            for struct in structs[-1]:
+                struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+            key_steps[number] = keys.stride(0) * keys.element_size()
+            value_steps[number] = values.stride(0) * values.element_size()
             start += sequence.num_rows
-        return found
+        by_window = [struct for same_window in zip(*structs, strict=True) for struct in same_window]
+        return (native.Attention * len(by_window))(*by_window), key_steps, value_steps
 
 
 def _linear_struct(

@@ -98,6 +98,16 @@ class Norm(ctypes.Structure):
     ]
 
 
+class Decoder(ctypes.Structure):
+    """The struct `Decoder` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("products", "rotations", "attentions", "window", "key_step", "value_step")),
+        *((name, POINTER) for name in ("cos", "sin", "kept")),
+        *((name, INTEGER) for name in ("layers", "texts", "rows")),
+    ]
+
+
 class NearGreatest(ctypes.Structure):
     """The struct `NearGreatest` of kernels.c, field for field."""
 

@@ -62,6 +62,18 @@ typedef struct {
   float epsilon;
 } Norm;
 
+#define PRODUCTS_OF_LAYER 4
+typedef struct {
+  const Linear *products;       // [layers, 4]; their rows are those below, here and in what follows
+  const Rotary *rotations;      // [layers, 2]: of queries and keys; their angles are those below
+  const Attention *attentions;  // [windows, texts], with the memory of the first layer
+  const int32_t *window;        // [layers]: which of the windows each has
+  const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
+  const void *cos, *sin;        // [rows, dim]
+  void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
+  int64_t layers, texts, rows;
+} Decoder;
+
 typedef struct {
   const void *x;    // [rows, size], dense
   int32_t *places;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
@@ -107,6 +119,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "decoder.inc"
 #include "hole_paths.h"
 #undef T
 #undef OF
@@ -121,6 +134,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "dot_products.inc"
 #include "linear_tile.inc"
 #include "linear.inc"
+#include "decoder.inc"
 #undef T
 #undef OF
 #endif
@@ -176,3 +190,4 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #endif
 #include "attention.inc"
 #include "linear.inc"
+#include "decoder.inc"
