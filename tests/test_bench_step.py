@@ -22,6 +22,7 @@ from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
 from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
 from saltus.evaluation.reports import environment
 from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact import native
 
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)
@@ -258,22 +259,34 @@ def test_the_parts_of_a_call_add_up_and_none_is_missing(lean, free):
 
 
 def test_watching_leaves_nothing_behind_and_changes_no_logits():
-    for lean in (True, False):
-        network = CausalNetwork(tiny_llama())
-        network.native_decoder = network.native_decoder if lean else None
-        one, seen = steps.synthetic_inputs(4, 16, 300), []
+    network = CausalNetwork(tiny_llama())
+    network.native_decoder = None
+    one, seen = steps.synthetic_inputs(4, 16, 300), []
 
-        def wrap(part, function, seen=seen):
-            return lambda *args, **settings: (seen.append(part), function(*args, **settings))[1]
+    def wrap(part, function):
+        return lambda *args, **settings: (seen.append(part), function(*args, **settings))[1]
 
-        plain = network.forward([one], [network.new_kv_cache()])[0].logits
-        with call_profile.instrumented(network, wrap):
-            assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, plain)
-        assert set(seen) == set(call_profile.PARTS[:-1])
-        seen.clear()
-        network.forward([one], [network.new_kv_cache()])
-        assert not seen
-        assert all("forward" not in vars(module) for module in network.model.modules())
+    plain = network.forward([one], [network.new_kv_cache()])[0].logits
+    with call_profile.instrumented(network, wrap):
+        assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, plain)
+    assert set(seen) == set(call_profile.PARTS[:-1])
+    seen.clear()
+    network.forward([one], [network.new_kv_cache()])
+    assert not seen
+    assert all("forward" not in vars(module) for module in network.model.modules())
+
+
+def test_the_kernels_time_their_parts_only_while_somebody_asks():
+    network = CausalNetwork(tiny_llama())
+    one = steps.synthetic_inputs(4, 16, 300)
+    plain = network.forward([one], [network.new_kv_cache()])[0].logits
+    network.native_decoder.seconds = found = native.SecondsOfParts()
+    assert torch.equal(network.forward([one], [network.new_kv_cache()])[0].logits, plain)
+    times = [getattr(found, name) for name in call_profile.PARTS_OF_KERNEL]
+    assert min(times) > 0
+    network.native_decoder.seconds = None
+    network.forward([one], [network.new_kv_cache()])
+    assert times == [getattr(found, name) for name in call_profile.PARTS_OF_KERNEL]
 
 
 def test_the_parts_of_a_step_add_up_at_any_temperature(folder):

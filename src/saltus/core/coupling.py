@@ -97,7 +97,7 @@ def _run_race(
     race = _Race(numbers, count)
     if tokens is None:
         maxima, least = _group_maxima(row), numbers.tokens
-        likeliest = _tokens_of_groups(maxima.argmax(keepdims=True), len(row))
+        likeliest = _tokens_of_groups(np.array([maxima.argmax()]), len(row))
         bounds = weights_of(row.take(least, mode="clip")) / numbers.bounds
         bounds *= least < len(row)
         first = {int(likeliest[row[likeliest].argmax()]), *least[_greatest(bounds, count)].tolist()}

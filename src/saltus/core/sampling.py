@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -209,7 +209,8 @@ class SoftmaxDistribution(Distribution):
     top: np.ndarray  # [1] the greatest score
 
     def __init__(self, row: np.ndarray, top: np.generic, sampling: Sampling) -> None:
-        vars(self).update(tokens=None, coupling=sampling.coupling, row=row, temperature=np.float32(sampling.temperature))
+        vars(self).update(tokens=None, coupling=sampling.coupling, row=row)
+        vars(self)["temperature"] = np.float32(sampling.temperature)
         vars(self)["top"] = self._scores(np.array([top]))
 
     def weights_of(self, values: np.ndarray) -> np.ndarray:
@@ -306,7 +307,7 @@ def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
     return best if _are_maxima(top, bits, infinity) else None
 
 
-def _are_maxima(top: np.ndarray | np.generic, bits: np.ndarray, infinity: int) -> bool:
+def _are_maxima(top: Any, bits: np.ndarray, infinity: int) -> bool:
     """Whether the greatest integer of each row of 16-bit floats is its greatest number, and positive and finite."""
     magnitudes = bits.view(np.uint16).max(-1)  # negative numbers compare above positive ones, negative NaN above all
     return bool(((top > 0) & (top < infinity) & (magnitudes <= infinity + 0x8000)).all())

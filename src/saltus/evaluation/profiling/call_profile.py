@@ -17,12 +17,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from saltus.evaluation.profiling.call_timing import Clock, quartiles, synthetic_inputs
 from saltus.evaluation.profiling.timing import PartTimer, WrapFunction, temporarily_replaced
-from saltus.networks.models import native_decoder
-from saltus.networks.models.exact import attention
+from saltus.networks.models.exact import attention, native
+from saltus.networks.models.native_decoder import NativeDecoder
 
 EMBEDDING, ATTENTION, LINEAR, UNEMBEDDING, NORMS, REST = PARTS = (
     "embedding", "attention", "linear layers", "unembedding", "norms and rotary", "rest",
 )  # fmt: skip
+PARTS_OF_KERNEL = {
+    "embedding": EMBEDDING, "attention": ATTENTION, "linear": LINEAR, "unembedding": UNEMBEDDING, "norms": NORMS,
+}  # fmt: skip
 LABEL_PREFIX = "saltus: "
 
 
@@ -72,6 +75,14 @@ def profile_call(
 
 
 def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
+    decoder = network.native_decoder
+    if isinstance(decoder, NativeDecoder):
+        decoder.seconds = found = native.SecondsOfParts()
+        try:
+            whole = call()
+        finally:
+            decoder.seconds = None
+        return whole, {part: getattr(found, name) for name, part in PARTS_OF_KERNEL.items()}
     watch = PartTimer(clock)
     with instrumented(network, watch.time_function):
         whole = call()
@@ -106,28 +117,11 @@ def _with_record_function(part: str, function: Callable[..., Any]) -> Callable[.
 
 @contextmanager
 def instrumented(network: Any, wrap: WrapFunction) -> Iterator[None]:
-    """Within the context, run every part of a network's calls through `wrap`."""
+    """Within the context, run every part of the calls of a network of modules through `wrap`."""
     with ExitStack() as stack:
-        for context in (
-            _patch_native_decoder(network.native_decoder, wrap)
-            if network.native_decoder is not None
-            else _patch_modules(network.model, wrap)
-        ):
+        for context in _patch_modules(network.model, wrap):
             stack.enter_context(context)
         yield
-
-
-def _patch_native_decoder(decoder: Any, wrap: WrapFunction) -> Iterator[AbstractContextManager[None]]:
-    for name, part in (("linear", LINEAR), ("attend", ATTENTION), ("rotate", NORMS), ("norm", NORMS)):
-        yield temporarily_replaced(decoder, name, _wrap_kernel(wrap, part, getattr(decoder, name)))
-    yield temporarily_replaced(native_decoder, "select_rows", wrap(EMBEDDING, native_decoder.select_rows))
-    yield temporarily_replaced(native_decoder, "linear", wrap(UNEMBEDDING, native_decoder.linear))
-    yield temporarily_replaced(decoder.base.rotary_emb, "forward", wrap(NORMS, decoder.base.rotary_emb.forward))
-
-
-def _wrap_kernel(wrap: WrapFunction, part: str, kernel: Any) -> Callable[..., Any]:
-    """Wrap a C function, which has no __name__, in a Python function."""
-    return wrap(part, lambda struct: kernel(struct))
 
 
 def _patch_modules(model: Any, wrap: WrapFunction) -> Iterator[AbstractContextManager[None]]:

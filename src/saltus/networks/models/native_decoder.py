@@ -11,8 +11,8 @@ from torch import Tensor
 
 from saltus.networks.adapters.gated_lora import Adapter, Gate
 from saltus.networks.models.exact import native
-from saltus.networks.models.exact.attention import AttentionCall
-from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
+from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
+from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows
 from saltus.networks.models.packed_decoder import PackedDecoder
 
@@ -58,24 +58,36 @@ class NativeDecoder:
         first = self.base.layers[0].self_attn
         self.dim = first.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.scale = first.scaling
         self.hidden = torch.zeros(max_rows, config.hidden_size, dtype=dtype)
         self.q, self.out = (torch.zeros(max_rows, self.heads, self.dim, dtype=dtype) for _ in range(2))
         self.k, self.v = (torch.zeros(max_rows, self.kv_heads, self.dim, dtype=dtype) for _ in range(2))
         self.gate, self.up = (torch.zeros(max_rows, config.intermediate_size, dtype=dtype) for _ in range(2))
-        kernels = [native.kernel(name, dtype, model.device) for name in ("decode", "norm")]
-        self.decode, self.norm = (kernel for kernel in kernels if kernel is not None)
+        decode = native.kernel("decode", dtype, model.device)
+        assert decode is not None, "only supported decoders come here"
+        self.decode = decode
         self.adapter: Adapter | None = None
         self.lora_tensors: list[Tensor] = []  # of the adapter; the structs point to them
         self.rows_are_gated = False  # True if the structs gate rows
+        self.seconds: native.SecondsOfParts | None = None  # of its calls, while somebody asks for them
         self.rope_table = [torch.empty(0), torch.empty(0)]  # cosines and sines of the first positions
         layers = [self._layer_structs(layer) for layer in self.base.layers]
-        self.products = (native.Linear * (len(layers) * len(LAYER_PRODUCTS)))(*(x for layer, _ in layers for x in layer))
-        self.rotations = (native.Rotary * (2 * len(layers)))(*(x for _, layer in layers for x in layer))
+        products, rotations = [x for layer, _ in layers for x in layer], [x for _, layer in layers for x in layer]
+        self.products = (native.Linear * len(products))(*products)
+        self.rotations = (native.Rotary * len(rotations))(*rotations)
         windows = [self._sliding_window(layer) for layer in self.base.layers]
         self.sliding_windows = list(dict.fromkeys(windows))
         self.window_of_layer = (ctypes.c_int32 * len(layers))(*map(self.sliding_windows.index, windows))
         self.num_layers = len(layers)
+        self.new_rows = [x.transpose(0, 1) for x in (self.k, self.v)]  # [kv_heads, rows, dim] each
+        buffers = self.q, self.k, self.v, self.out
+        self.row_bytes = [x.stride(0) * x.element_size() for x in buffers]
+        self.attention_constants = native.Attention(
+            **{name: x.data_ptr() for name, x in zip(("query", "key", "value", "out"), buffers, strict=True)},
+            **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
+            **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
+            heads=self.heads, kv_heads=self.kv_heads, dim=self.dim, value_dim=self.dim, scale=first.scaling,
+        )  # fmt: skip
+        self.constants = self._constants()
 
     def _layer_structs(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
         """The kernel arguments of one layer, without rows and angles."""
@@ -93,6 +105,20 @@ class NativeDecoder:
                 rotation.norm, rotation.epsilon = module.weight.data_ptr(), module.variance_epsilon
             rotations.append(rotation)
         return products, rotations
+
+    def _constants(self) -> native.Decoder:
+        """The kernel arguments that are the same in every call."""
+        embedding, norm, head = self.base.embed_tokens.weight, self.base.norm, self.model.lm_head
+        weight, format = kernel_arguments(embedding)
+        vocab, size = embedding.shape
+        hidden = self.hidden.data_ptr()
+        return native.Decoder(
+            embedding=native.Expansion(weight=weight, out=hidden, format=format, inputs=size),
+            norm=native.Norm(x=hidden, weight=norm.weight.data_ptr(), size=size, epsilon=norm.variance_epsilon),
+            head=_linear_struct(self.hidden, [(head, None)]),
+            products=ctypes.addressof(self.products), rotations=ctypes.addressof(self.rotations),
+            window=ctypes.addressof(self.window_of_layer), layers=self.num_layers, vocab=vocab,
+        )  # fmt: skip
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Add an adapter's low-rank parts to gated rows from now on; copies them in the model's dtype."""
@@ -137,85 +163,64 @@ class NativeDecoder:
         after each of `hidden_state_layers`, then the last ones, concatenated. Without `output_logits` there are no
         logits, and the last hidden states of `logit_rows` at least.
         """
-        rows = len(inputs)
-        hidden = self.hidden[:rows]
-        hidden.copy_(inputs if inputs.is_floating_point() else select_rows(self.base.embed_tokens.weight, inputs))
+        rows, selected = len(inputs), len(logit_rows)
+        hidden, struct = self.hidden[:rows], native.Decoder.from_buffer_copy(self.constants)
         self._set_gated_rows(gate, rows)
-        with BatchInvariantMode():
-            if gate is not None and self.adapter is not None:
+        embedded = inputs.is_floating_point() or gate is not None
+        if embedded:
+            hidden.copy_(inputs if inputs.is_floating_point() else select_rows(self.base.embed_tokens.weight, inputs))
+        if gate is not None and self.adapter is not None:
+            with BatchInvariantMode():
                 hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
-            angles = self._rope(positions)
-        collected = {layer: torch.empty_like(hidden) for layer in hidden_state_layers if output_hidden_states}
-        self._run_layers(rows, angles, call, collected)
-        normed = self._final_norm(hidden if output_hidden_states else hidden[logit_rows])
-        if not output_logits:
-            return normed.new_empty(0), normed
-        selected = normed[logit_rows] if output_hidden_states else normed
-        logits = linear(selected, [self.model.lm_head.weight], [self.model.lm_head.bias])[0]
-        states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
-        return logits, states
-
-    def _run_layers(
-        self, rows: int, angles: Sequence[Tensor], call: AttentionCall, collected: dict[int, Tensor]
-    ) -> None:
-        """Take the hidden states of the rows through all layers; copy those before a layer to `collected`."""
+        struct.embedding.rows, struct.embedding.count = None if embedded else inputs.data_ptr(), rows
+        (cos, sin), indexed = self._rope(positions)
+        struct.cos, struct.sin = cos.data_ptr(), sin.data_ptr()
+        struct.position = positions.data_ptr() if indexed else None
         attentions, key_steps, value_steps = self._attention_structs(call)
+        struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
+        struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
+        collected = {layer: torch.empty_like(hidden) for layer in hidden_state_layers if output_hidden_states}
         kept = (native.POINTER * self.num_layers)()
         for layer, states in collected.items():
             kept[layer] = states.data_ptr()
-        cos, sin = angles
-        struct = native.Decoder(
-            products=ctypes.addressof(self.products), rotations=ctypes.addressof(self.rotations),
-            attentions=ctypes.addressof(attentions), window=ctypes.addressof(self.window_of_layer),
-            key_step=ctypes.addressof(key_steps), value_step=ctypes.addressof(value_steps),
-            cos=cos.data_ptr(), sin=sin.data_ptr(), kept=ctypes.addressof(kept),
-            layers=self.num_layers, texts=len(call.sequences), rows=rows,
-        )  # fmt: skip
-        if self.decode(ctypes.byref(struct)):
+        normed = hidden.new_empty(rows if output_hidden_states else selected, hidden.shape[1])
+        logits = hidden.new_empty(selected, len(self.model.lm_head.weight)) if output_logits else hidden.new_empty(0)
+        struct.kept, struct.norm.rows, struct.norm.out = ctypes.addressof(kept), rows, normed.data_ptr()
+        struct.head.out[0] = logits.data_ptr() if output_logits else None
+        struct.selected, struct.num_selected = logit_rows.data_ptr(), selected
+        struct.all_states = output_hidden_states
+        struct.seconds = None if self.seconds is None else ctypes.addressof(self.seconds)
+        if failed := self.decode(ctypes.byref(struct)):
+            if failed == native.UNKNOWN_TOKEN:
+                raise IndexError(f"a token lies beyond the model's vocabulary of {struct.vocab}")
             raise MemoryError("a call ran out of memory; decode a shorter text")
+        states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
+        return logits, states
 
-    def _final_norm(self, x: Tensor) -> Tensor:
-        norm, out = self.base.norm, torch.empty_like(x)
-        struct = native.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
-        struct.rows, struct.size, struct.epsilon = *x.shape, norm.variance_epsilon
-        self.norm(ctypes.byref(struct))
-        return out
-
-    def _rope(self, positions: Tensor) -> list[Tensor]:
-        """Cosines and sines of the positions' angles, [rows, dim] each, from a table if it is static."""
+    def _rope(self, positions: Tensor) -> tuple[list[Tensor], bool]:
+        """Cosines and sines of angles, [.., dim] each, and whether they are indexed by the position or by the row."""
         if self.base.rotary_emb.rope_type not in STATIC_ROPE_TYPES:
-            return self._compute_rope(positions)
+            return self._compute_rope(positions), False
         if (end := int(positions.max()) + 1) > len(self.rope_table[0]):
             self.rope_table = self._compute_rope(
                 torch.arange(max(end, 2 * len(self.rope_table[0]), INITIAL_ROPE_POSITIONS))
             )
-        return [table[positions] for table in self.rope_table]
+        return self.rope_table, True
 
     def _compute_rope(self, positions: Tensor) -> list[Tensor]:
-        return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
+        with BatchInvariantMode():
+            return [x[0].contiguous() for x in self.base.rotary_emb(self.hidden[None], position_ids=positions[None])]
 
     def _attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by window and text, and the bytes between layers of each text's keys and values."""
         structs, start = [], 0
         key_steps, value_steps = ((native.INTEGER * len(call.sequences))() for _ in range(2))
         for number, sequence in enumerate(call.sequences):
-            sequence.kv_cache.reserve(
-                call.num_layers,
-                sequence.past_length + sequence.num_rows,
-                self.k.transpose(0, 1),
-                self.v.transpose(0, 1),
-            )
-            keys, values = sequence.kv_cache.keys, sequence.kv_cache.values
+            cache = sequence.kv_cache
+            cache.reserve(call.num_layers, sequence.past_length + sequence.num_rows, *self.new_rows)
+            keys, values = cache.keys, cache.values
             assert keys is not None and values is not None
-            q, k, v, out = (x[start : start + sequence.num_rows] for x in (self.q, self.k, self.v, self.out))
-            structs.append(
-                [
-                    sequence.kernel_arguments(
-                        window, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out, self.scale
-                    )
-                    for window in self.sliding_windows
-                ]
-            )
+            structs.append([self._attention_struct(sequence, window, start) for window in self.sliding_windows])
             for struct in structs[-1]:
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
             key_steps[number] = keys.stride(0) * keys.element_size()
@@ -224,10 +229,20 @@ class NativeDecoder:
         by_window = [struct for same_window in zip(*structs, strict=True) for struct in same_window]
         return (native.Attention * len(by_window))(*by_window), key_steps, value_steps
 
+    def _attention_struct(self, sequence: SequenceRows, window: int | None, start: int) -> native.Attention:
+        """What `SequenceRows.kernel_arguments` gives, for rows from `start` of this decoder's buffers."""
+        first, visible = sequence.masks(window)
+        struct = native.Attention.from_buffer_copy(self.attention_constants)
+        for name, step in zip(("query", "key", "value", "out"), self.row_bytes, strict=True):
+            setattr(struct, name, getattr(struct, name) + start * step)
+        struct.visible, struct.first = visible.ctypes.data, first.ctypes.data
+        struct.rows, struct.past = sequence.num_rows, sequence.past_length
+        return struct
+
 
 def _linear_struct(
     x: Tensor,
-    weights: Sequence[tuple[Any, Tensor]],
+    weights: Sequence[tuple[Any, Tensor | None]],
     norm: Any = None,
     gate: Tensor | None = None,
     add: Tensor | None = None,
@@ -235,7 +250,7 @@ def _linear_struct(
     struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
     for i, (module, out) in enumerate(weights):
         struct.weight[i], struct.format[i] = kernel_arguments(module.weight)
-        struct.out[i], struct.outs[i] = out.data_ptr(), len(module.weight)
+        struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(module.weight)
         struct.bias[i] = None if module.bias is None else module.bias.data_ptr()
     if norm is not None:
         struct.norm, struct.epsilon = norm.weight.data_ptr(), norm.variance_epsilon

@@ -56,14 +56,18 @@ class SequenceRows:
             return self.tree_mask
         return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
 
-    def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
-        """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
+    def masks(self, sliding_window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """`first_visible_slots` and `windowed_tree_mask`, which live as long as this object."""
         if sliding_window not in self.masks_by_window:
             self.masks_by_window[sliding_window] = (
                 self.first_visible_slots(sliding_window),
                 self.windowed_tree_mask(sliding_window),
             )
-        first, visible = self.masks_by_window[sliding_window]
+        return self.masks_by_window[sliding_window]
+
+    def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
+        """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
+        first, visible = self.masks(sliding_window)
         return native.Attention(
             query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
             key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),

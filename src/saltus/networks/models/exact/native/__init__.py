@@ -82,7 +82,7 @@ class Rotary(ctypes.Structure):
     """The struct `Rotary` of kernels.c, field for field."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("x", "cos", "sin", "norm")),
+        *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
         *((name, INTEGER) for name in ("rows", "heads", "dim")),
         ("epsilon", REAL),
     ]
@@ -102,10 +102,22 @@ class Decoder(ctypes.Structure):
     """The struct `Decoder` of kernels.c, field for field."""
 
     _fields_ = [
+        ("embedding", Expansion),
+        ("norm", Norm),
+        ("head", Linear),
         *((name, POINTER) for name in ("products", "rotations", "attentions", "window", "key_step", "value_step")),
-        *((name, POINTER) for name in ("cos", "sin", "kept")),
-        *((name, INTEGER) for name in ("layers", "texts", "rows")),
+        *((name, POINTER) for name in ("cos", "sin", "position", "kept", "selected", "seconds")),
+        *((name, INTEGER) for name in ("layers", "texts", "rows", "num_selected", "vocab", "all_states")),
     ]
+
+
+class SecondsOfParts(ctypes.Structure):
+    """The seconds of a decoder's calls by part, as decoder.inc counts them."""
+
+    _fields_ = [(name, ctypes.c_double) for name in ("embedding", "linear", "attention", "norms", "unembedding")]
+
+
+UNKNOWN_TOKEN = 2  # what the kernel `decode` returns for it
 
 
 class NearGreatest(ctypes.Structure):

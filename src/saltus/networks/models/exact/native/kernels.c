@@ -5,6 +5,7 @@
 #include "draft_paths.h"
 #include "packed_weights.h"
 #include "thread_pool.h"
+#include <time.h>
 #if defined AMX_PERMITTED && defined __AMX_BF16__
 #define AMX
 #include "tiles_amx.h"
@@ -49,7 +50,8 @@ typedef struct {
 
 typedef struct {
   void *x;                // [rows, heads, dim], dense, changed in place
-  const void *cos, *sin;  // [rows, dim]
+  const void *cos, *sin;  // [rows, dim], or [positions, dim]
+  const int64_t *position;  // [rows]: the row's place in these, or NULL: the row itself
   const void *norm;       // [dim] or NULL: heads are first divided by their root mean square and multiplied by this
   int64_t rows, heads, dim;
   float epsilon;
@@ -62,18 +64,6 @@ typedef struct {
   float epsilon;
 } Norm;
 
-#define PRODUCTS_OF_LAYER 4
-typedef struct {
-  const Linear *products;       // [layers, 4]; their rows are those below, here and in what follows
-  const Rotary *rotations;      // [layers, 2]: of queries and keys; their angles are those below
-  const Attention *attentions;  // [windows, texts], with the memory of the first layer
-  const int32_t *window;        // [layers]: which of the windows each has
-  const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
-  const void *cos, *sin;        // [rows, dim]
-  void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
-  int64_t layers, texts, rows;
-} Decoder;
-
 typedef struct {
   const void *x;    // [rows, size], dense
   int32_t *places;  // [rows, most]: of values less than `gap` below the row's greatest, the `most` greatest, ascending
@@ -83,6 +73,37 @@ typedef struct {
   int64_t rows, size, most;
   float gap;
 } NearGreatest;
+
+#define PRODUCTS_OF_LAYER 4
+#define OUT_OF_MEMORY 1
+#define UNKNOWN_TOKEN 2
+typedef struct {
+  Expansion embedding;          // of the tokens, to the hidden states; its rows are NULL if these are there already
+  Norm norm;                    // the last one: x is [rows, size]; out has all rows, or the selected ones
+  Linear head;                  // gives the logits; out is NULL: none are wanted
+  const Linear *products;       // [layers, 4]; their rows are those below, here and in what follows
+  const Rotary *rotations;      // [layers, 2]: of queries and keys; their angles are those below
+  const Attention *attentions;  // [windows, texts], with the memory of the first layer
+  const int32_t *window;        // [layers]: which of the windows each has
+  const int64_t *key_step, *value_step;  // [texts]: bytes of memory between layers
+  const void *cos, *sin;        // see Rotary
+  const int64_t *position;
+  void *const *kept;            // [layers]: where to copy the hidden states before a layer, NULL: nowhere
+  const int64_t *selected;      // [num_selected]: the rows that have logits
+  double *seconds;  // [PARTS_OF_CALL]: of each part, added up, or NULL
+  int64_t layers, texts, rows, num_selected, vocab, all_states;
+} Decoder;
+
+enum { EMBEDDING, LINEAR, ATTENTION, NORMS, UNEMBEDDING, PARTS_OF_CALL };
+// Count the time since *last for a part of a decoder's call.
+static void count_time(const Decoder *a, int part, double *last) {
+  struct timespec time;
+  if (!a->seconds) return;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  const double now = time.tv_sec + time.tv_nsec * 1e-9;
+  if (part < PARTS_OF_CALL) a->seconds[part] += now - *last;
+  *last = now;
+}
 
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
 // of attention_lanes.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
