@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import saltus
 from conftest import tiny_llama
+from saltus import native
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
 from saltus.core.forward import ForwardOutputs
@@ -22,7 +23,6 @@ from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
 from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
 from saltus.evaluation.reports import environment
 from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact import native
 
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)

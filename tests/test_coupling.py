@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from saltus import native
 from saltus.core import noise as noise_module
-from saltus.core.coupling import PARALLEL_ERROR, SEQUENTIAL_ERROR, _Race, best_tokens, draft_tokens, pick_token
+from saltus.core.coupling import (
+    PARALLEL_ERROR,
+    SEQUENTIAL_ERROR,
+    _Race,
+    best_tokens,
+    draft_tokens,
+    pick_token,
+    race_winner,
+)
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, groups_of
 from saltus.core.sampling import (
     Distribution,
@@ -69,6 +78,50 @@ def test_no_vocabulary_is_too_large_or_too_odd(vocab, sharp):
         assert [token for token, _ in best_tokens(law, noise, "text", position, 3)] == expected[:3]
         sparse = Distribution(np.arange(0, vocab, 3), law.weights[::3], "gumbel")
         assert pick_token(sparse, noise, "text", position) == next(token for token in expected if token % 3 == 0)
+
+
+# the compiled race
+
+
+needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 300, 1_024, 1_041, 49_152, 70_000])
+def test_the_compiled_race_has_the_same_winners(vocab, dtype):
+    found = []
+    for seed, (sharp, temperature) in enumerate([(0.0, 1.0), (1.0, 0.7), (3.0, 1.0), (3.0, 1e-3), (1.0, 5.0)]):
+        logits = rows(vocab, dtype, seed, sharp)
+        logits[1::3] = -math.inf
+        law = token_distribution(logits, Sampling(temperature))
+        for position in range(5):
+            token = race_winner(logits, temperature, Noise(seed), "text", position)
+            found.append(token)
+            assert token in (None, pick_token(law, Noise(seed), "text", position))
+    assert found.count(None) < 3  # greatest logits of equal rank, where no noise decides
+
+
+@needs_kernels
+def test_the_compiled_race_leaves_open_what_rounding_may_decide():
+    close = 0
+    for position in range(400):
+        values = np.log(exponentials(Noise(0), position, 2))
+        logits = torch.tensor([0.0, values[1] - values[0]], dtype=torch.float32)
+        margin = abs(float(logits[1]) - (values[1] - values[0]))
+        token = race_winner(logits, 1.0, Noise(0), "text", position)
+        close += margin < 9e-10
+        assert token is None if margin < 9e-10 else token is not None or margin < 1.1e-9
+    assert close > 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_compiled_race_is_not_run_on_broken_logits(value):
+    logits = torch.zeros(3_000)
+    logits[2_999] = value
+    assert race_winner(logits, 1.0, Noise(0), "text", 0) is None
+    assert race_winner(torch.full((40,), -math.inf), 1.0, Noise(0), "text", 0) is None
 
 
 @pytest.mark.slow

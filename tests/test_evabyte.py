@@ -13,6 +13,7 @@ import torch
 import saltus
 from architectures import random_tree, read
 from reference_evabyte import CONFIG, random_weights, reference, write_folder
+from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
 from saltus.drafting.ptp_queries import with_query_chains
@@ -22,7 +23,6 @@ from saltus.networks.kv_cache.eva_kv_cache import EvaKVCache
 from saltus.networks.loading.checkpoints import load_checkpoint
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.evabyte import EvaByteNetwork
-from saltus.networks.models.exact import native
 from saltus.training.data.seeded_generator import seeded_generator
 
 WINDOW, CHUNK = CONFIG["window_size"], CONFIG["chunk_size"]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from architectures import random_tree, text, tiny
+from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.ptp_queries import with_query_chains
@@ -25,7 +26,6 @@ from saltus.networks.adapters.gated_lora import (
 from saltus.networks.loading.adapter_files import load_adapter, save_adapter
 from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
 from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,9 +8,9 @@ from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file, save_model
 
 from conftest import tiny_llama
+from saltus import native
 from saltus.networks.loading import huge_pages
 from saltus.networks.loading.huge_pages import place_in_huge_pages
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import PackedWeight
 
 mmap_only = pytest.mark.skipif(not hasattr(huge_pages.mmap, "MADV_HUGEPAGE"), reason="the system has no huge pages")

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from architectures import random_tree
+from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.networks.models.exact import attention, native
+from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
 

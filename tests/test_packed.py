@@ -9,7 +9,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from torch.nn import Parameter
 
-from saltus.networks.models.exact import native
+from saltus import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.progress import Stage, progress_bars
 from saltus.networks.loading.sources import SHORT_NAMES, SourceError, resolve
 

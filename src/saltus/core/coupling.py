@@ -10,7 +10,9 @@ import math
 from bisect import insort
 
 import numpy as np
+from torch import Tensor
 
+from saltus import native
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
 from saltus.core.sampling import Distribution, pick, probability
 
@@ -23,11 +25,23 @@ CONSIDERED_RATIO = 0.02  # of the best value: below it a token hardly counts for
 
 def pick_token(distribution: Distribution, noise: Noise, stream: str, position: int | np.integer) -> int:
     """The token that the random numbers of `stream` at `position` pick from a distribution, by its coupling."""
-    if len(distribution.row) == 1:
+    if len(distribution.weights) == 1:
         return 0 if distribution.tokens is None else int(distribution.tokens[0])
     if distribution.coupling == "gumbel":
         return best_tokens(distribution, noise, stream, position)[0][0]
     return pick(noise.uniform(stream, position), distribution)
+
+
+def race_winner(logits: Tensor, temperature: float, noise: Noise, stream: str, position: int) -> int | None:
+    """`pick_token` of the softmax of a row of logits with Gumbel noise, by a compiled kernel; None if it cannot tell.
+
+    So it is without a kernel, where rounding may decide between two tokens, and for logits that are not finite.
+    """
+    kernel = native.kernel("win_race", logits.dtype, logits.device)
+    if kernel is None or not logits.is_contiguous():
+        return None
+    token = kernel(logits.data_ptr(), len(logits), temperature, *noise.token_keys(stream, position).tolist())
+    return token if token >= 0 else None
 
 
 def draft_tokens(
@@ -45,7 +59,7 @@ def draft_tokens(
     `error`, token t is the best with probability exp(z(t)/error) / Σ exp(z/error), z being the draft's values. A model
     that has read the tokens before is right at least as often as its probability says.
     """
-    if distribution.coupling != "gumbel" or len(distribution.row) == 1:
+    if distribution.coupling != "gumbel" or len(distribution.weights) == 1:
         token = pick_token(distribution, noise, stream, position)
         return [(token, probability(token, distribution))]
     race = _run_race(distribution, noise, stream, position, count, CONSIDERED_RATIO)
@@ -92,25 +106,20 @@ def _run_race(
     distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int, considered: float
 ) -> _Race:
     """The race of all tokens that may have a value w/E of `considered` times the count-th best, or more."""
-    tokens, row, weights_of = distribution.tokens, distribution.row, distribution.weights_of
-    numbers = noise.of_tokens(stream, position, len(row) if tokens is None else int(tokens[-1]) + 1)
+    tokens, weights = distribution.tokens, distribution.weights
+    numbers = noise.of_tokens(stream, position, len(weights) if tokens is None else int(tokens[-1]) + 1)
     race = _Race(numbers, count)
     if tokens is None:
-        maxima, least = _group_maxima(row), numbers.tokens
-        likeliest = _tokens_of_groups(np.array([maxima.argmax()]), len(row))
-        bounds = weights_of(row.take(least, mode="clip")) / numbers.bounds
-        bounds *= least < len(row)
-        first = {int(likeliest[row[likeliest].argmax()]), *least[_greatest(bounds, count)].tolist()}
-        for token in first:
-            if token < len(row):
-                race.add(token, weights_of(row[token : token + 1]).item())
-        limits = numbers.bounds * (considered * race.threshold)
-        places = _tokens_of_groups(np.flatnonzero(weights_of(maxima) > limits), len(row))
-        weights = weights_of(row[places])
-        places, weights = places[above := weights > limits[groups_of(places)]], weights[above]
-        race.run(places, weights)
+        maxima, least = _group_maxima(weights), numbers.tokens
+        bounds = weights.take(least, mode="clip") / numbers.bounds
+        bounds *= least < len(weights)
+        for token in {int(weights.argmax()), *least[_greatest(bounds, count)].tolist()}:
+            if token < len(weights):
+                race.add(token, weights.item(token))
+        places = _above(weights, maxima, numbers.bounds * (considered * race.threshold))
+        race.run(places, weights[places])
     else:
-        weights, bounds = distribution.weights, numbers.bounds[groups_of(tokens)]
+        bounds = numbers.bounds[groups_of(tokens)]
         for place in _greatest(weights / bounds, count).tolist():
             race.add(tokens.item(place), weights.item(place))
         places = np.flatnonzero(weights > bounds * (considered * race.threshold))
@@ -125,19 +134,17 @@ def _greatest(values: np.ndarray, count: int) -> np.ndarray:
     return np.argpartition(values, -count)[-count:] if len(values) > count else np.arange(len(values))
 
 
-def _group_maxima(row: np.ndarray) -> np.ndarray:
-    """The greatest value of each group of tokens; of the bits of floats (int16) at least 0."""
+def _group_maxima(weights: np.ndarray) -> np.ndarray:
+    """The greatest weight of each group of tokens."""
     found = []
-    for start in range(0, len(row), GROUP_STRIDE * GROUP_SIZE):
-        span = row[start : start + GROUP_STRIDE * GROUP_SIZE]
+    for start in range(0, len(weights), GROUP_STRIDE * GROUP_SIZE):
+        span = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
         whole = len(span) // GROUP_STRIDE * GROUP_STRIDE
-        rest, greatest = span[whole:], span[whole:]
-        if whole:
-            greatest = span[:whole].reshape(-1, GROUP_STRIDE).max(0)
-            np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
+        greatest, rest = span[:whole].reshape(-1, GROUP_STRIDE), span[whole:]
+        greatest = greatest.max(0) if whole else np.zeros(len(rest))
+        np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
         found.append(greatest)
-    maxima = found[0] if len(found) == 1 else np.concatenate(found)
-    return np.maximum(maxima, 0) if row.dtype == np.int16 else maxima
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
@@ -145,6 +152,12 @@ def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
     places = np.arange(0, min(vocab, GROUP_STRIDE * GROUP_SIZE), GROUP_STRIDE)
     tokens = (first_tokens(groups)[:, None] + places).ravel()
     return tokens if vocab % (GROUP_STRIDE * GROUP_SIZE) == 0 else tokens[tokens < vocab]
+
+
+def _above(weights: np.ndarray, maxima: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """The tokens whose weight exceeds the limit of their group."""
+    tokens = _tokens_of_groups(np.flatnonzero(maxima > limits), len(weights))
+    return tokens[weights[tokens] > limits[groups_of(tokens)]]
 
 
 class _Race:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, restricted
-from saltus.core.coupling import draft_tokens, pick_token
+from saltus.core.coupling import draft_tokens, pick_token, race_winner
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
@@ -82,13 +82,22 @@ class TargetDistributions:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
-                found = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
-                ids = self.outputs.token_ids
-                tokens = found if ids is None else ids.cpu().numpy()[found]
-                self._picks |= dict(enumerate(tokens.tolist(), start=-1))
+                tokens = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
+                if (ids := self.outputs.token_ids) is not None:
+                    tokens = ids[tokens].tolist()
+                self._picks |= dict(enumerate(tokens, start=-1))
+            elif (token := self._race_winner(node)) is not None:
+                self._picks[node] = token
             else:
                 self._picks[node] = pick_token(self[node], self.noise, "text", self.position(node))
         return self._picks[node]
+
+    def _race_winner(self, node: int) -> int | None:
+        """The text's own token after `node` where a kernel can find it among the raw logits."""
+        if not self.sampling.plain_race or self.constraint is not None or self.outputs.token_ids is not None:
+            return None
+        row = self.outputs.logits[node + 1]
+        return race_winner(row, self.sampling.temperature, self.noise, "text", self.position(node))
 
     def draft(self, node: int) -> tuple[int, float]:
         """The token of `pick`, with an estimate of the probability that it is the target's, too."""

@@ -8,16 +8,18 @@ the number of threads.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus import native
 from saltus.core.truncation import min_p, top_k, top_p
 
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
@@ -27,7 +29,6 @@ Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
 PTP's Eq. 2; or argmax log P(t) + G(t) with Gumbel noise G for each token."""
 DEFAULT_COUPLING: Coupling = "gumbel"
-INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Sampling:
 
     @cached_property
     def plain_race(self) -> bool:
-        """True if the text is the argmax of the logits by temperature and Gumbel noise."""
+        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `race_winner`."""
         return self.coupling == "gumbel" and not self.greedy and not self.truncates and self.token_independent
 
     @property
@@ -144,15 +145,6 @@ class Distribution:
     coupling: Coupling = "probability"  # what `pick_token` uses
 
     @cached_property
-    def row(self) -> np.ndarray:
-        """[n] Numbers that order the tokens as their weights do; `weights_of` turns them into weights."""
-        return self.weights
-
-    def weights_of(self, values: np.ndarray) -> np.ndarray:
-        """The weights that values of `row` stand for."""
-        return values
-
-    @cached_property
     def head(self) -> np.ndarray:
         """Indices of the likely tokens, by falling weight; among equal weights the lower id first. None by id alone."""
         if self.coupling == "token-order":
@@ -199,33 +191,6 @@ class Distribution:
         return _running(rest, self.borders[number], self.borders[number + 1])
 
 
-class SoftmaxDistribution(Distribution):
-    """The softmax of a whole row of logits, whose weights are computed only where they are asked for.
-
-    `row` is float32, or int16: the bits of bfloat16, which have the order of the numbers where these are not negative.
-    """
-
-    temperature: np.float32
-    top: np.ndarray  # [1] the greatest score
-
-    def __init__(self, row: np.ndarray, top: np.generic, sampling: Sampling) -> None:
-        vars(self).update(tokens=None, coupling=sampling.coupling, row=row)
-        vars(self)["temperature"] = np.float32(sampling.temperature)
-        vars(self)["top"] = self._scores(np.array([top]))
-
-    def weights_of(self, values: np.ndarray) -> np.ndarray:
-        """exp(s − the row's greatest s), s being float32 logits by temperature; the same bits for one as for many."""
-        return np.exp((self._scores(values) - self.top).astype(np.float64))
-
-    def _scores(self, values: np.ndarray) -> np.ndarray:
-        scores = _float_of_bits(values) if values.dtype == np.int16 else values
-        return scores if self.temperature == 1 else scores / self.temperature
-
-    @cached_property
-    def weights(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.weights_of(self.row)
-
-
 def _running(weights: np.ndarray, low, high) -> np.ndarray:
     """Cumulative sums from `low`; the last token with weight ends exactly at `high`, despite rounding."""
     sums = np.cumsum(weights, axis=-1, dtype=np.float64)
@@ -247,10 +212,6 @@ def token_distribution(
     """
     if index in sampling._forced:
         return one_hot(sampling._forced[index])
-    if sampling.plain_race and logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
-        bits = logits.detach().view(torch.int16).numpy()
-        if _are_maxima(top := bits.max(), bits, INFINITY[torch.bfloat16]):
-            return SoftmaxDistribution(bits, top, sampling)
     scores = _penalised(float_row(logits), sampling, context, index)
     if index in sampling._banned_at:
         scores = scores.copy()
@@ -260,8 +221,6 @@ def token_distribution(
         raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}"))
     if sampling.greedy:
         return one_hot(best)
-    if sampling.coupling == "gumbel" and not sampling.truncates:
-        return SoftmaxDistribution(scores, scores[best], sampling)
     if sampling.temperature != 1:
         scores = scores / np.float32(sampling.temperature)
     vocab, top, tokens = len(scores), scores[best], None
@@ -280,37 +239,27 @@ def token_distribution(
     return Distribution(tokens, weights, sampling.coupling)
 
 
-def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> np.ndarray:
+def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
     """The first maximum of each row in float32: what `token_distribution` gives for greedy decoding, but faster."""
     logits = logits.detach()
+    kernel = native.kernel("greatest", logits.dtype, logits.device)
+    if kernel is not None and logits.is_contiguous():
+        found = (native.INTEGER * len(logits))()
+        kernel(logits.data_ptr(), *logits.shape, ctypes.addressof(found))
+        if -1 not in found:
+            return list(found)
     if logits.device.type != "cpu":
         best = logits.float().argmax(-1, keepdim=True)
         top = logits.gather(-1, best).float().cpu().numpy()
         best = best.cpu().numpy()
     else:
-        if logits.dtype in INFINITY and (best := _integer_argmax(logits, INFINITY[logits.dtype])) is not None:
-            return best
         scores = logits.float().numpy()
         best = scores.argmax(-1, keepdims=True)
         top = np.take_along_axis(scores, best, -1)
     broken = np.flatnonzero(~np.isfinite(top))
     if broken.size:
         raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}"))
-    return best[:, 0]
-
-
-def _integer_argmax(logits: Tensor, infinity: int) -> np.ndarray | None:
-    """The argmax of 16-bit floats, compared as integers; None unless all maxima are positive and finite."""
-    bits = logits.view(torch.int16).numpy()
-    best = bits.argmax(-1)
-    top = np.take_along_axis(bits, best[:, None], -1)
-    return best if _are_maxima(top, bits, infinity) else None
-
-
-def _are_maxima(top: Any, bits: np.ndarray, infinity: int) -> bool:
-    """Whether the greatest integer of each row of 16-bit floats is its greatest number, and positive and finite."""
-    magnitudes = bits.view(np.uint16).max(-1)  # negative numbers compare above positive ones, negative NaN above all
-    return bool(((top > 0) & (top < infinity) & (magnitudes <= infinity + 0x8000)).all())
+    return best[:, 0].tolist()
 
 
 def pick(u: float, distribution: Distribution) -> int:
@@ -460,13 +409,8 @@ def float_row(logits: Tensor) -> np.ndarray:
     """A row as float32 on the CPU, sharing memory if it can. bfloat16 is shifted, since torch would start threads."""
     logits = logits.detach().cpu()
     if logits.dtype == torch.bfloat16:
-        return _float_of_bits(logits.view(torch.int16).numpy())
+        return (logits.view(torch.int16).numpy().astype(np.int32) << 16).view(np.float32)
     return np.ascontiguousarray(logits.numpy(), dtype=np.float32)
-
-
-def _float_of_bits(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers of bfloat16's bits, given as int16."""
-    return (bits.astype(np.int32) << 16).view(np.float32)
 
 
 def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None, index: int) -> np.ndarray:

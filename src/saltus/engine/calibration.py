@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import never_falling
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
 from saltus.engine.tuned_settings import machine_name
-from saltus.networks.cache_folder import cache_folder
-from saltus.networks.models.exact import native
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.models.exact.packed_weight import describe_weights
 
 CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from saltus.networks.cache_folder import cache_folder, make_cache_folder
+from saltus.native.cache_folder import cache_folder, make_cache_folder
 
 log = logging.getLogger("saltus")
 

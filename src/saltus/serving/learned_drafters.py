@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.cache_folder import cache_folder, make_cache_folder
+from saltus.native.cache_folder import cache_folder, make_cache_folder
 from saltus.networks.draft_models.drafter import DraftModel
 from saltus.networks.loading.drafter_files import save_drafter
 from saltus.networks.loading.model_identity import model_fingerprint

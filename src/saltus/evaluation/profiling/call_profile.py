@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from saltus import native
 from saltus.evaluation.profiling.call_timing import Clock, quartiles, synthetic_inputs
 from saltus.evaluation.profiling.timing import PartTimer, WrapFunction, temporarily_replaced
-from saltus.networks.models.exact import attention, native
+from saltus.networks.models.exact import attention
 from saltus.networks.models.native_decoder import NativeDecoder
 
 EMBEDDING, ATTENTION, LINEAR, UNEMBEDDING, NORMS, REST = PARTS = (

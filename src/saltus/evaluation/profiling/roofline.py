@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from saltus import native
 from saltus.evaluation.profiling.call_timing import CallShape, Clock
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node

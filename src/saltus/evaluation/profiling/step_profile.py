@@ -88,7 +88,7 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         ),
         *(
             (distributions, name, timer.time_function(SAMPLING, getattr(distributions, name)))
-            for name in ("token_distribution", "greedy_tokens", "pick_token")
+            for name in ("token_distribution", "greedy_tokens", "pick_token", "race_winner")
         ),
     ]
     with ExitStack() as stack:

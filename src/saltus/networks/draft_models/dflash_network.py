@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus import native
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
 from saltus.networks.draft_models.dflash import DFlashModel
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
 from saltus.networks.draft_models.timed_outputs import timed_outputs
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.networks.models.torch_decoder import normed, rotated
 

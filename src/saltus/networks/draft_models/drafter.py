@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from saltus import native
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
@@ -29,7 +30,6 @@ from saltus.networks.draft_models.token_correction import (
     corrected_states,
     rms_normalized,
 )
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import select_rows
 from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 

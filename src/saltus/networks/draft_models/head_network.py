@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from saltus import native
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.sampling import Distribution, float_row
 from saltus.drafting.drawn_window import DrawnWindow
@@ -23,7 +24,6 @@ from saltus.networks.draft_models.context_layers import ContextKVCache, ContextL
 from saltus.networks.draft_models.heads import CircuitParameters, HeadModel
 from saltus.networks.draft_models.row_candidates import row_candidates
 from saltus.networks.draft_models.window_sampling import LEAST, draw_window
-from saltus.networks.models.exact import native
 
 NO_LOGITS = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
 MAX_CANDIDATE_TOKENS = 1024  # a position drafts its most likely tokens only, so that a state's softmax is small

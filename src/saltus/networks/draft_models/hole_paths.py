@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus import native
 from saltus.drafting.draft_tree import Chooser, PathNode
 from saltus.drafting.hole_predictions import HolePredictions
 from saltus.drafting.token_correction import PairwiseCorrection
 from saltus.networks.draft_models.row_candidates import grow_natively, knows_chooser
-from saltus.networks.models.exact import native
 
 MOST_LANES = 16  # the kernel's ranks are multiples of it
 RUN = 64  # tokens whose rows of `right` lie together: RUN of draft_paths.h

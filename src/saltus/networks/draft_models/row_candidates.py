@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from saltus import native
 from saltus.core.coupling import PARALLEL_ERROR
 from saltus.core.sampling import float_row
 from saltus.drafting.draft_tree import (
@@ -26,7 +27,6 @@ from saltus.drafting.draft_tree import (
     likely_tokens,
 )
 from saltus.drafting.token_correction import NonlinearCorrection
-from saltus.networks.models.exact import native
 
 
 @dataclass(frozen=True, eq=False)

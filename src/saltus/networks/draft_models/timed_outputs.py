@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from saltus import native
 from saltus.core.forward import ForwardOutputs
-from saltus.networks.models.exact import native
 
 
 def timed_outputs(run: Callable[[], Sequence[ForwardOutputs]], device: torch.device) -> list[ForwardOutputs]:

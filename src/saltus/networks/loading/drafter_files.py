@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saltus import native
 from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, upper_layers
@@ -30,7 +31,6 @@ from saltus.networks.loading.metadata import (
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
 from saltus.networks.loading.published_circuits import is_published_circuit, load_published_circuit
-from saltus.networks.models.exact import native
 from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}

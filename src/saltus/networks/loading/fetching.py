@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.progress import Progress, Stage
 
 NETWORK_ERRORS = (URLError, TimeoutError, ConnectionError, HTTPException, ssl.SSLError)

@@ -13,9 +13,9 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.nn import Parameter
 
+from saltus import native
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_files import ROPE_FACTORS, GgufTensor, read_gguf_index
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import (
     SourceError,
     as_source_errors,

@@ -15,9 +15,9 @@ from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from saltus.networks.cache_folder import cache_folder, make_cache_folder
+from saltus import native
+from saltus.native.cache_folder import cache_folder, make_cache_folder
 from saltus.networks.loading.model_folders import weight_files
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.packed_weight import PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import UninitializedLinear
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import (
     SourceError,
     as_source_errors,

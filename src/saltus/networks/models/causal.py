@@ -13,11 +13,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from saltus import native
 from saltus.core.canvas import Canvas
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.networks.models.exact import attention, native
+from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings

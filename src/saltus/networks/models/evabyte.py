@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.kv_cache.eva_kv_cache import EvaKVCache
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.causal import CausalNetwork, _Chunk, _prefill_and_tree_chunks
-from saltus.networks.models.exact import native
 from saltus.networks.models.native_decoder import NativeDecoder
 from saltus.networks.models.torch_decoder import TorchDecoder
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saltus import native
 from saltus.networks.adapters.gated_lora import Adapter, Gate
-from saltus.networks.models.exact import native
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows

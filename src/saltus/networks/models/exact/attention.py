@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from saltus import native
 from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.networks.models.exact import native
 
 ATTENTION_NAME = "saltus"
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from saltus.networks.models.exact import native
+from saltus import native
 from saltus.networks.models.exact.packed_weight import is_kernel_weight, kernel_arguments
 
 TILE_ROWS = 8  # rows of a product where there is no compiled kernel

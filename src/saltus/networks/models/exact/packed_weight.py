@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from saltus.networks.models.exact import native
+from saltus import native
 
 Q = GGMLQuantizationType
 ATEN = torch.ops.aten

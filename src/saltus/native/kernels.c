@@ -116,6 +116,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
                   load_f32(out + r * vdim + d) + load_f32(values + j * vdim + d) * scores[r * width + j]);
 }
 
+#define ROUGH 1e-4  // of a comparison of bounds in float32
+
 #define OUTS 4   // outputs of a register tile of linear
 #define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
 #define AHEAD 4  // outputs that weights are fetched ahead
@@ -134,6 +136,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define X float
 #define STEP LANES
 #include "row_ops.inc"
+#include "row_picks.inc"
 #include "attention_tile.inc"
 #include "attention_lanes.inc"
 #include "attention.inc"
@@ -149,6 +152,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define T _Float16
 #define OF(name) name##_f16
 #include "row_ops.inc"
+#include "row_picks.inc"
 #include "attention_tile.inc"
 #include "attention_lanes.inc"
 #include "attention.inc"
@@ -169,6 +173,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define T uint16_t
 #define OF(name) name##_bf16
 #include "row_ops.inc"
+#include "row_picks.inc"
 #include "attention_tile.inc"
 #undef STEP
 #define STEP (2 * LANES)

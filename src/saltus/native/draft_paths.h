@@ -3,6 +3,7 @@
 // noise favours.
 #pragma once
 #include "lanes.h"
+#include "noise.h"
 
 #define MOST_NODES 64
 #define MOST_CHOICES 16
@@ -45,23 +46,6 @@ typedef struct {
 } DraftPaths;
 
 static inline lanes silu(lanes x) { return x / (1.0f + exp_lanes(-x)); }
-
-// The noise of core/noise.py: SplitMix64 with a key before each multiplication, and its exponentials.
-static inline uint64_t hash_counter(uint64_t counter, const uint64_t *keys) {
-  uint64_t x = counter * 0x9E3779B97F4A7C15u + keys[0];
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u + keys[1];
-  x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-  return x ^ x >> 31;
-}
-static inline double open_uniform(uint64_t word) { return ((word >> 12) + 0.5) * 0x1p-52; }
-static float log_exponential(int64_t token, const uint64_t *keys) {
-  const int64_t group = token >> 16 << 10 | (token & 1023);
-  const uint64_t word = hash_counter(((uint64_t)1 << 40) + group, keys);
-  const int64_t first = (group >> 10 << 16) | (group & 1023);
-  double value = -log1p(-open_uniform(word)) / 64;
-  if (first + (int64_t)(word & 63) * 1024 != token) value -= log1p(-open_uniform(hash_counter(token, keys)));
-  return logf((float)value);
-}
 
 typedef struct {
   float reached, chance;

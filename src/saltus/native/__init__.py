@@ -15,11 +15,10 @@ from functools import lru_cache
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from saltus.networks.cache_folder import cache_folder
+from saltus.native.cache_folder import cache_folder
 
 log = logging.getLogger("saltus")
 
@@ -179,14 +178,19 @@ def load_kernels() -> ctypes.CDLL | None:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
     try:
-        return ctypes.CDLL(str(target))
+        found = ctypes.CDLL(str(target))
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
+    for suffix in KERNEL_SUFFIXES.values():
+        if (race := getattr(found, f"win_race_{suffix}", None)) is not None:
+            race.argtypes, race.restype = (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64), INTEGER
+            getattr(found, f"greatest_{suffix}").argtypes = POINTER, INTEGER, INTEGER, POINTER
+    return found
 
 
-def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[[Any], int] | None:
-    """A compiled kernel for a dtype, which takes a pointer to its struct; None where there is none."""
+def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[..., int] | None:
+    """A compiled kernel for a dtype; most take a pointer to their struct. None where there is none."""
     if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (found := load_kernels()) is None:
         return None
     return getattr(found, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
