@@ -14,7 +14,6 @@
 #define PIECES 6  // of a job, for each thread
 #define PACK 2    // rows that a thread packs at a time
 #define ROWS 8    // rows of one register tile of attention
-#define LEAST_TILE ROWS  // query rows that share the conversion of keys and values, at least
 
 typedef struct {
   // one layer's new rows: [rows, heads, dim] by strides in elements (row, head); the last axis is dense
@@ -105,6 +104,22 @@ static void count_time(const Decoder *a, int part, double *last) {
   *last = now;
 }
 
+// The height of a tile of attention, of `rows` query rows for each of `heads` key/value heads. Its rows share the conversion
+// of keys and values, which costs about as much as FIXED rows, but every thread should have work.
+#define FIXED 5
+#define MOST_ROWS 48
+static int64_t best_tile(int64_t rows, int64_t heads, int64_t unit) {
+  const int64_t threads = pool.alone ? 1 : pool.workers + 1;
+  int64_t best = 0, least = INT64_MAX;
+  for (int64_t tiles = 1, tile; tiles <= rows; tiles++) {
+    tile = PAD((rows + tiles - 1) / tiles, unit);
+    const int64_t pieces = heads * ((rows + tile - 1) / tile), cost = (pieces + threads - 1) / threads * (FIXED + tile);
+    if (tile <= MOST_ROWS && cost < least) best = tile, least = cost;
+    if (tile == unit) break;
+  }
+  return best;
+}
+
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
 // of attention_lanes.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
 static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
@@ -118,6 +133,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 
 #define ROUGH 1e-4  // of a comparison of bounds in float32
 
+#define TILE_UNIT ROWS  // of the height of a tile of attention
 #define OUTS 4   // outputs of a register tile of linear
 #define WIDE (4 * LANES)  // outputs of low rank that a thread computes at a time
 #define AHEAD 4  // outputs that weights are fetched ahead
@@ -166,9 +182,13 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 
 #undef PACKABLE
 #define PACKABLE 1
+#undef TILE_UNIT
 #ifdef AMX
-#undef LEAST_TILE
-#define LEAST_TILE SIDE
+#define TILE_UNIT SIDE
+#elif defined __AVX512BF16__
+#define TILE_UNIT 6  // rows of attention_avx512_bf16.inc
+#else
+#define TILE_UNIT ROWS
 #endif
 #define T uint16_t
 #define OF(name) name##_bf16

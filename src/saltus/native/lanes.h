@@ -76,9 +76,13 @@ static inline void store_f32(float *p, lanes v) { memcpy(p, &v, sizeof v); }
 static inline void to_four_f32(four x, float *y) { memcpy(y, &x, sizeof x); }
 
 static inline lanes load_bf16(const uint16_t *p) {
+#ifdef __AVX512F__
+  return (lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);  // gcc: two halves
+#else
   hlanes h;
   memcpy(&h, p, sizeof h);
   return (lanes)(__builtin_convertvector(h, ilanes) << 16);
+#endif
 }
 static inline float from_bf16(uint16_t x) {
   uint32_t bits = (uint32_t)x << 16;
