@@ -82,10 +82,9 @@ class TargetDistributions:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
-                tokens = greedy_tokens(self.outputs.logits[: self.inputs.num_draft_tokens + 1])
-                if (ids := self.outputs.token_ids) is not None:
-                    tokens = ids[tokens].tolist()
-                self._picks |= dict(enumerate(tokens, start=-1))
+                (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
+                ids = self.outputs.token_ids
+                self._picks[node] = token if ids is None else int(ids[token])
             elif (token := self._race_winner(node)) is not None:
                 self._picks[node] = token
             else:

@@ -215,9 +215,9 @@ class CausalNetwork:
         output_states = any(chunk.output_hidden_states for chunk in chunks)
         device = self.device
         if self.native_decoder is not None:
-            rows = torch.tensor(logit_rows, dtype=torch.long)
-            inputs = torch.tensor(tokens), torch.from_numpy(positions)
-            return self.native_decoder(*inputs, call, rows, output_states, gate, self.hidden_state_layers)
+            tokens, rows = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (tokens, logit_rows))
+            places = torch.from_numpy(positions)
+            return self.native_decoder(tokens, places, call, rows, output_states, gate, self.hidden_state_layers)
         exact = contextlib.nullcontext() if self.free_shapes else BatchInvariantMode()
         gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with attention.attention_context(call), self._capture_hidden_states() as hidden_states, exact, gated:
@@ -328,10 +328,10 @@ def _sequence_rows(
 ) -> SequenceRows:
     nodes = len(inputs.tokens) if tree else 0
     num_rows = num_new_tokens + nodes
-    visible = np.tri(num_rows, num_new_tokens, dtype=np.uint8)
-    visible = np.hstack([visible, np.zeros((num_rows, nodes), dtype=np.uint8)])
-    visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(inputs.parents[:nodes])
-    positions = np.arange(past_length, past_length + num_new_tokens + nodes)
+    visible = np.zeros((num_rows, num_rows), dtype=np.uint8)
+    visible[:, :num_new_tokens] = np.tri(num_rows, num_new_tokens) if num_new_tokens > 1 else 1
+    positions = np.arange(past_length, past_length + num_rows)
     if nodes:
+        visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(inputs.parents[:nodes])
         positions[num_new_tokens:] = past_length + num_new_tokens + np.array(inputs.depths)
     return SequenceRows(kv_cache, past_length, positions, visible)

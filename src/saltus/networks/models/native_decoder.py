@@ -201,7 +201,7 @@ class NativeDecoder:
         """Cosines and sines of angles, [.., dim] each, and whether they are indexed by the position or by the row."""
         if self.base.rotary_emb.rope_type not in STATIC_ROPE_TYPES:
             return self._compute_rope(positions), False
-        if (end := int(positions.max()) + 1) > len(self.rope_table[0]):
+        if (end := int(positions.numpy().max()) + 1) > len(self.rope_table[0]):
             self.rope_table = self._compute_rope(
                 torch.arange(max(end, 2 * len(self.rope_table[0]), INITIAL_ROPE_POSITIONS))
             )
