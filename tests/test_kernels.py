@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from architectures import random_tree
+from conftest import tiny_llama
 from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
@@ -477,3 +479,12 @@ def test_kernels_are_compiled_once(fresh_library, monkeypatch):
     native.load_kernels.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     assert native.load_kernels() is not None
+
+
+@compiled
+@pytest.mark.parametrize("token", [300, -1])
+def test_a_token_beyond_the_vocabulary_is_an_error_and_not_read(token):
+    network = CausalNetwork(tiny_llama())
+    assert network.native_decoder is not None
+    with pytest.raises(IndexError, match="beyond the model's vocabulary of 300"):
+        network.forward([ForwardInputs(continuation([1, 2, token], 1))], [network.new_kv_cache()])

@@ -166,13 +166,10 @@ class NativeDecoder:
         rows, selected = len(inputs), len(logit_rows)
         hidden, struct = self.hidden[:rows], native.Decoder.from_buffer_copy(self.constants)
         self._set_gated_rows(gate, rows)
-        embedded = inputs.is_floating_point() or gate is not None
-        if embedded:
-            hidden.copy_(inputs if inputs.is_floating_point() else select_rows(self.base.embed_tokens.weight, inputs))
-        if gate is not None and self.adapter is not None:
-            with BatchInvariantMode():
-                hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
-        struct.embedding.rows, struct.embedding.count = None if embedded else inputs.data_ptr(), rows
+        if inputs.is_floating_point() or gate is not None:
+            self._write_inputs(hidden, inputs, gate)
+        else:
+            struct.embedding.rows, struct.embedding.count = inputs.data_ptr(), rows
         (cos, sin), indexed = self._rope(positions)
         struct.cos, struct.sin = cos.data_ptr(), sin.data_ptr()
         struct.position = positions.data_ptr() if indexed else None
@@ -196,6 +193,13 @@ class NativeDecoder:
             raise MemoryError("a call ran out of memory; decode a shorter text")
         states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
         return logits, states
+
+    def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
+        """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
+        hidden.copy_(inputs if inputs.is_floating_point() else select_rows(self.base.embed_tokens.weight, inputs))
+        if gate is not None and self.adapter is not None:
+            with BatchInvariantMode():
+                hidden[gate.rows] = self.adapter.embed_queries(gate, hidden[gate.rows]).to(self.dtype)
 
     def _rope(self, positions: Tensor) -> tuple[list[Tensor], bool]:
         """Cosines and sines of angles, [.., dim] each, and whether they are indexed by the position or by the row."""
