@@ -16,6 +16,8 @@ from saltus import native
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
 from saltus.core.forward import ForwardOutputs
+from saltus.core.protocols import UsesHiddenStates
+from saltus.drafting.hidden_state_drafter import HiddenStateDrafter
 from saltus.evaluation.profiling import call_profile, roofline, step_profile
 from saltus.evaluation.profiling import call_timing as steps
 from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings
@@ -287,6 +289,17 @@ def test_the_kernels_time_their_parts_only_while_somebody_asks():
     network.native_decoder.seconds = None
     network.forward([one], [network.new_kv_cache()])
     assert times == [getattr(found, name) for name in call_profile.PARTS_OF_KERNEL]
+
+
+def test_a_drafter_is_timed_without_losing_what_the_loop_asks_it_for():
+    timer = PartTimer(map(float, range(100)).__next__)
+    drafter = step_profile._timed_drafter(timer, HiddenStateDrafter(3, lambda canvas, states, length: iter(())))
+    assert isinstance(drafter, UsesHiddenStates)
+    assert drafter.output_hidden_states
+    assert drafter(None, None, 2) == ()
+    assert timer.seconds == {step_profile.DRAFTING: 1}
+    assert step_profile._timed_drafter(timer, lambda canvas, last, room: room)(None, None, 2) == 2
+    assert timer.seconds == {step_profile.DRAFTING: 2}
 
 
 def test_the_parts_of_a_step_add_up_at_any_temperature(folder):

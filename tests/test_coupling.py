@@ -90,16 +90,13 @@ needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no com
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 7, 300, 1_024, 1_041, 49_152, 70_000])
 def test_the_compiled_race_has_the_same_winners(vocab, dtype):
-    found = []
     for seed, (sharp, temperature) in enumerate([(0.0, 1.0), (1.0, 0.7), (3.0, 1.0), (3.0, 1e-3), (1.0, 5.0)]):
         logits = rows(vocab, dtype, seed, sharp)
         logits[1::3] = -math.inf
         law = token_distribution(logits, Sampling(temperature))
         for position in range(5):
             token = race_winner(logits, temperature, Noise(seed), "text", position)
-            found.append(token)
-            assert token in (None, pick_token(law, Noise(seed), "text", position))
-    assert found.count(None) < 3  # greatest logits of equal rank, where no noise decides
+            assert token == pick_token(law, Noise(seed), "text", position)
 
 
 @needs_kernels

@@ -234,13 +234,11 @@ class NativeDecoder:
         return (native.Attention * len(by_window))(*by_window), key_steps, value_steps
 
     def _attention_struct(self, sequence: SequenceRows, window: int | None, start: int) -> native.Attention:
-        """What `SequenceRows.kernel_arguments` gives, for rows from `start` of this decoder's buffers."""
-        first, visible = sequence.masks(window)
+        """The arguments of attention for the rows from `start` of this decoder's buffers, without the KV cache."""
         struct = native.Attention.from_buffer_copy(self.attention_constants)
         for name, step in zip(("query", "key", "value", "out"), self.row_bytes, strict=True):
             setattr(struct, name, getattr(struct, name) + start * step)
-        struct.visible, struct.first = visible.ctypes.data, first.ctypes.data
-        struct.rows, struct.past = sequence.num_rows, sequence.past_length
+        sequence.fill_rows(struct, window)
         return struct
 
 

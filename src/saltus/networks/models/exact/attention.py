@@ -56,26 +56,28 @@ class SequenceRows:
             return self.tree_mask
         return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
 
-    def masks(self, sliding_window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """`first_visible_slots` and `windowed_tree_mask`, which live as long as this object."""
+    def fill_rows(self, struct: native.Attention, sliding_window: int | None) -> None:
+        """Set the kernel's arguments that say which rows there are and what they see."""
         if sliding_window not in self.masks_by_window:
             self.masks_by_window[sliding_window] = (
                 self.first_visible_slots(sliding_window),
                 self.windowed_tree_mask(sliding_window),
             )
-        return self.masks_by_window[sliding_window]
+        first, visible = self.masks_by_window[sliding_window]
+        struct.visible, struct.first = visible.ctypes.data, first.ctypes.data
+        struct.rows, struct.past = self.num_rows, self.past_length
 
     def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
         """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
-        first, visible = self.masks(sliding_window)
-        return native.Attention(
+        struct = native.Attention(
             query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
             key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
             value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
-            out=out.data_ptr(), visible=visible.ctypes.data, first=first.ctypes.data,
-            rows=self.num_rows, past=self.past_length, heads=query.shape[0], kv_heads=key.shape[0],
+            out=out.data_ptr(), heads=query.shape[0], kv_heads=key.shape[0],
             dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
         )  # fmt: skip
+        self.fill_rows(struct, sliding_window)
+        return struct
 
 
 @dataclass
