@@ -15,6 +15,7 @@ from conftest import tiny_llama
 from saltus import native
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
+from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardOutputs
 from saltus.core.protocols import UsesHiddenStates
 from saltus.drafting.hidden_state_drafter import HiddenStateDrafter
@@ -296,7 +297,7 @@ def test_a_drafter_is_timed_without_losing_what_the_loop_asks_it_for():
     drafter = step_profile._timed_drafter(timer, HiddenStateDrafter(3, lambda canvas, states, length: iter(())))
     assert isinstance(drafter, UsesHiddenStates)
     assert drafter.output_hidden_states
-    assert drafter(None, None, 2) == ()
+    assert drafter(continuation([1], 4), None, 2) == ()
     assert timer.seconds == {step_profile.DRAFTING: 1}
     assert step_profile._timed_drafter(timer, lambda canvas, last, room: room)(None, None, 2) == 2
     assert timer.seconds == {step_profile.DRAFTING: 2}
