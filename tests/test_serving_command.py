@@ -33,7 +33,8 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, kind
         port = found.getsockname()[1]
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
     url = f"http://127.0.0.1:{port}"
-    body = {"prompt": "the", "max_tokens": 1000, "ignore_eos": True, "stream": True, "speculative": False}
+    # several choices, so that the answer takes seconds
+    body = {"prompt": "the", "max_tokens": 1000, "n": 8, "ignore_eos": True, "stream": True, "speculative": False}
     for signals in (1, 2):
         started = subprocess.Popen(
             [*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True
