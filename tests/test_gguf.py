@@ -250,7 +250,7 @@ def test_a_damaged_file_is_one_line(tmp_path):
 def test_weights_that_cannot_be_had_are_one_line(tmp_path):
     file = tmp_path / "tiny.gguf"
     write(tiny("llama"), file, [Q.Q8_0])
-    with pytest.raises(ValueError, match="is a GGUF file, packed as it is; weights can be file or bf16"):
+    with pytest.raises(ValueError, match="are packed in a GGUF file; weights can be file or bf16"):
         saltus.load(str(file), weights="q4_1")
     with pytest.raises(ValueError, match="weights is 'q3', but must be one of file, bf16, q8_0"):
         saltus.load(str(file), weights="q3")

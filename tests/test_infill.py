@@ -20,7 +20,10 @@ from saltus.core.forward import ForwardInputs
 from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, parse_template, tokenize_template
+from saltus.networks.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
+from saltus.networks.loading.packing import PACKINGS, quantized_blocks
 from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
+from saltus.networks.models.exact.packed_weight import dequantize_blocks, describe_weights
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.training.data.infill_texts import read_programs
 from saltus.training.data.packed_forward import packed_logits, prepare_model
@@ -514,7 +517,11 @@ def test_an_xlnet_is_trained_as_it_is_asked():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--left-to-right"], ["--xlnet"]], ids=["any subset", "left to right", "xlnet"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--weights", "q8_0"], ["--left-to-right"], ["--xlnet"]],
+    ids=["any subset", "packed", "left to right", "xlnet"],
+)
 def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tmp_path):
     """A few steps on this package's own functions: the tokens bring all of them back, and holes are lines."""
     folder = Path(saltus.__file__).parent
@@ -538,9 +545,49 @@ def test_the_recipe_trains_on_code_and_its_model_fills_lines(more: list[str], tm
         assert found[0].text == found[1].text
         return
     assert engine.network.pairwise_correction is not None
+    assert ("Q8_0" in describe_weights(engine.network.model)) == ("q8_0" in more)
     before, behind = "def f(x):\n    y = 1\n", "\n    return x\n"
     found = engine.infill(before, suffix=behind, method="assd")
     assert found.text == before + found.fillings[0] + behind
+
+
+def test_a_model_with_packed_weights_fills_holes_as_its_expanded_numbers_do(tmp_path):
+    folder = tmp_path / "packed"
+    model = tiny_llama(any_subset={"mask": MASK, "blank": BLANK}, intermediate_size=64)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    store_as_gguf(folder, "q8_0")
+    assert not (folder / "model.safetensors").exists()
+    packed, expanded = (saltus.load(str(folder), "assd", weights=weights) for weights in ("file", "bf16"))
+    original = model.state_dict()
+    for name, weight in expanded.network.model.state_dict().items():
+        expected, format = original[name], PACKINGS["q8_0"]
+        expected = dequantize_blocks(quantized_blocks(expected, format), format) if weight.dim() == 2 else expected
+        assert weight.equal(expected.to(weight.dtype)), name
+    found = [
+        engine.infill("the [[8]] sat [[…]] on [[3]].", temperature=1.0, seed=4, method=method).text
+        for engine in (packed, expanded)
+        for method in ("assd", "plain")
+    ]
+    assert len(set(found)) == 1
+    remove_gguf(folder)
+    with pytest.raises(ValueError, match="no weights"):
+        saltus.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "xlnet"}, "weights of xlnet models stay as they are; store them as bf16"),
+        (
+            {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64},
+            "hidden_size is 48, but packed weights need",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_packed_are_refused_before_training(config, complaint: str):
+    with pytest.raises(ValueError, match=complaint):
+        require_packable(config)
 
 
 def test_programs_come_from_lines_of_json(tmp_path):

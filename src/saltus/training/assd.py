@@ -36,6 +36,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 from saltus.networks.loading.checkpoints import fills_holes, load_model
+from saltus.networks.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
+from saltus.networks.loading.packing import PACKINGS
 from saltus.networks.models.any_subset import ANY_SUBSET
 from saltus.training.data import infill_texts
 from saltus.training.data.packed_forward import pack_causal, packed_logits
@@ -53,6 +55,7 @@ from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTraining
 from saltus.training.tasks.training_task import TrainingTask
 
 HELD_OUT = 0.01  # fraction of the texts
+UNTRAINED_OPTIONS = ("work", "out", "every", "weights")  # that do not change what is trained
 
 
 @dataclass(eq=False)
@@ -82,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--code", type=Path, action="append", default=[], help="a folder of Python programs, or .jsonl")
     add("--work", type=Path, help="checkpoints; default: a folder beside the model")
     add("--out", type=Path, default=Path("my-stories"), help="the model, for saltus infill -m")
+    add("--weights", choices=["bf16", *PACKINGS], default="bf16", help="how they are stored: plain or packed by GGUF")
     add("--steps", type=int, default=3000)
     add("--batch", type=int, default=16, help="texts of a step")
     add("--length", type=int, default=192, help="tokens of a text")
@@ -114,8 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
     texts = _read_texts(options)
     model, tokenizer = _load_model(options.begin) if options.begin else _new_model(options, texts)
+    if options.weights != "bf16":
+        require_packable(model.config.to_dict())
     task = _make_task(options, model, tokenizer, texts, processes)
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("work", "out", "every")}
+    settings = {key: str(value) for key, value in vars(options).items() if key not in UNTRAINED_OPTIONS}
     optimiser, rate = ("adamw", 1e-4) if options.begin else ("adamw" if options.xlnet else "muon", 3e-3)
     work = options.work or options.out.with_name(options.out.name + "-work")
     work.mkdir(parents=True, exist_ok=True)
@@ -131,8 +137,11 @@ def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
         _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings)
         tasks.append(correction)
     if processes.is_main:
+        remove_gguf(options.out)
         for one in tasks:
             one.save(options.out, {})
+        if options.weights != "bf16":
+            store_as_gguf(options.out, options.weights)
     _print(processes, f"written: {options.out}")
     processes.wait()
 

@@ -112,7 +112,7 @@ def load_model(
         )
     if (folder / INDEX_FILE).is_file():
         if weights in PACKINGS:
-            raise ValueError(f"{name} is a GGUF file, packed as it is; weights can be file or bf16")
+            raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
         kind = torch.bfloat16 if dtype == "auto" else dtype
         return load_gguf_model(folder, kind, weights == "file" and device == "cpu", own_classes).to(device)
     if weights in PACKINGS:
@@ -155,10 +155,10 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
     """
     if isinstance(model, EvaByteDecoder):
         return EvaByteNetwork(model, not exact)
-    if isinstance(model, PackedDecoder):
-        return CausalNetwork(model)
     if getattr(model.config, ANY_SUBSET, None):
         return AnySubsetNetwork(model, not exact)
+    if isinstance(model, PackedDecoder):
+        return CausalNetwork(model)
     if model.config.model_type == "xlnet":
         return XlnetNetwork(model, not exact)
     vocab = model.get_output_embeddings().weight.shape[0]

@@ -67,16 +67,19 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
         )
     tokenizer = make_tokenizer(metadata, file.name)
     config = _config(metadata, name, reader)
-    tensors = {}
-    for tensor in reader.tensors:
-        key, found = _tensor(tensor, config, file)
-        tensors[key] = found
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
-    _write_json(folder / INDEX_FILE, {"file": stored_as, "tensors": {key: asdict(one) for key, one in tensors.items()}})
+    write_index(reader, config, file, folder, stored_as)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_tokenizer_config(metadata, folder)
+
+
+def write_index(reader: GGUFReader, config: dict[str, Any], file: Path, folder: Path, stored_as: str) -> None:
+    """Write where the weights lie in a GGUF file to `folder`; `stored_as` is the file's path in it."""
+    found = (_tensor(tensor, config, file) for tensor in reader.tensors)
+    tensors = {name: asdict(tensor) for name, tensor in found}
+    _write_json(folder / INDEX_FILE, {"file": stored_as, "tensors": tensors})
 
 
 def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:

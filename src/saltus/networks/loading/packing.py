@@ -36,7 +36,7 @@ def pack_model(model: Any, packing: str, folder: Path) -> None:
     kept = _cached_blocks(folder, packing)
     blocks = load_file(kept) if kept.is_file() else {}
     if not blocks:
-        blocks = {name: _quantized(layer.weight, format) for name, layer in layers.items()}
+        blocks = {name: quantized_blocks(layer.weight, format) for name, layer in layers.items()}
         make_cache_folder(kept.parent)
         draft = kept.with_name(f".{kept.name}.{os.getpid()}")
         save_file(blocks, draft)
@@ -58,7 +58,8 @@ def _packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
-def _quantized(weight: torch.Tensor, format: GGMLQuantizationType) -> torch.Tensor:
+def quantized_blocks(weight: torch.Tensor, format: GGMLQuantizationType) -> torch.Tensor:
+    """The blocks of a matrix [out, in] in a GGUF file: uint8 [out, bytes of a row]."""
     values = weight.detach().float().numpy()
     return torch.from_numpy(np.array(quantize(values, format)).view(np.uint8).reshape(len(values), -1))
 
