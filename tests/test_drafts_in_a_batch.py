@@ -1,12 +1,16 @@
 """Drafts of several texts in one pass of the drafter: each has the bits that it has alone."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from conftest import tiny_llama
+from saltus.drafting.draft_tree import PositionPredictions
 from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
 from saltus.networks.draft_models.drafter import DraftNetwork
+from saltus.networks.draft_models.native_draft_pass import DraftedRows, DraftRows
 from saltus.networks.models.causal import CausalNetwork
 from test_ptp import drafter, question, states
 
@@ -19,16 +23,21 @@ def batch_drafter(dtype: torch.dtype, kernels: bool = True) -> tuple[CausalNetwo
     network.model.to(dtype)
     network = DraftNetwork(network.model, target)
     if not kernels:
-        network.context_layers.native_decoder = None
+        network.context_layers.native_decoder = network.native_pass = None
     return target, network
 
 
 def counted_passes(network: DraftNetwork, monkeypatch) -> list[int]:
     """The rows of each pass from now on."""
-    rows, evaluate = [], network.context_layers._evaluate
-    monkeypatch.setattr(
-        network.context_layers, "_evaluate", lambda inputs, *rest: rows.append(len(inputs)) or evaluate(inputs, *rest)
-    )
+    kernel_pass, rows = network.native_pass, []
+    assert kernel_pass is not None
+    evaluate = kernel_pass._evaluate
+
+    def counted(texts: Sequence[DraftRows]) -> list[DraftedRows]:
+        rows.append(sum(text.num_rows for text in texts))
+        return evaluate(texts)
+
+    monkeypatch.setattr(kernel_pass, "_evaluate", counted)
     return rows
 
 
@@ -53,6 +62,29 @@ def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(dtype, kernels):
             assert found.context_tokens_read == alone.context_tokens_read
     for one, other in zip(together, apart, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_pass_predicts_what_torch_predicts(dtype):
+    target, by_kernel = batch_drafter(dtype)
+    by_torch = DraftNetwork(by_kernel.model, target)
+    by_torch.native_pass = None
+    text, uniforms = np.random.default_rng(4).integers(5, 250, 40), (0.2, 0.7, 0.4)
+    asked = question(text, states(target, text)[:-1], uniforms)
+    found, expected = (one.forward([asked], [one.new_kv_cache()])[0] for one in (by_kernel, by_torch))
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.logits, expected.logits, rtol=bound, atol=bound)
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states, rtol=bound, atol=bound)
+    ours, theirs = found.drafter_data, expected.drafter_data
+    assert isinstance(ours, PositionPredictions)
+    assert isinstance(theirs, PositionPredictions)
+    np.testing.assert_allclose(ours.position_inputs, theirs.position_inputs, rtol=bound, atol=bound)
+    for position in range(3):
+        (ids, logits, rest), others = (one.candidates(position, (7, 9)) for one in (ours, theirs))
+        if dtype == torch.float32:
+            assert ids.tolist() == others[0].tolist()
+            np.testing.assert_allclose(logits, others[1], atol=1e-3)
+            assert rest == pytest.approx(others[2], rel=1e-3)
 
 
 def test_few_rows_of_many_texts_are_one_pass(monkeypatch):

@@ -129,6 +129,21 @@ class NearGreatest(ctypes.Structure):
     ]
 
 
+class DraftPass(ctypes.Structure):
+    """The struct `DraftPass` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("decoder", Decoder),
+        ("embedding", Expansion),
+        ("fuse", Linear),
+        ("project", Linear),
+        ("likely", NearGreatest),
+        *((name, POINTER) for name in ("states", "vectors", "contexts", "queries", "ones", "projected")),
+        *((name, INTEGER) for name in ("parts", "vocab")),
+        ("epsilon", REAL),
+    ]
+
+
 class Holes(ctypes.Structure):
     """The struct `Holes` of draft_paths.h, field for field."""
 

@@ -93,6 +93,21 @@ typedef struct {
   int64_t layers, texts, rows, num_selected, vocab, all_states;
 } Decoder;
 
+typedef struct {
+  Decoder decoder;           // of the layers; its inputs are made here
+  Expansion embedding;       // of the context tokens of all texts, in the target's embeddings [vocab, size]
+  Linear fuse;               // [size, (parts + 1) · size]: of the states before a token and its embedding
+  Linear project;            // of the selected rows' last hidden states, see `projected`
+  NearGreatest likely;       // of the selected rows' logits
+  const void *const *states;   // [texts] of [contexts, parts · size]
+  const void *const *vectors;  // [texts] of [queries, size]: added to the last context input to make a query
+  const int64_t *contexts, *queries;  // [texts]: how many rows each has of both; the selected ones are the last 1 + queries
+  const void *ones;          // [size]
+  float *projected;          // [num_selected, outs of project], or NULL
+  int64_t parts, vocab;
+  float epsilon;             // of the norms
+} DraftPass;
+
 enum { EMBEDDING, LINEAR, ATTENTION, NORMS, UNEMBEDDING, PARTS_OF_CALL };
 // Count the time since *last for a part of a decoder's call.
 static void count_time(const Decoder *a, int part, double *last) {
@@ -160,6 +175,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "linear_tile.inc"
 #include "linear.inc"
 #include "decoder.inc"
+#include "draft_pass.inc"
 #include "hole_paths.h"
 #undef T
 #undef OF
@@ -176,6 +192,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "linear_tile.inc"
 #include "linear.inc"
 #include "decoder.inc"
+#include "draft_pass.inc"
 #undef T
 #undef OF
 #endif
@@ -237,3 +254,4 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "attention.inc"
 #include "linear.inc"
 #include "decoder.inc"
+#include "draft_pass.inc"

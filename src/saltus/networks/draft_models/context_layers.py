@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -84,6 +84,10 @@ class ContextRows:
     num_outputs: int  # of the last rows
     causal: bool = True  # False: all rows see each other, and they are few enough for one pass
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.inputs)
+
 
 class ContextLayers:
     """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
@@ -113,20 +117,13 @@ class ContextLayers:
 
     def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
         """The same for several texts, in few passes of limited rows. A row rounds as if it were alone."""
-        found: list[tuple[Tensor, Tensor]] = []
-        waiting: list[ContextRows] = []
-        for text in map(self._without_first_rows, texts):
-            if waiting and sum(len(each.inputs) for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
-                found += self._forward(waiting)
-                waiting = []
-            waiting.append(text)
-        return found + (self._forward(waiting) if waiting else [])
+        return run_in_passes([self._without_first_rows(text) for text in texts], self._forward)
 
     def _without_first_rows(self, text: ContextRows) -> ContextRows:
         """What a single pass can hold of a text, after the rows before it have run."""
-        assert text.causal or len(text.inputs) <= MAX_ROWS_PER_CALL
-        while len(text.inputs) > MAX_ROWS_PER_CALL:
-            count = min(MAX_ROWS_PER_CALL, len(text.inputs) - text.num_outputs)
+        assert text.causal or text.num_rows <= MAX_ROWS_PER_CALL
+        while text.num_rows > MAX_ROWS_PER_CALL:
+            count = min(MAX_ROWS_PER_CALL, text.num_rows - text.num_outputs)
             self._forward([replace(text, inputs=text.inputs[:count], num_outputs=1)], output_logits=False)
             text = replace(text, inputs=text.inputs[count:], past_length=text.past_length + count)
         return text
@@ -154,6 +151,18 @@ class ContextLayers:
             states = self.model.model(inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False)
             states = states.last_hidden_state[0, keep]
             return self.model.lm_head(states) if output_logits else states.new_empty(0), states
+
+
+def run_in_passes(texts: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+    """`run` on groups of as many texts (which say their `num_rows`) as a pass can hold; one result for each."""
+    found: list[Any] = []
+    waiting: list[Any] = []
+    for text in texts:
+        if waiting and sum(each.num_rows for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
+            found += run(waiting)
+            waiting = []
+        waiting.append(text)
+    return found + (run(waiting) if waiting else [])
 
 
 def _tree_mask(text: ContextRows) -> np.ndarray:

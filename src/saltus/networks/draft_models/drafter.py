@@ -8,29 +8,23 @@ frequent tokens, gives the logits.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from saltus import native
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
 from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
+from saltus.networks.draft_models.native_draft_pass import DraftRows, NativeDraftPass
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
 from saltus.networks.draft_models.timed_outputs import timed_outputs
-from saltus.networks.draft_models.token_correction import (
-    RMS_EPSILON,
-    TokenCorrectionModel,
-    corrected_states,
-    rms_normalized,
-)
-from saltus.networks.models.exact.packed_weight import select_rows
+from saltus.networks.draft_models.token_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
 
 MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
@@ -169,23 +163,8 @@ class DraftNetwork:
         self.predictor = QueryPredictor(self.model)
         self.correction = self.predictor.correction
         self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
-        self.ones = torch.ones(self.model.shape.hidden, dtype=self.model.fuse.weight.dtype, device=self.device)
-
-    def _context_features(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """`DraftModel.context_features`, by a kernel where there is one."""
-        model = self.model
-        dtype, hidden = model.fuse.weight.dtype, model.shape.hidden
-        kernel = native.kernel("norm", dtype, self.device)
-        if kernel is None or states.dtype != dtype:
-            return model.context_features(states, tokens)
-        given, size = torch.empty(len(states), states.shape[-1] + hidden, dtype=dtype), hidden
-        given[:, :-size], given[:, -size:] = states, select_rows(model.embeddings[0], tokens)
-        struct = native.Norm(
-            x=given.data_ptr(), weight=self.ones.data_ptr(), out=given.data_ptr(),
-            rows=given.numel() // size, size=size, epsilon=RMS_EPSILON,
-        )  # fmt: skip
-        kernel(ctypes.byref(struct))
-        return given
+        supported = NativeDraftPass.supports(self.model, self.context_layers)
+        self.native_pass = NativeDraftPass(self.model, self.context_layers) if supported else None
 
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
@@ -217,27 +196,38 @@ class DraftNetwork:
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         """The rows of all texts in one pass; their drafts are predicted one after another."""
         pairs = list(zip(batch, kv_caches, strict=True))
-        features = [self._new_context_features(inputs, kv_cache) for inputs, kv_cache in pairs]
-        read = [len(each) for each in features]
-        texts = []
-        for (inputs, kv_cache), context in zip(
-            pairs, rows_linear(self.model.fuse, torch.cat(features)).split(read), strict=True
-        ):
-            queries = context[-1:] + self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
-            rows = torch.cat([context, queries.to(context.dtype)])
-            past = len(inputs.canvas.decided_prefix) - len(context) - kv_cache.first_position
-            texts.append(ContextRows(rows, kv_cache, past, len(queries) + 1))
-        outputs, num_rows = [], sum(len(text.inputs) for text in texts)
-        found = self.context_layers.run_together(texts)
-        for (inputs, kv_cache), count, (logits, states) in zip(pairs, read, found, strict=True):
+        texts = [self._rows(*pair) for pair in pairs]
+        if self.native_pass is not None:
+            drafted = self.native_pass(texts)
+            found = [(one.logits, one.hidden_states) for one in drafted]
+            predictions = [self.predictor.of_likely_tokens(one.likely[1:], one.projected[1:]) for one in drafted]
+        else:
+            found = self._run(texts)
+            predictions = [self.predictor(logits[1:], states[1:]) for logits, states in found]
+        outputs, num_rows = [], sum(text.num_rows for text in texts)
+        for (inputs, kv_cache), text, (logits, states), own in zip(pairs, texts, found, predictions, strict=True):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
-            predictions = self.predictor(logits[1:], states[1:])
-            outputs.append(ForwardOutputs(logits, states, 0.0, count, num_rows, self.model.tokens, predictions))
+            outputs.append(ForwardOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, own))
         return outputs
 
-    def _new_context_features(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> Tensor:
-        """What `fuse` reads at the context positions that are not in the cache."""
-        layers = (*self.model.shape.taps, None)
+    def _rows(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> DraftRows:
+        """What is new in a text, and its queries."""
+        decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.taps, None)
         states = unread_states(inputs, kv_cache, self.target.hidden_state_layers, layers)
-        tokens = torch.from_numpy(inputs.canvas.decided_prefix[-len(states) :].copy()).to(self.device)
-        return self._context_features(states, tokens)
+        queries = self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
+        dtype = self.model.fuse.weight.dtype
+        past = len(decided) - len(states) - kv_cache.first_position
+        tokens = np.ascontiguousarray(decided[-len(states) :], dtype=np.int64)
+        return DraftRows(states.to(dtype), tokens, queries.to(dtype), kv_cache, past)
+
+    def _run(self, texts: Sequence[DraftRows]) -> list[tuple[Tensor, Tensor]]:
+        """The logits and last hidden states of each text's last context position and queries, without kernels."""
+        features = [
+            self.model.context_features(text.states, torch.from_numpy(text.tokens).to(self.device)) for text in texts
+        ]
+        contexts = rows_linear(self.model.fuse, torch.cat(features)).split([len(text.states) for text in texts])
+        rows = []
+        for text, context in zip(texts, contexts, strict=True):
+            inputs = torch.cat([context, context[-1:] + text.queries])
+            rows.append(ContextRows(inputs, text.kv_cache, text.past_length, len(text.queries) + 1))
+        return self.context_layers.run_together(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saltus.drafting.draft_tree import PositionPredictions
+from saltus.drafting.draft_tree import LikelyTokens, PositionPredictions
 from saltus.drafting.token_correction import NonlinearCorrection
-from saltus.networks.draft_models.row_candidates import PathKernel, path_kernel, row_candidates, rows_likely_tokens
+from saltus.networks.draft_models.row_candidates import PathKernel, RowCandidates, path_kernel, rows_likely_tokens
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel, rms_normalized
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
@@ -28,11 +29,14 @@ class QueryPredictor:
     def __call__(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
         """The predictions of queries, given their logits over the drafted tokens and their last hidden states."""
         inputs = np.empty((0, 0)) if self.correction is None else self.correction.position_inputs(hidden_states)
-        informed, found = self.model.shape.informed, row_candidates(logits) if self.path_kernel is not None else None
-        if found is None or self.path_kernel is None:
-            return PositionPredictions(rows_likely_tokens(logits), self.token_ids, self.correction, inputs, informed)
-        grow = partial(self.path_kernel, found, np.ascontiguousarray(inputs, dtype=np.float32))
-        return PositionPredictions(found.likely_tokens(), self.token_ids, self.correction, inputs, informed, grow)
+        return self.of_likely_tokens(rows_likely_tokens(logits), np.ascontiguousarray(inputs, dtype=np.float32))
+
+    def of_likely_tokens(self, likely: Sequence[LikelyTokens], inputs: np.ndarray) -> PositionPredictions:
+        """The same, given the likely tokens and the correction's inputs (float32) of each query."""
+        grow = None
+        if self.path_kernel is not None and isinstance(likely, RowCandidates):
+            grow = partial(self.path_kernel, likely, inputs)
+        return PositionPredictions(likely, self.token_ids, self.correction, inputs, self.model.shape.informed, grow)
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
         weights = [module.left, module.second_left, module.output]

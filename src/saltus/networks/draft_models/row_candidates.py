@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from saltus.drafting.token_correction import NonlinearCorrection
 
 
 @dataclass(frozen=True, eq=False)
-class RowCandidates:
+class RowCandidates(Sequence[LikelyTokens]):
     """The likely tokens of several positions, as the kernels read and write them."""
 
     columns: Int[np.ndarray, "positions candidates"]  # int32
@@ -38,12 +39,35 @@ class RowCandidates:
     counts: Int[np.ndarray, "positions"]
     rests: Float[np.ndarray, "positions"]
 
-    def likely_tokens(self) -> list[LikelyTokens]:
-        """The same, position by position."""
-        return [
-            LikelyTokens(self.columns[row, :count].astype(np.int64), self.logits[row, :count], float(self.rests[row]))
-            for row, count in enumerate(self.counts.tolist())
-        ]
+    @classmethod
+    def empty(cls, rows: int) -> RowCandidates:
+        """Room for the kernel to write to."""
+        return cls(
+            np.empty((rows, MAX_CANDIDATES), dtype=np.int32),
+            np.empty((rows, MAX_CANDIDATES), dtype=np.float32),
+            np.empty(rows, dtype=np.int64),
+            np.empty(rows, dtype=np.float32),
+        )
+
+    def point(self, struct: native.NearGreatest) -> None:
+        """Let the kernel write here, as much as there is room for."""
+        struct.places, struct.values = self.columns.ctypes.data, self.logits.ctypes.data
+        struct.counts, struct.rests = self.counts.ctypes.data, self.rests.ctypes.data
+        (struct.rows, struct.most), struct.gap = self.columns.shape, MAX_GAP
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> LikelyTokens: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowCandidates: ...
+    def __getitem__(self, index: int | slice) -> LikelyTokens | RowCandidates:
+        if isinstance(index, slice):
+            return RowCandidates(self.columns[index], self.logits[index], self.counts[index], self.rests[index])
+        count = int(self.counts[index])
+        columns = self.columns[index, :count].astype(np.int64)
+        return LikelyTokens(columns, self.logits[index, :count], float(self.rests[index]))
 
 
 def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | None:
@@ -53,25 +77,17 @@ def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | 
         return None
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    found = RowCandidates(
-        np.empty((rows, MAX_CANDIDATES), dtype=np.int32),
-        np.empty((rows, MAX_CANDIDATES), dtype=np.float32),
-        np.empty(rows, dtype=np.int64),
-        np.empty(rows, dtype=np.float32),
-    )
-    struct = native.NearGreatest(
-        x=logits.data_ptr(), places=found.columns.ctypes.data, values=found.logits.ctypes.data,
-        counts=found.counts.ctypes.data, rests=found.rests.ctypes.data,
-        rows=rows, size=vocab, most=MAX_CANDIDATES, gap=MAX_GAP,
-    )  # fmt: skip
+    found = RowCandidates.empty(rows)
+    struct = native.NearGreatest(x=logits.data_ptr(), size=vocab)
+    found.point(struct)
     kernel(ctypes.byref(struct))
     return found
 
 
-def rows_likely_tokens(logits: Float[Tensor, "positions vocab"]) -> list[LikelyTokens]:
+def rows_likely_tokens(logits: Float[Tensor, "positions vocab"]) -> Sequence[LikelyTokens]:
     """`likely_tokens` of each row."""
     found = row_candidates(logits)
-    return [likely_tokens(row) for row in float_row(logits)] if found is None else found.likely_tokens()
+    return [likely_tokens(row) for row in float_row(logits)] if found is None else found
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,21 @@ def _is_unmodified_decoder(model: Any) -> bool:
         return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
     return type(model).__name__ in SUPPORTED_DECODERS and all(map(is_unmodified, model.modules()))
+
+
+@dataclass(frozen=True)
+class DecoderCall:
+    """One call's arguments, and the tensors that the kernel writes."""
+
+    struct: native.Decoder
+    logits: Tensor
+    hidden_states: list[Tensor]  # after each layer that was asked for, and the last ones
+    pointed_to: tuple[Any, ...]  # kept alive, since the struct points to them
+
+    @property
+    def states(self) -> Tensor:
+        """All hidden states, those of a row beside each other."""
+        return self.hidden_states[0] if len(self.hidden_states) == 1 else torch.cat(self.hidden_states, -1)
 
 
 class NativeDecoder:
@@ -93,10 +109,10 @@ class NativeDecoder:
         """The kernel arguments of one layer, without rows and angles."""
         a, mlp, before, after = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
         products = [
-            _linear_struct(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
-            _linear_struct(self.out, [(a.o_proj, self.hidden)], add=self.hidden),
-            _linear_struct(self.hidden, [(mlp.gate_proj, self.gate), (mlp.up_proj, self.up)], norm=after),
-            _linear_struct(self.up, [(mlp.down_proj, self.hidden)], gate=self.gate, add=self.hidden),
+            linear_struct(self.hidden, [(a.q_proj, self.q), (a.k_proj, self.k), (a.v_proj, self.v)], norm=before),
+            linear_struct(self.out, [(a.o_proj, self.hidden)], add=self.hidden),
+            linear_struct(self.hidden, [(mlp.gate_proj, self.gate), (mlp.up_proj, self.up)], norm=after),
+            linear_struct(self.up, [(mlp.down_proj, self.hidden)], gate=self.gate, add=self.hidden),
         ]
         rotations = []
         for x, heads, norm in ((self.q, self.heads, "q_norm"), (self.k, self.kv_heads, "k_norm")):
@@ -115,7 +131,7 @@ class NativeDecoder:
         return native.Decoder(
             embedding=native.Expansion(weight=weight, out=hidden, format=format, inputs=size),
             norm=native.Norm(x=hidden, weight=norm.weight.data_ptr(), size=size, epsilon=norm.variance_epsilon),
-            head=_linear_struct(self.hidden, [(head, None)]),
+            head=linear_struct(self.hidden, [(head, None)]),
             products=ctypes.addressof(self.products), rotations=ctypes.addressof(self.rotations),
             window=ctypes.addressof(self.window_of_layer), layers=self.num_layers, vocab=vocab,
         )  # fmt: skip
@@ -163,13 +179,29 @@ class NativeDecoder:
         after each of `hidden_state_layers`, then the last ones, concatenated. Without `output_logits` there are no
         logits, and the last hidden states of `logit_rows` at least.
         """
-        rows, selected = len(inputs), len(logit_rows)
-        hidden, struct = self.hidden[:rows], native.Decoder.from_buffer_copy(self.constants)
+        rows = len(inputs)
+        made = self.prepare(rows, positions, call, logit_rows, output_hidden_states, hidden_state_layers, output_logits)
         self._set_gated_rows(gate, rows)
         if inputs.is_floating_point() or gate is not None:
-            self._write_inputs(hidden, inputs, gate)
+            self._write_inputs(self.hidden[:rows], inputs, gate)
         else:
-            struct.embedding.rows, struct.embedding.count = inputs.data_ptr(), rows
+            made.struct.embedding.rows, made.struct.embedding.count = inputs.data_ptr(), rows
+        self.raise_if_failed(self.decode(ctypes.byref(made.struct)))
+        return made.logits, made.states
+
+    def prepare(
+        self,
+        rows: int,
+        positions: Tensor,
+        call: AttentionCall,
+        logit_rows: Tensor,
+        output_hidden_states: bool = False,
+        hidden_state_layers: Sequence[int] = (),
+        output_logits: bool = True,
+    ) -> DecoderCall:
+        """The kernel's arguments of a call but its inputs, and the tensors that it will write; see `__call__`."""
+        selected, hidden = len(logit_rows), self.hidden[:rows]
+        struct = native.Decoder.from_buffer_copy(self.constants)
         (cos, sin), indexed = self._rope(positions)
         struct.cos, struct.sin = cos.data_ptr(), sin.data_ptr()
         struct.position = positions.data_ptr() if indexed else None
@@ -187,12 +219,17 @@ class NativeDecoder:
         struct.selected, struct.num_selected = logit_rows.data_ptr(), selected
         struct.all_states = output_hidden_states
         struct.seconds = None if self.seconds is None else ctypes.addressof(self.seconds)
-        if failed := self.decode(ctypes.byref(struct)):
-            if failed == native.UNKNOWN_TOKEN:
-                raise IndexError(f"a token lies beyond the model's vocabulary of {struct.vocab}")
+        pointed_to = cos, sin, positions, call, attentions, key_steps, value_steps, kept, logit_rows
+        return DecoderCall(
+            struct, logits, [*(collected[layer] for layer in hidden_state_layers if collected), normed], pointed_to
+        )
+
+    def raise_if_failed(self, code: int) -> None:
+        """Errors: IndexError, MemoryError, by what a kernel returned."""
+        if code == native.UNKNOWN_TOKEN:
+            raise IndexError(f"a token lies beyond the model's vocabulary of {self.constants.vocab}")
+        if code:
             raise MemoryError("a call ran out of memory; decode a shorter text")
-        states = torch.cat([*(collected[layer] for layer in hidden_state_layers), normed], -1) if collected else normed
-        return logits, states
 
     def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
         """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
@@ -242,13 +279,14 @@ class NativeDecoder:
         return struct
 
 
-def _linear_struct(
+def linear_struct(
     x: Tensor,
     weights: Sequence[tuple[Any, Tensor | None]],
     norm: Any = None,
     gate: Tensor | None = None,
     add: Tensor | None = None,
 ) -> native.Linear:
+    """The kernel's arguments of a product but its rows: of `x` with the weights of some modules, to their outputs."""
     struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
     for i, (module, out) in enumerate(weights):
         struct.weight[i], struct.format[i] = kernel_arguments(module.weight)
