@@ -4,6 +4,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -468,6 +469,19 @@ def test_a_compiler_that_fails_is_a_warning_of_one_line(fresh_library, monkeypat
         assert native.load_kernels() is None
     assert "the compiler failed" in caplog.records[0].getMessage()
     assert not list(fresh_library.rglob("*.so"))
+
+
+@compiled
+def test_the_sources_are_correct_for_newer_compilers_too():
+    """gcc 14 refuses what older ones only warn of."""
+    refused = [
+        f"-Werror={name}" for name in ("incompatible-pointer-types", "int-conversion", "implicit-function-declaration")
+    ]
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    source = Path(native.__file__).parent / "kernels.c"
+    command = [compiler, *native.COMPILER_FLAGS, "-fsyntax-only", *refused, source]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ ChatTemplate = Annotated[
 ]
 
 _METHOD_HELP = (
-    "How to draft: auto (lookup, and where it pays the drafter that comes with Saltus), lookup, jacobi+lookup, …"
+    "How to draft: auto (lookup; for the default model with its drafter, where that pays), lookup, jacobi+lookup, …"
     " ([i]saltus methods[/i] lists them)."
 )
 Method = Annotated[str, _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
@@ -104,7 +104,8 @@ Budget = Annotated[
         "--budget",
         metavar="N",
         min=0,
-        help="Draft tokens that one call verifies, 384 at most. Default: 31; with --whole-trees or reject 16.",
+        help="Draft tokens that one call verifies, 384 at most. Default: 31; with --rule reject, and with"
+        " [i]saltus bench --whole-trees[/i], 16.",
     ),
 ]
 WholeTrees = Annotated[

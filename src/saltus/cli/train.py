@@ -241,9 +241,10 @@ def assd(
     Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
     """
     if recipe == "assd":
+        from saltus.cli.progress import progress_meter
         from saltus.training.assd import main
 
-        main(arguments or ())
+        main(arguments or (), progress_meter)
         return
     file = Path(recipe)
     if file.suffix != ".py" or not file.is_file():

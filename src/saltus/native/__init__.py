@@ -116,7 +116,7 @@ class SecondsOfParts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_double) for name in ("embedding", "linear", "attention", "norms", "unembedding")]
 
 
-UNKNOWN_TOKEN = 2  # what the kernel `decode` returns for it
+UNKNOWN_TOKEN = 2  # what the kernels `decode` and `draft` return for it
 
 
 class NearGreatest(ctypes.Structure):
@@ -237,7 +237,8 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
             command = [*compiler, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
-                return (result.stderr.strip().splitlines() or ["the compiler failed"])[0]
+                lines = result.stderr.strip().splitlines() or ["the compiler failed"]
+                return next((line for line in lines if "error" in line), lines[0])
             os.replace(made, target)
     except OSError as error:
         return str(error)

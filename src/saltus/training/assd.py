@@ -16,6 +16,7 @@ missing line is a hole between two tokens. White space in stories becomes single
 text of a hole, so that the model learns to end a hole of unknown length by itself.
 
 `--from` starts with the weights of such a model or of an XLNet, which keeps its own tokens and has no blanks.
+`--weights q8_0` stores the model in half the bytes: its matrices go to a GGUF file, beside the tokenizer.
 `--xlnet` makes an XLNet instead, the paper's architecture: it has no blanks, so its holes have a given length, and no
 KV cache. `--left-to-right` trains a causal model of the same size on the same texts, to compare with.
 """
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,16 +108,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+Meter = Callable[[int, str], AbstractContextManager[Callable[[int, str], None]]]
+"""Of a number of steps and a name: entering gives a function that shows how many are done, with a text."""
+
+
+def _no_meter(total: int, name: str) -> AbstractContextManager[Callable[[int, str], None]]:
+    return nullcontext(lambda done, words: None)
+
+
+def main(arguments: Sequence[str] | None = None, meter: Meter = _no_meter) -> None:
     """Train by these command-line arguments. Errors: ValueError; KeyboardInterrupt with a message."""
     options = _parser().parse_args(arguments)
     if sum(map(bool, (options.left_to_right, options.begin, options.xlnet))) > 1:
         raise ValueError("give one of --from, --xlnet and --left-to-right: each says what the model is")
     with join_processes() as processes:
-        _train_and_save(options, processes)
+        _train_and_save(options, processes, meter if processes.is_main else _no_meter)
 
 
-def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
+def _train_and_save(options: argparse.Namespace, processes: Processes, meter: Meter) -> None:
     texts = _read_texts(options)
     model, tokenizer = _load_model(options.begin) if options.begin else _new_model(options, texts)
     if options.weights != "bf16":
@@ -129,17 +139,19 @@ def _train_and_save(options: argparse.Namespace, processes: Processes) -> None:
         options.steps, options.rate or rate, every=options.every, optimiser=optimiser, half=options.half
     )
     tasks: list[TrainingTask] = [task]
-    _train(task, schedule, work / "checkpoint.pt", settings)
+    with meter(schedule.steps, "training") as show:
+        _train(task, schedule, work / "checkpoint.pt", settings, show)
     if type(task) is AnySubsetTrainingTask and options.links:
         correction = PairwiseCorrectionTrainingTask(task)
         correction.processes = processes
         _print(processes, f"pairwise correction, in {options.links:,} steps")
-        _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings)
+        with meter(options.links, "pairwise correction") as show:
+            _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings, show)
         tasks.append(correction)
     if processes.is_main:
-        remove_gguf(options.out)
         for one in tasks:
             one.save(options.out, {})
+        remove_gguf(options.out)
         if options.weights != "bf16":
             store_as_gguf(options.out, options.weights)
     _print(processes, f"written: {options.out}")
@@ -151,10 +163,18 @@ def _print(processes: Processes, line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _train(task: TrainingTask, schedule: Schedule, checkpoint_path: Path, settings: dict[str, Any]) -> None:
+def _train(
+    task: TrainingTask,
+    schedule: Schedule,
+    checkpoint_path: Path,
+    settings: dict[str, Any],
+    show: Callable[[int, str], None],
+) -> None:
+    on_checkpoint = print_progress if task.processes.is_main else lambda progress: None
     try:
-        on_checkpoint = print_progress if task.processes.is_main else lambda progress: None
-        train_task(task, schedule, checkpoint_path, settings, on_checkpoint)
+        train_task(
+            task, schedule, checkpoint_path, settings, on_checkpoint, lambda step, loss: show(step, f"loss {loss:.3f}")
+        )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; the same command goes on from the last checkpoint") from None
 
@@ -220,6 +240,7 @@ def _make_task(
         ids = tokenizer(some, add_special_tokens=False).input_ids
         return [part for one in ids for part in infill_texts.split_tokens([*start, *one, *end], options.length)]
 
+    _print(processes, f"making tokens of {len(texts):,} texts")
     training, held_out = tokenize(texts[num_held_out:]), tokenize(texts[:num_held_out])
     if not (training and held_out):
         raise ValueError(f"no text that is held out has {infill_texts.MIN_TOKENS} tokens; give longer texts")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs
@@ -88,6 +89,41 @@ class ContextRows:
     def num_rows(self) -> int:
         return len(self.inputs)
 
+    def split(self, count: int) -> tuple[ContextRows, ContextRows]:
+        """The first rows, of which one has an output, and the others."""
+        first = replace(self, inputs=self.inputs[:count], num_outputs=1)
+        return first, replace(self, inputs=self.inputs[count:], past_length=self.past_length + count)
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The rows of one text in a drafter's pass, before they are made: new context positions, then queries."""
+
+    states: Float[Tensor, "context states"]  # of the target before each new token
+    tokens: Int[np.ndarray, "context"]  # int64
+    queries: Float[Tensor, "queries hidden"]  # added to the last context input
+    kv_cache: ContextKVCache
+    past_length: int
+    causal: ClassVar[bool] = True
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.states) + len(self.queries)
+
+    @property
+    def num_outputs(self) -> int:
+        """The last context position and the queries."""
+        return 1 + len(self.queries)
+
+    def split(self, count: int) -> tuple[DraftRows, DraftRows]:
+        """The first context positions, without queries, and the others."""
+        first = replace(self, states=self.states[:count], tokens=self.tokens[:count], queries=self.queries[:0])
+        past = self.past_length + count
+        return first, replace(self, states=self.states[count:], tokens=self.tokens[count:], past_length=past)
+
+
+Rows = TypeVar("Rows", ContextRows, DraftRows)
+
 
 class ContextLayers:
     """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
@@ -111,34 +147,22 @@ class ContextLayers:
 
         Rows before these may run in several calls. Without `output_logits` the logits are empty.
         """
-        last = self._without_first_rows(ContextRows(inputs, kv_cache, past_length, num_outputs))
-        (found,) = self._forward([last], output_logits)
+        rows = ContextRows(inputs, kv_cache, past_length, num_outputs)
+        (found,) = run_in_passes([rows], partial(self._forward, output_logits=output_logits), self._run_without_logits)
         return found
 
     def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
         """The same for several texts, in few passes of limited rows. A row rounds as if it were alone."""
-        return run_in_passes([self._without_first_rows(text) for text in texts], self._forward)
+        return run_in_passes(texts, self._forward, self._run_without_logits)
 
-    def _without_first_rows(self, text: ContextRows) -> ContextRows:
-        """What a single pass can hold of a text, after the rows before it have run."""
-        assert text.causal or text.num_rows <= MAX_ROWS_PER_CALL
-        while text.num_rows > MAX_ROWS_PER_CALL:
-            count = min(MAX_ROWS_PER_CALL, text.num_rows - text.num_outputs)
-            self._forward([replace(text, inputs=text.inputs[:count], num_outputs=1)], output_logits=False)
-            text = replace(text, inputs=text.inputs[count:], past_length=text.past_length + count)
-        return text
+    def _run_without_logits(self, texts: Sequence[ContextRows]) -> None:
+        self._forward(texts, output_logits=False)
 
     def _forward(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
-        positions = [np.arange(len(text.inputs)) + text.past_length for text in texts]
-        rows = [
-            SequenceRows(text.kv_cache.kv_cache, text.past_length, places, _tree_mask(text))
-            for text, places in zip(texts, positions, strict=True)
-        ]
-        counts, ends = [text.num_outputs for text in texts], accumulate(map(len, positions))
-        kept = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        inputs, keep = torch.cat([text.inputs for text in texts]), torch.from_numpy(kept).to(self.device)
-        places = torch.from_numpy(np.concatenate(positions)).to(self.device)
-        logits, states = self._evaluate(inputs, places, AttentionCall(rows, self.num_layers), keep, output_logits)
+        positions, call, kept = plan_pass(texts, self.num_layers)
+        inputs, keep = torch.cat([text.inputs for text in texts]), kept.to(self.device)
+        logits, states = self._evaluate(inputs, positions.to(self.device), call, keep, output_logits)
+        counts = [text.num_outputs for text in texts]
         by_text = logits.split(counts) if output_logits else [logits] * len(texts)
         return list(zip(by_text, states.split(counts), strict=True))
 
@@ -153,11 +177,20 @@ class ContextLayers:
             return self.model.lm_head(states) if output_logits else states.new_empty(0), states
 
 
-def run_in_passes(texts: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    """`run` on groups of as many texts (which say their `num_rows`) as a pass can hold; one result for each."""
+def run_in_passes(
+    texts: Sequence[Rows], run: Callable[[Sequence[Rows]], list[Any]], run_first: Callable[[Sequence[Rows]], Any]
+) -> list[Any]:
+    """`run` on groups of as many texts as a pass can hold; one result for each text.
+
+    Where a pass cannot hold one text, its first rows go through `run_first`.
+    """
     found: list[Any] = []
-    waiting: list[Any] = []
+    waiting: list[Rows] = []
     for text in texts:
+        assert text.num_outputs < MAX_ROWS_PER_CALL and (text.causal or text.num_rows <= MAX_ROWS_PER_CALL)
+        while text.num_rows > MAX_ROWS_PER_CALL:
+            first, text = text.split(min(MAX_ROWS_PER_CALL, text.num_rows - text.num_outputs))
+            run_first([first])
         if waiting and sum(each.num_rows for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
             found += run(waiting)
             waiting = []
@@ -165,6 +198,20 @@ def run_in_passes(texts: Sequence[Any], run: Callable[[Sequence[Any]], list[Any]
     return found + (run(waiting) if waiting else [])
 
 
-def _tree_mask(text: ContextRows) -> np.ndarray:
-    rows = len(text.inputs)
+def plan_pass(
+    texts: Sequence[Rows], num_layers: int
+) -> tuple[Int[Tensor, "rows"], AttentionCall, Int[Tensor, "outputs"]]:
+    """Of one pass over texts: the positions of all rows, what they see, and the numbers of those with outputs."""
+    positions = [np.arange(text.num_rows) + text.past_length for text in texts]
+    rows = [
+        SequenceRows(text.kv_cache.kv_cache, text.past_length, own, _tree_mask(text))
+        for text, own in zip(texts, positions, strict=True)
+    ]
+    counts, ends = [text.num_outputs for text in texts], accumulate(text.num_rows for text in texts)
+    outputs = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    return torch.from_numpy(np.concatenate(positions)), AttentionCall(rows, num_layers), torch.from_numpy(outputs)
+
+
+def _tree_mask(text: ContextRows | DraftRows) -> np.ndarray:
+    rows = text.num_rows
     return np.tri(rows, dtype=np.uint8) if text.causal else np.ones((rows, rows), dtype=np.uint8)

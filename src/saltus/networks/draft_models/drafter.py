@@ -20,8 +20,14 @@ from torch import Tensor, nn
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.uniform_embedding import UniformEmbedding
-from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
-from saltus.networks.draft_models.native_draft_pass import DraftRows, NativeDraftPass
+from saltus.networks.draft_models.context_layers import (
+    ContextKVCache,
+    ContextLayers,
+    ContextRows,
+    DraftRows,
+    unread_states,
+)
+from saltus.networks.draft_models.native_draft_pass import NativeDraftPass
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
 from saltus.networks.draft_models.timed_outputs import timed_outputs
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel, corrected_states, rms_normalized
@@ -221,7 +227,7 @@ class DraftNetwork:
         return DraftRows(states.to(dtype), tokens, queries.to(dtype), kv_cache, past)
 
     def _run(self, texts: Sequence[DraftRows]) -> list[tuple[Tensor, Tensor]]:
-        """The logits and last hidden states of each text's last context position and queries, without kernels."""
+        """The logits and last hidden states of each text's last context position and queries, piece by piece."""
         features = [
             self.model.context_features(text.states, torch.from_numpy(text.tokens).to(self.device)) for text in texts
         ]

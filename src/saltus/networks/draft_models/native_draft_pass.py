@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from saltus import native
-from saltus.networks.draft_models.context_layers import (
-    MAX_ROWS_PER_CALL,
-    ContextKVCache,
-    ContextLayers,
-    run_in_passes,
-)
+from saltus.networks.draft_models.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
 from saltus.networks.draft_models.row_candidates import RowCandidates
 from saltus.networks.draft_models.token_correction import RMS_EPSILON
-from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.packed_weight import is_kernel_weight, kernel_arguments
-from saltus.networks.models.native_decoder import DecoderCall, linear_struct
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """What a pass reads of one text."""
-
-    states: Float[Tensor, "context states"]  # of the target before each new token
-    tokens: Int[np.ndarray, "context"]  # int64
-    queries: Float[Tensor, "queries hidden"]  # added to the last context input
-    kv_cache: ContextKVCache
-    past_length: int  # context positions in the cache
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.states) + len(self.queries)
+from saltus.networks.models.native_decoder import DecoderCall, linear_struct, raise_if_failed
 
 
 @dataclass(frozen=True)
@@ -58,11 +37,11 @@ class NativeDraftPass:
     def __init__(self, model: Any, layers: ContextLayers) -> None:
         decoder, fuse = layers.native_decoder, model.fuse
         assert decoder is not None
-        self.decoder, self.dtype, size = decoder, fuse.weight.dtype, fuse.weight.shape[0]
-        kernel = native.kernel("draft", self.dtype, fuse.weight.device)
+        size, inputs = fuse.weight.shape
+        kernel = native.kernel("draft", fuse.weight.dtype, fuse.weight.device)
         assert kernel is not None
-        self.kernel = kernel
-        self.ones = torch.ones(size, dtype=self.dtype)
+        self.kernel, self.decoder, self.state_size = kernel, decoder, inputs - size
+        self.ones = torch.ones(size, dtype=fuse.weight.dtype)
         embeddings, state = model.embeddings[0], None if model.correction is None else model.correction.state
         weight, format = kernel_arguments(embeddings)
         self.rank = 0 if state is None else len(state.weight)
@@ -70,7 +49,7 @@ class NativeDraftPass:
             embedding=native.Expansion(weight=weight, format=format, inputs=size),
             fuse=linear_struct(self.ones, [(fuse, None)]), ones=self.ones.data_ptr(),
             likely=native.NearGreatest(size=len(model.tokens)),
-            parts=fuse.weight.shape[1] // size - 1, vocab=len(embeddings), epsilon=RMS_EPSILON,
+            parts=self.state_size // size, vocab=len(embeddings), epsilon=RMS_EPSILON,
         )  # fmt: skip
         if state is not None:
             self.constants.project = linear_struct(self.ones, [(state, None)])
@@ -87,36 +66,16 @@ class NativeDraftPass:
 
     def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         """The pass over texts, in calls of limited rows. A row rounds as if it were alone. Errors: MemoryError."""
-        return run_in_passes([self._without_first_rows(text) for text in texts], self._evaluate)
-
-    def _without_first_rows(self, text: DraftRows) -> DraftRows:
-        """What a single call can hold of a text, after the context positions before it have run."""
-        while text.num_rows > MAX_ROWS_PER_CALL:
-            count = min(MAX_ROWS_PER_CALL, len(text.states) - 1)
-            first = replace(text, states=text.states[:count], tokens=text.tokens[:count], queries=text.queries[:0])
-            self._evaluate([first])
-            past = text.past_length + count
-            text = replace(text, states=text.states[count:], tokens=text.tokens[count:], past_length=past)
-        return text
+        return run_in_passes(texts, self._evaluate, self._evaluate)
 
     def _evaluate(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
-        places = [np.arange(text.num_rows) + text.past_length for text in texts]
-        rows = [
-            SequenceRows(text.kv_cache.kv_cache, text.past_length, own, np.tri(text.num_rows, dtype=np.uint8))
-            for text, own in zip(texts, places, strict=True)
-        ]
-        counts = [1 + len(text.queries) for text in texts]
-        ends = list(accumulate(text.num_rows for text in texts))
-        kept = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-        positions = torch.from_numpy(np.concatenate(places))
-        call = self.decoder.prepare(
-            len(positions), positions, AttentionCall(rows, self.decoder.num_layers), torch.from_numpy(kept)
-        )
+        positions, attention, kept = plan_pass(texts, self.decoder.num_layers)
+        call = self.decoder.prepare(len(positions), positions, attention, kept)
         found = RowCandidates.empty(len(kept))
         projected = np.empty((len(kept), self.rank), dtype=np.float32)
         self._run(texts, call, found, projected)
-        starts = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
-        own = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        ends = list(accumulate(text.num_outputs for text in texts))
+        own = [slice(end - text.num_outputs, end) for end, text in zip(ends, texts, strict=True)]
         return [DraftedRows(call.logits[rows], call.states[rows], found[rows], projected[rows]) for rows in own]
 
     def _run(self, texts: Sequence[DraftRows], call: DecoderCall, found: RowCandidates, projected: np.ndarray) -> None:
@@ -125,6 +84,8 @@ class NativeDraftPass:
         states, queries = ((native.POINTER * len(texts))() for _ in range(2))
         counts, query_counts = ((native.INTEGER * len(texts))() for _ in range(2))
         for i, text in enumerate(texts):
+            assert len(text.tokens) == len(text.states) > 0 and text.states.is_contiguous()
+            assert text.states.shape[1] == self.state_size
             states[i], queries[i] = text.states.data_ptr(), text.queries.data_ptr()
             counts[i], query_counts[i] = len(text.states), len(text.queries)
         tokens = texts[0].tokens if len(texts) == 1 else np.concatenate([text.tokens for text in texts])
@@ -134,4 +95,4 @@ class NativeDraftPass:
         struct.projected = projected.ctypes.data if self.rank else None
         struct.likely.x = call.logits.data_ptr()
         found.point(struct.likely)
-        self.decoder.raise_if_failed(self.kernel(ctypes.byref(struct)))
+        raise_if_failed(self.kernel(ctypes.byref(struct)), struct.vocab)

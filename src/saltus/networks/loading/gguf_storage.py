@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 
-from saltus.networks.loading.gguf_files import TENSOR_NAMES, write_index
+from saltus.networks.loading.gguf_files import TENSOR_NAMES, read_gguf_index, write_index
 from saltus.networks.loading.model_folders import INDEX_FILE
 from saltus.networks.loading.packing import PACKINGS, quantized_blocks
 
@@ -42,9 +42,10 @@ def store_as_gguf(folder: Path, packing: str) -> None:
 
 
 def remove_gguf(folder: Path) -> None:
-    """Delete what `store_as_gguf` wrote to a folder."""
-    for name in (INDEX_FILE, PACKED_FILE):
-        (folder / name).unlink(missing_ok=True)
+    """Delete what `store_as_gguf` wrote to a folder, so that the weights that `save_pretrained` wrote there count."""
+    if (folder / INDEX_FILE).is_file():
+        read_gguf_index(folder)[0].unlink(missing_ok=True)
+        (folder / INDEX_FILE).unlink()
 
 
 def _write_gguf(

@@ -23,7 +23,7 @@ from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, Pac
 def load_gguf_model(
     folder: Path, dtype: torch.dtype = torch.bfloat16, packed: bool = True, own_classes: bool = False
 ) -> Any:
-    """The model of a folder that `write_gguf_folder` made, on the CPU.
+    """The model of a folder whose weights are in a GGUF file (`write_gguf_folder`, `store_as_gguf`), on the CPU.
 
     With `packed`, matrices stay packed if there are compiled kernels to read them and `dtype` is bfloat16: blocks of
     256 are mapped into memory, those of 32 rearranged. Else they are expanded to bfloat16 numbers, in `dtype`. With

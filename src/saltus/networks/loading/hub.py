@@ -18,6 +18,7 @@ from saltus.networks.loading.fetching import (
     write_manifest,
 )
 from saltus.networks.loading.model_folders import (
+    INDEX_FILE,
     MASK_FILE,
     PAIRWISE_CORRECTION_FILE,
     WEIGHT_FILE_PATTERNS,
@@ -158,6 +159,8 @@ def _list_needed_files(hub_id: str, revision: str | None) -> dict[str, int]:
         ([n for n in sizes if kind.fullmatch(n)] for kind in WEIGHT_FILE_PATTERNS if any(map(kind.fullmatch, sizes))),
         [],
     )
+    if INDEX_FILE in sizes:  # its weights are in a GGUF file
+        names = [n for n in sizes if n.endswith(".gguf")]
     if "config.json" not in sizes or not names:
         raise SourceError(
             f"{hub_id} holds no weights that Transformers loads; choose a repository with safetensors files"

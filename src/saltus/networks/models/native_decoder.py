@@ -186,7 +186,7 @@ class NativeDecoder:
             self._write_inputs(self.hidden[:rows], inputs, gate)
         else:
             made.struct.embedding.rows, made.struct.embedding.count = inputs.data_ptr(), rows
-        self.raise_if_failed(self.decode(ctypes.byref(made.struct)))
+        raise_if_failed(self.decode(ctypes.byref(made.struct)), made.struct.vocab)
         return made.logits, made.states
 
     def prepare(
@@ -223,13 +223,6 @@ class NativeDecoder:
         return DecoderCall(
             struct, logits, [*(collected[layer] for layer in hidden_state_layers if collected), normed], pointed_to
         )
-
-    def raise_if_failed(self, code: int) -> None:
-        """Errors: IndexError, MemoryError, by what a kernel returned."""
-        if code == native.UNKNOWN_TOKEN:
-            raise IndexError(f"a token lies beyond the model's vocabulary of {self.constants.vocab}")
-        if code:
-            raise MemoryError("a call ran out of memory; decode a shorter text")
 
     def _write_inputs(self, hidden: Tensor, inputs: Tensor, gate: Gate | None) -> None:
         """Write embeddings that are given, or those of tokens and of an adapter's queries, to the hidden states."""
@@ -277,6 +270,14 @@ class NativeDecoder:
             setattr(struct, name, getattr(struct, name) + start * step)
         sequence.fill_rows(struct, window)
         return struct
+
+
+def raise_if_failed(code: int, vocab: int) -> None:
+    """Errors: IndexError, MemoryError, by what a kernel returned."""
+    if code == native.UNKNOWN_TOKEN:
+        raise IndexError(f"a token lies beyond the model's vocabulary of {vocab}")
+    if code:
+        raise MemoryError("a call ran out of memory; decode a shorter text")
 
 
 def linear_struct(
