@@ -249,6 +249,13 @@ def test_links_come_with_an_any_subset_model(hub, ask):
     assert (Path(found) / "links.safetensors").read_bytes() == b"links"
 
 
+def test_a_model_whose_weights_are_packed_comes_with_them(hub, ask):
+    weights = hub.files.pop("model.safetensors")
+    hub.files |= {"links.safetensors": b"links", "gguf.json": b"{}", "model.gguf": weights}
+    found, _stages = ask("o/m", hub.server.server_port)
+    assert {"links.safetensors", "gguf.json", "model.gguf"} <= {file.name for file in Path(found).iterdir()}
+
+
 @pytest.mark.slow
 def test_a_download_that_broke_off_is_not_taken_for_a_model(hub, ask, tmp_path):
     hub.broken = "tokenizer.json"
