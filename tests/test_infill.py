@@ -443,18 +443,36 @@ def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
 
 
 @pytest.mark.parametrize(
-    ("text", "noted"),
+    ("text", "model", "noted"),
     [
-        ("Tom was sad because his dog had [[3]]. Then Tom found him in the garden and was happy.", False),
-        ("def total(prices: list[float], rate: float) -> float:\n    [[3]]\n    return result", True),
-        ("Es war einmal ein kleiner Bär, der lebte im [[3]] und hatte einen Freund.", True),
-        ("x = [[3]]", False),  # too short to tell
+        ("Tom was sad because his dog had [[3]]. Then Tom found him in the garden and was happy.", "stories", False),
+        ("def total(prices: list[float], rate: float) -> float:\n    [[3]]\n    return result", "code", False),
+        (
+            "for price in prices:\n[[…]]\n    total += price",
+            "code",
+            False,
+        ),  # no whole Python, with any words in the hole
+        ("function total(prices) {\n  let sum = [[3]];\n  return sum * 2;\n}\n", "code", True),
+        ("Es war einmal ein kleiner Bär, der lebte im [[3]] und hatte einen Freund.", "stories", True),
+        ("x = [[3]]", "code", False),
+        ("Tom, [[3]]", "stories", False),  # too short to tell
     ],
 )
-def test_stories_says_where_a_text_is_none_of_its_kind(text: str, noted: bool):
-    result = CliRunner().invoke(app, ["infill", text])
+def test_the_command_fills_a_text_by_the_shipped_model_that_knows_its_kind(text: str, model: str, noted: bool):
+    result = CliRunner().invoke(app, ["infill", text, "--json"])
     assert result.exit_code == 0
-    assert ("unlike the tales" in result.stderr) == noted
+    assert json.loads(result.stdout)["model"] == model
+    assert ("expect noise" in result.stderr) == noted
+
+
+def test_the_code_model_that_comes_with_saltus_fills_a_line_in_packed_weights():
+    engine = saltus.load("code", "assd", tuned_settings=False)
+    assert describe_weights(engine.network.model) == "Q8_0"
+    assert engine.network.pairwise_correction is not None
+    text = "def total(prices):\n    result = 0\n    for price in prices:\n[[…]]\n    return result\n"
+    filled = engine.infill(text)
+    assert "result" in filled.fillings[0]
+    assert filled.text == engine.infill(text, method="plain").text
 
 
 def test_neighbours_are_holes_that_are_decided_one_after_the_other():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +11,10 @@ import typer
 
 from saltus.cli import options as o
 
-STORIES = "stories"  # the model that comes with the package
-# Of the given text. Stories and tales have 2.4 to 4.3, half of them more than 3.9; Python 1.4 to 2.0, German 1.8.
-LEAST_CHARACTERS_PER_TOKEN = 2.2
-LEAST_TOKENS = 12  # of a text that is judged
+AUTO = "auto"  # stories or code, which come with the package
 
 
-@o.with_options(omit=("chat_template", "draft_model", "num_draft_tokens"), model=STORIES)
+@o.with_options(omit=("chat_template", "draft_model", "num_draft_tokens"), model=AUTO)
 def infill(
     *,
     text: Annotated[
@@ -46,7 +44,9 @@ def infill(
     """Fill the holes of a text, several tokens a call, from the joint distribution of the missing tokens.
 
     [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself. A code model
-    with fill-in-the-middle tokens fills one [bold][[…]][/bold].
+    with fill-in-the-middle tokens fills one [bold][[…]][/bold]. By default ([bold]--model auto[/bold]) a text is
+    filled by one of two small models that come with Saltus: Python by [bold]code[/bold], others by
+    [bold]stories[/bold].
 
     [bold]Examples[/bold]
 
@@ -60,7 +60,7 @@ def infill(
 
         saltus infill -m Qwen/Qwen2.5-Coder-0.5B --open 64 --file program.py
 
-    [bold]With --json[/bold] the text is one object: text, fillings, tokens, method, calls,
+    [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method, calls,
     tokens_per_call, seconds, tokens_per_second, accepted (tokens that each call decided).
     """
     if (text is None) == (file is None):
@@ -68,31 +68,27 @@ def infill(
     inputs = _read_file(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
+    from saltus.cli.shipped_infill_models import choose_model
     from saltus.engine.infill_template import parse_template
 
     template = parse_template(inputs)
+    note = None
+    if model_options.model == AUTO:
+        name, note = choose_model(template)
+        model_options = replace(model_options, model=name)
     engine, sampling = open_with_options(model_options, method_options, sampling_options)
-    if model_options.model == STORIES and not _is_like_stories("".join(template.pieces), engine.tokenizer):
-        print_note(
-            "this text is unlike the tales that the model stories knows, so expect noise; give a model of such texts by"
-            " --model, for code one with fill-in-the-middle tokens, such as Qwen/Qwen2.5-Coder-0.5B"
-        )
+    if note:
+        print_note(note)
     found = engine.infill(template, open_tokens=open_tokens, **sampling)
     if json:
-        _print_record(found, engine.method)
+        _print_record(found, model_options.model, engine.method)
         return
     _print_text(found, steps)
     counted = found.statistics
     print_note(
         f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} tokens a call"
-        f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method}"
+        f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method} on {model_options.model}"
     )
-
-
-def _is_like_stories(text: str, tokenizer: Any) -> bool:
-    """False where the tokens of stories are short: their tokenizer was made of stories, too."""
-    count = len(tokenizer(text, add_special_tokens=False).input_ids)
-    return count < LEAST_TOKENS or len(text) >= LEAST_CHARACTERS_PER_TOKEN * count
 
 
 def _read_file(file: Path) -> str:
@@ -102,14 +98,14 @@ def _read_file(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 text; convert it, or fill a part of it as words") from None
 
 
-def _print_record(infilling: Any, method: str) -> None:
+def _print_record(infilling: Any, model: str, method: str) -> None:
     from saltus.cli.report import print_json
 
     counted = infilling.statistics
     print_json({
-        "text": infilling.text, "fillings": infilling.fillings, "tokens": infilling.tokens, "method": method,
-        "calls": counted.calls, "tokens_per_call": counted.tokens_per_call, "seconds": counted.seconds,
-        "tokens_per_second": counted.tokens_per_second, "accepted": counted.accepted,
+        "text": infilling.text, "fillings": infilling.fillings, "tokens": infilling.tokens, "model": model,
+        "method": method, "calls": counted.calls, "tokens_per_call": counted.tokens_per_call,
+        "seconds": counted.seconds, "tokens_per_second": counted.tokens_per_second, "accepted": counted.accepted,
     })  # fmt: skip
 
 

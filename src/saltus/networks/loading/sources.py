@@ -35,7 +35,7 @@ SHORT_NAMES = {
     "qwen3-4b": "Qwen/Qwen3-4B",
     "gpt2": "openai-community/gpt2",
 }
-SHIPPED_MODELS = {"stories": SHIPPED / "stories"}  # models that come with the package
+SHIPPED_MODELS = {name: SHIPPED / name for name in ("stories", "code")}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 TOKENIZER_FILE = "tokenizer_config.json"
 GGUF_FOLDER_FORMAT = 2  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
