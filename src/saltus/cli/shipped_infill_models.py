@@ -22,8 +22,8 @@ LEAST_CODE_RATIO = 1.3
 LEAST_CHARACTERS_PER_TOKEN = 2.2
 LEAST_TOKENS = 12  # of a text that is judged by its tokens
 PYTHON_LINE = re.compile(
-    r"^\s*((def|class) \w+.*|(if|elif|while|with|except) .*|for .+ in .*|else|try|finally):\s*(#.*)?$"
-    r"|^\s*(import [\w.]+( as \w+)?|from [\w.]+ import .*)$",
+    r"^[ \t]*((def|class) \w+.*|(if|elif|while|with|except) .*|for .+ in .*|else|try|finally):[ \t]*(#.*)?$"
+    r"|^[ \t]*(import [\w.]+( as \w+)?|from [\w.]+ import .*)$",
     re.MULTILINE,
 )
 
