@@ -43,10 +43,11 @@ def infill(
 ) -> None:
     """Fill the holes of a text, several tokens a call, from the joint distribution of the missing tokens.
 
-    [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself. A code model
-    with fill-in-the-middle tokens fills one [bold][[…]][/bold]. By default ([bold]--model auto[/bold]) a text is
-    filled by one of two small models that come with Saltus: Python by [bold]code[/bold], others by
-    [bold]stories[/bold].
+    [bold][[8]][/bold] has exactly 8 tokens; the model ends [bold][[…]][/bold] (or [[...]]) itself. A code
+    model with fill-in-the-middle tokens fills one [bold][[…]][/bold].
+
+    By default ([bold]--model auto[/bold]) one of two small models that come with Saltus fills
+    the text: [bold]code[/bold] knows Python, [bold]stories[/bold] tales.
 
     [bold]Examples[/bold]
 
@@ -56,12 +57,15 @@ def infill(
 
         saltus infill --method plain "The cat [[6]] the mouse."
 
+        saltus infill --file program.py
+
         saltus infill --file story.txt --json
 
         saltus infill -m Qwen/Qwen2.5-Coder-0.5B --open 64 --file program.py
 
-    [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method, calls,
-    tokens_per_call, seconds, tokens_per_second, accepted (tokens that each call decided).
+    [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method,
+    calls, tokens_per_call, seconds, tokens_per_second, accepted (tokens that each
+    call decided).
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
