@@ -68,7 +68,7 @@ def fim_prompt(
     if found is None:
         raise ValueError(
             f"{model_name} writes from left to right and has no fill-in-the-middle tokens; give a code model that has"
-            f" them ({KNOWN_MODELS}), or an any-subset model, such as stories"
+            f" them ({KNOWN_MODELS}), or an any-subset model, such as code"
         )
     vocab = tokenizer.get_vocab()
     begin = tokenizer("").input_ids[:1] if tokenizer.bos_token_id is not None else []
