@@ -297,7 +297,7 @@ vocabulary = 0
 informed = false
 correction = 8
 
-[lessons]
+[data]
 texts = 3
 windows = 6
 held_out = 0.3
@@ -331,8 +331,10 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
     one, other = (load_file(folder / "drafter.safetensors") for folder in (out, tmp_path / "longer"))
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=0.02, atol=1e-4)
-    assert "leave laws out" in complaint(*train, "--set", "laws=0.5")
-    assert "no uniforms; set informed=false" in complaint(*train, "--set", "informed=true", "--set", "laws=0")
+    assert "leave distillation_weight out" in complaint(*train, "--set", "distillation_weight=0.5")
+    assert "no uniforms; set informed=false" in complaint(
+        *train, "--set", "informed=true", "--set", "distillation_weight=0"
+    )
     assert "no states but those of taps" in complaint(*train, "--set", "taps=[]")
     assert "has 300 tokens" in complaint(*train, "--work", tmp_path / "new", "--set", "mask_token=300")
 

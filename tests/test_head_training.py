@@ -36,7 +36,9 @@ def states(target) -> HiddenStateCorpus:
 
 
 def task(target, states, **settings) -> HeadsTrainingTask:
-    window_settings = WindowSettings(texts=3, windows=5, discount=0.8, held_out=0.3, laws=settings.pop("laws", 0.0))
+    window_settings = WindowSettings(
+        texts=3, windows=5, discount=0.8, held_out=0.3, distillation_weight=settings.pop("distillation_weight", 0.0)
+    )
     shape = HeadShape(**{"hidden": 32, "circuit": "btree", "window": 4, "rank": 3, "directions": 4} | settings)
     made = HeadsTrainingTask(target, states, shape, vocabulary_size=40, window_settings=window_settings)
     with torch.no_grad():
@@ -81,7 +83,7 @@ def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told
 
 def test_the_target_s_distributions_can_be_part_of_the_loss(target, states):
     """The cross-entropy with the target's own distribution over the drafted tokens."""
-    made = task(target, states, circuit="ff", laws=1.0)
+    made = task(target, states, circuit="ff", distillation_weight=1.0)
     batch = made.window_dataset.training_batch(0)
     last = int(batch.corpus_rows[0, batch.window_starts[0, 0] - 1])
     logits = states.hidden_states[last + 1, 32:].float() @ target.get_output_embeddings().weight[made.module.tokens].T
@@ -105,9 +107,9 @@ def test_token_likelihoods_in_chunks_are_those_of_whole_distributions(monkeypatc
     )
 
 
-@pytest.mark.parametrize("laws", [0.0, 0.5])
-def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, laws):
-    made = task(target, states, circuit="hmm", laws=laws)
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_gradients_reach_all_weights_and_training_lowers_the_loss(target, states, weight):
+    made = task(target, states, circuit="hmm", distillation_weight=weight)
     made.loss(0).backward()
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.parameters())
     optimiser = torch.optim.Adam(made.module.parameters(), lr=0.01)

@@ -205,7 +205,7 @@ def test_iterates_are_read_back_block_by_block():
 
 def test_the_anchor_is_the_divergence_from_the_initial_model():
     """It is zero for the initial model, and then the divergence of the distributions along the text."""
-    task = make_task(tiny("Llama"), gated=False, anchor="laws")
+    task = make_task(tiny("Llama"), gated=False, anchor="distributions")
     texts, generator = task.training_trajectories[:2], seeded_generator(0, "test")
     iterates = [task.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
     free = replace(task, text_weight=0.0)
@@ -260,7 +260,7 @@ def test_training_increases_the_tokens_per_call(gated, written, tmp_path):
 
 
 def settings(*more: str) -> list[str]:
-    given = ["rank=4", "forcing.window=2", "lessons.texts=2", "held_out=0.3", "every=2", *more]
+    given = ["rank=4", "forcing.window=2", "data.texts=2", "held_out=0.3", "every=2", *more]
     return [part for one in given for part in ("--set", one)]
 
 

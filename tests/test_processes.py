@@ -102,7 +102,7 @@ TASKS: dict[str, Callable[..., TrainingTask]] = {
     "drafter of distributions": lambda tmp, target, states: drafter_task(target, states, informed=False, correction=8),
     "heads": lambda tmp, target, states: test_head_training.task(target, states),
     "heads with the target's distributions": lambda tmp, target, states: test_head_training.task(
-        target, states, laws=0.5, circuit="cp"
+        target, states, distillation_weight=0.5, circuit="cp"
     ),
     "adapter": lambda tmp, target, states: adapter_task(tmp),
     "adapter of distributions": lambda tmp, target, states: adapter_task(tmp, form="categorical", loss="kl"),

@@ -44,7 +44,7 @@ window = 4
 vocabulary = 120
 embedding = "th"
 
-[lessons]
+[data]
 texts = 3
 windows = 6
 held_out = 0.3
@@ -392,7 +392,8 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
     ("old", "new", "cure"),
     [
         ("layers = 1", "layer = 1", "did you mean layers?"),
-        ("[lessons]", "[lesons]", "did you mean lessons?"),
+        ("[data]", "[datta]", "did you mean data?"),
+        ("[data]", "[lessons]", "it is called data now"),
         ("layers = 1", 'layers = "one"', "layers is 'one', but must be a whole number"),
         ("layers = 1", "layers = true", "must be a whole number"),
         ("layers = 1", "layers = 0", "must be 1 or more"),
@@ -402,7 +403,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
         ('kind = "drafter"', "", "lacks kind"),
         ("steps = 12", "", "lacks steps"),
-        ("[lessons]", "[adapter]\n[lessons]", "leave that out"),
+        ("[data]", "[adapter]\n[data]", "leave that out"),
         ("[drafter]", "[drafter", "is not TOML"),
     ],
 )
@@ -411,9 +412,9 @@ def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_pa
     assert cure in complaint("train", "ptp", "-r", recipe, "--teacher", tmp_path)
 
 
-def test_an_adapter_s_recipe_with_the_key_laws_is_refused(tmp_path):
-    (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "laws = 0.3"), encoding="utf-8")
-    assert "leave laws out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
+def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
+    (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "distillation_weight = 0.3"), encoding="utf-8")
+    assert "leave distillation_weight out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
 
 
 @pytest.mark.parametrize(

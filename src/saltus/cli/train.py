@@ -201,7 +201,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
             chosen,
             model=model or chosen.model,
             schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
-            lessons=replace(chosen.lessons, seed=chosen.lessons.seed if seed is None else seed),
+            data=replace(chosen.data, seed=chosen.data.seed if seed is None else seed),
         )
         work = work or Path("runs", file.stem)
         teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]

@@ -110,14 +110,14 @@ class CachedStateObjective(Objective):
                 "the coupling gumbel has no uniforms to condition queries on; set informed=false, or"
                 " coupling=probability or token-order"
             )
-        if recipe.kind == "drafter" and recipe.drafter.network == DFLASH and "laws" in window_keys:
-            raise ValueError("the network dflash predicts nothing at context positions; leave laws out")
+        if recipe.kind == "drafter" and recipe.drafter.network == DFLASH and "distillation_weight" in window_keys:
+            raise ValueError("the network dflash predicts nothing at context positions; leave distillation_weight out")
 
     def why_not_truncated(self, recipe: Recipe) -> str:
         if recipe.kind != "drafter":
             return super().why_not_truncated(recipe)
-        informed = recipe.drafter.informed and not recipe.lessons.laws
-        return "" if informed else "set informed=true and laws=0, or leave them out"
+        informed = recipe.drafter.informed and not recipe.data.distillation_weight
+        return "" if informed else "set informed=true and distillation_weight=0, or leave them out"
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
@@ -130,7 +130,7 @@ class CachedStateObjective(Objective):
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model = inputs.recipe, inputs.network.model
         settings, corpus = getattr(recipe, recipe.kind), load_hidden_states(inputs.data_folder)
-        task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.lessons, inputs.model_name)
+        task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.data, inputs.model_name)
         task.autocast = getattr(settings, "autocast", False)
         return task
 
@@ -140,7 +140,7 @@ class AdapterObjective(Objective):
 
     method = "ptp"
     data_folder = "edges"
-    unused_window_keys = frozenset({"laws"})
+    unused_window_keys = frozenset({"distillation_weight"})
     unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
 
     def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
@@ -164,12 +164,12 @@ class AdapterObjective(Objective):
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe = inputs.recipe
         return collect_uniform_intervals(
-            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.lessons.slots,
+            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.data.slots,
             recipe.coupling, recipe.truncation, inputs.processes, inputs.sharded,
         )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
-        settings, windows = inputs.recipe.adapter, inputs.recipe.lessons
+        settings, windows = inputs.recipe.adapter, inputs.recipe.data
         model, name, teacher = inputs.network.model, inputs.model_name, None
         if inputs.student is not None:
             model, name, teacher = inputs.student, settings.student, model
@@ -185,7 +185,7 @@ class JacobiForcingObjective(Objective):
 
     method = "jacobi"
     collect_command = "jacobi"
-    unused_window_keys = frozenset({"windows", "placement", "laws", "greedy"})
+    unused_window_keys = frozenset({"windows", "placement", "distillation_weight", "greedy"})
     unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
 
     def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
@@ -213,7 +213,7 @@ class JacobiForcingObjective(Objective):
         settings = inputs.recipe.forcing
         return JacobiTrainingTask(
             inputs.network.model, [one for one in inputs.samples if isinstance(one, Trajectory)], settings.gating,
-            settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.lessons,
+            settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.data,
             inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
         )  # fmt: skip
 

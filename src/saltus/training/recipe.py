@@ -19,6 +19,7 @@ from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 
 RECIPES_FOLDER = Path(__file__).parent / "recipes"
+RENAMED_SETTINGS = {"lessons": "data", "laws": "distillation_weight"}
 NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 
 
@@ -53,7 +54,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
         _apply_override(table, override)
     recipe = _parse_dataclass(Recipe, table, where)
     try:
-        OBJECTIVES[recipe.kind].validate(recipe, table.get("lessons", {}))
+        OBJECTIVES[recipe.kind].validate(recipe, table.get("data", {}))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     for other in OBJECTIVES:
@@ -66,13 +67,12 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     """Write an override into the table, in the section that has its key."""
     key, equals, value = override.partition("=")
     if not (equals and key):
-        raise ValueError(f"--set {override}: write KEY=VALUE, such as lessons.texts=4")
-    sections = {"", "lessons", "schedule", str(table.get("kind"))}
+        raise ValueError(f"--set {override}: write KEY=VALUE, such as data.texts=4")
+    sections = {"", "data", "schedule", str(table.get("kind"))}
     known = [path for path in _setting_paths() if path.rpartition(".")[0] in sections and path not in NOT_SETTABLE]
     matching = [path for path in known if key in (path, path.rpartition(".")[2])]
     if not matching:
-        near = difflib.get_close_matches(key, {*known, *(path.rpartition(".")[2] for path in known)}, n=1)
-        offer = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        offer = _suggestion(key, [*known, *(path.rpartition(".")[2] for path in known)], known)
         raise ValueError(f"--set {override}: a recipe has no setting {key}; {offer}")
     section, _, name = matching[0].rpartition(".")
     (table.setdefault(section, {}) if section else table)[name] = _parse_toml_value(value)
@@ -136,6 +136,9 @@ def _parse_value(value: Any, hint: Any, where: str) -> Any:
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str], listed: Sequence[str] = ()) -> str:
+    renamed = ".".join(RENAMED_SETTINGS.get(part, part) for part in name.split("."))
+    if renamed != name:
+        return f"it is called {renamed} now"
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(listed or known)}"

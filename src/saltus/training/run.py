@@ -86,7 +86,7 @@ class TrainingRun(TrainingInputs):
                 "teacher_texts": len(self.samples),
                 "teacher_tokens": sum(len(sample.prompt) + len(sample.completion) for sample in self.samples),
                 "steps": self.recipe.schedule.steps,
-                "seed": self.recipe.lessons.seed,
+                "seed": self.recipe.data.seed,
                 **results,
                 **environment,
             },

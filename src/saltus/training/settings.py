@@ -174,7 +174,9 @@ class JacobiForcingSettings:
     window: int = 8  # blocks in which the noise rises
     loss: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0  # of the loss that limits the drift of a trained model
-    anchor: Literal["text", "laws"] = "text"  # that loss: cross-entropy of the text, or divergence from the model
+    anchor: Literal["text", "distributions"] = (
+        "text"  # that loss: cross-entropy of the text, or divergence from the model
+    )
     recompute: bool = False  # checkpoint activations: less memory, more time
     autocast: bool = False  # compute in bfloat16
 
@@ -212,7 +214,7 @@ class Recipe:
     top_p: float = 1.0
     coupling: Coupling = RECIPE_COUPLING  # whose uniforms its queries are conditioned on; gumbel has none
     teacher_texts: int = 0  # number of texts, evenly spread over the teacher's; 0: all
-    lessons: WindowSettings = field(default_factory=WindowSettings)  # the key is kept for recipes that exist
+    data: WindowSettings = field(default_factory=WindowSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     adapter: AdapterSettings = field(default_factory=AdapterSettings)
     heads: HeadsSettings = field(default_factory=HeadsSettings)

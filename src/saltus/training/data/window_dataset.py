@@ -21,13 +21,13 @@ from saltus.training.data.window_packing import gather_windows, valid_prefix
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """The training windows. The fields are the keys of a recipe's table [lessons], kept for recipes that exist."""
+    """The training windows. The fields are the keys of a recipe's table [data]."""
 
     texts: int = 6  # in a batch
     windows: int = 60  # in a text
     discount: float = 0.85  # weight of a query relative to the one before it: a draft is useless after a wrong one
     placement: float = 1.0  # b of Beta(b, b): the position of u inside its interval (PTP, App. D)
-    laws: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
+    distillation_weight: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
     greedy: float = 0.7  # fraction of windows at temperature 0, in texts that were written greedily
     slots: int = 384  # the longest text, in tokens
     held_out: float = 0.04  # fraction of the texts

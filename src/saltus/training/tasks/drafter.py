@@ -127,8 +127,8 @@ class DrafterTrainingTask(CachedStateTask):
         """The cross-entropy of each query, later queries of a window discounted.
 
         The target of a query with a uniform, or of a greedy one, is the token (PTP, Eq. 10); of others it is the
-        target's own distribution there. Plus, weighted by the recipe's `laws`, the cross-entropy between the target's
-        next-token distribution and the module's at context positions.
+        target's own distribution there. Plus, weighted by the recipe's `distillation_weight`, the cross-entropy between
+        the target's next-token distribution and the module's at context positions.
         """
         with self._autocast():
             return self._loss(step)
@@ -151,7 +151,7 @@ class DrafterTrainingTask(CachedStateTask):
             losses[sampled] = F.cross_entropy(logits[sampled], distributions, reduction="none")
         distribution_losses = self._distribution_losses(batch, context, chosen)
         mean = self.processes.weighted_mean(losses, weights)
-        return mean + self.window_settings.laws * self.processes.mean(distribution_losses)
+        return mean + self.window_settings.distillation_weight * self.processes.mean(distribution_losses)
 
     @property
     def seed(self) -> int:

@@ -76,18 +76,19 @@ class HeadsTrainingTask(CachedStateTask):
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The discounted mean of −log q(token | those before it in its window) (MtPC, Eq. 4).
 
-        Plus, weighted by the recipe's `laws`, the cross-entropy between the target's own distribution and each q.
+        Plus, weighted by the recipe's `distillation_weight`, the cross-entropy between the target's own distribution
+        and each q.
         """
         batch = self.training_batch(step)
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(counted.shape[-1], device=counted.device)
         weights = self.window_settings.discount**depths * (counted & (depths < self.shape.num_draft_tokens))
         losses = torch.zeros_like(weights)
-        if self.window_settings.laws:
+        if self.window_settings.distillation_weight:
             for depth, log_probabilities in enumerate(self._log_distributions(batch, tokens)):
                 own = tokens[..., depth].clamp_min(0)
                 losses[..., depth] = -log_probabilities.gather(-1, own[..., None])[..., 0]
-                losses[..., depth] -= self.window_settings.laws * (
+                losses[..., depth] -= self.window_settings.distillation_weight * (
                     self._target_distribution(batch, depth) * log_probabilities
                 ).sum(-1)
         else:

@@ -42,7 +42,7 @@ class JacobiTrainingTask(TrainingTask):
     The loss is KL(text rows, detached ‖ iterate rows), over the iterate rows that attend to a wrong token. With a
     `gating` an adapter is trained, which acts on the iterate rows alone; the model is frozen, and verifies. Without it
     the model itself is trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor`
-    "text", Eq. 9), or the divergence from the initial model ("laws", ours; it keeps a second copy of the model). The
+    "text", Eq. 9), or the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The
     recipe's `discount` is the weight of a row relative to the one before it in a block with the same wrong token, and
     its `slots` is the longest text in tokens.
     """
@@ -53,7 +53,7 @@ class JacobiTrainingTask(TrainingTask):
     noise: BlockNoise = field(default_factory=BlockNoise)
     loss_name: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0
-    anchor: Literal["text", "laws"] = "text"
+    anchor: Literal["text", "distributions"] = "text"
     window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(texts=2, discount=1.0))
     name: str = "its model"
     recompute: bool = False
@@ -70,7 +70,7 @@ class JacobiTrainingTask(TrainingTask):
         if len(texts) < 2:
             raise ValueError(
                 f"there are fewer than two texts of more than a block within {slots} tokens to"
-                " learn from and to hold out; collect more or longer ones, or raise lessons.slots"
+                " learn from and to hold out; collect more or longer ones, or raise data.slots"
             )
         blocks = -(-max(len(one.completion) for one in texts) // texts[0].block_size)
         if self.noise.window > blocks:
@@ -86,7 +86,7 @@ class JacobiTrainingTask(TrainingTask):
         self.training_trajectories = sorted(own, key=lambda one: len(one.prompt) + len(one.completion))
         prepare_model(self.model)
         if self.gating is None:
-            self.reference_model = copy.deepcopy(self.model) if self.anchor == "laws" else None
+            self.reference_model = copy.deepcopy(self.model) if self.anchor == "distributions" else None
             self.module = self.model.requires_grad_(True)
         else:
             self.gating = replace(self.gating, window=texts[0].block_size)
