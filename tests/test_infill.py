@@ -15,6 +15,7 @@ import saltus
 from conftest import byte_tokenizer, space_tokenizer, tiny_llama, tiny_xlnet
 from saltus.cli.app import app
 from saltus.cli.infill import infill
+from saltus.cli.shipped_infill_models import check_model
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
 from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
@@ -463,6 +464,24 @@ def test_the_command_fills_a_text_by_the_shipped_model_that_knows_its_kind(text:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["model"] == model
     assert ("expect noise" in result.stderr) == noted
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "note"),
+    [
+        ("stories", "def total(prices):\n    [[3]]\n    return result", "this text is one for --model code"),
+        ("code", "Tom was sad because his dog had [[3]]. Then he was happy.", "this text is one for --model stories"),
+        ("stories", "Es war einmal ein kleiner Bär, der lebte im [[3]] und hatte einen Freund.", "unlike the tales"),
+        ("code", "def total(prices):\n    [[3]]\n    return result", None),
+    ],
+)
+def test_a_shipped_model_that_is_named_says_where_another_fits_the_text_better(model: str, text: str, note: str | None):
+    said = check_model(parse_template(text), model)
+    assert note in said if note else said is None
+
+
+def test_other_models_say_nothing_of_a_text():
+    assert check_model(parse_template("def total(prices):\n    [[3]]\n    return result"), "some/model") is None
 
 
 def test_the_code_model_that_comes_with_saltus_fills_a_line_in_packed_weights():

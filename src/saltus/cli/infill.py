@@ -72,14 +72,15 @@ def infill(
     inputs = _read_file(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
-    from saltus.cli.shipped_infill_models import choose_model
+    from saltus.cli.shipped_infill_models import check_model, choose_model
     from saltus.engine.infill_template import parse_template
 
     template = parse_template(inputs)
-    note = None
     if model_options.model == AUTO:
         name, note = choose_model(template)
         model_options = replace(model_options, model=name)
+    else:
+        note = check_model(template, model_options.model)
     engine, sampling = open_with_options(model_options, method_options, sampling_options)
     if note:
         print_note(note)

@@ -48,6 +48,14 @@ def choose_model(template: InfillTemplate) -> tuple[str, str | None]:
     return STORIES, None
 
 
+def check_model(template: InfillTemplate, given: str) -> str | None:
+    """A note where the given model comes with the package, and another one of them fits the text better, or none."""
+    if given not in (STORIES, CODE):
+        return None
+    fitting, note = choose_model(template)
+    return note if note or fitting == given else f"this text is one for --model {fitting}, so expect noise of {given}"
+
+
 def _is_whole_python(text: str) -> bool:
     """True for Python that is more than words or numbers with commas."""
     with warnings.catch_warnings(action="ignore"):
