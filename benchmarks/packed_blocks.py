@@ -61,7 +61,7 @@ def main() -> None:
     given = parser.parse_args()
     model = saltus.load(given.model, "plain", dtype="float32", exact=False).network.model
     found = texts(given.blocks, given.size, given.prompt, model.config.vocab_size)
-    windows = WindowSettings(texts=1, held_out=0.5, slots=10**6, discount=1.0)
+    windows = WindowSettings(batch_size=1, validation_fraction=0.5, max_length=10**6, discount=1.0)
     noise = BlockNoise("any", "noisy", given.blocks)
     course = JacobiTrainingTask(model, found, None, noise, text_weight=0.0, window_settings=windows)
     one = course.training_trajectories[0]

@@ -6,6 +6,9 @@
 The same requests go to both servers, one server after the other, so that none is measured while the other trains. For
 each hundred: tokens a call, the 95th percentile of seconds a request, and the memory of the server's processes.
 Learning begins anew (it is kept apart by an API key of its own, and reset). Exits with 1 if a text differs.
+
+A frozen drafter is the same at every request, so that a part of them is enough for it: with `--frozen-every 4` the
+server without learning answers every fourth, and gains compare these alone.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,24 +87,26 @@ class Run:
     tokens: dict[int, int] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
-    memory: list[float] = field(default_factory=list)  # in MB, after each hundred
+    memory: list[float] = field(default_factory=list)  # in MB, after each 25
 
-    def hundred(self, numbers: range) -> str:
+    def hundred(self, numbers: Sequence[int]) -> str:
         """Tokens a call, the 95th percentile of seconds, and memory."""
-        memory = self.memory[min(numbers.stop // 100, len(self.memory)) - 1] if self.memory else 0
-        return f"{self.tokens_per_call(numbers):9.3f} {self.late(numbers):8.2f} {memory:8.0f}"
+        answered = [n for n in numbers if n in self.texts]
+        reached = sum(n <= numbers[-1] for n in self.texts) * len(self.memory) // len(self.texts)
+        memory = self.memory[max(reached, 1) - 1]
+        return f"{self.tokens_per_call(answered):9.3f} {self.late(answered):8.2f} {memory:8.0f}"
 
-    def tokens_per_call(self, numbers: range) -> float:
+    def tokens_per_call(self, numbers: Sequence[int]) -> float:
         return sum(self.tokens[n] for n in numbers) / sum(self.calls[n] for n in numbers)
 
-    def late(self, numbers: range) -> float:
+    def late(self, numbers: Sequence[int]) -> float:
         return statistics.quantiles((self.seconds[n] for n in numbers), n=20)[-1] if len(numbers) > 1 else 0.0
 
 
-def measure(url: str, requests: list[tuple[str, dict]], clients: int, pause: float) -> Run:
+def measure(url: str, requests: dict[int, tuple[str, dict]], clients: int, pause: float) -> Run:
     """Each client sends one request after the other, and rests for `pause` seconds between them."""
     run, lock, waiting = Run(), threading.Lock(), queue.SimpleQueue()
-    for numbered in enumerate(requests):
+    for numbered in requests.items():
         waiting.put(numbered)
 
     def client() -> None:
@@ -118,7 +124,7 @@ def measure(url: str, requests: list[tuple[str, dict]], clients: int, pause: flo
                     run.texts[number] = choice["message"]["content"] if "message" in choice else choice["text"]
                     run.tokens[number], run.calls[number] = counts["num_tokens"], counts["num_calls"]
                     run.seconds[number] = seconds
-                    if len(run.texts) % 100 == 0 or len(run.texts) == len(requests):
+                    if len(run.texts) % 25 == 0 or len(run.texts) == len(requests):
                         run.memory.append(server_memory())
                 time.sleep(pause)
 
@@ -156,22 +162,26 @@ def main() -> None:
     options.add_argument("--max-new-tokens", type=int, default=96)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--json", type=Path, help="write the figures of each request to this file")
+    options.add_argument("--frozen-every", type=int, default=1, help="requests of which the frozen server has one")
     args = options.parse_args()
-    requests, runs = bodies(args), {}
+    requests, runs = dict(enumerate(bodies(args))), {}
     for name, more in SERVERS.items():
         share = ("--learn-share", str(args.learn_share)) if more else ()
         with own_server(args.method, args.model, 16, (*more, *share, "--api-key", KEY)) as url:
-            runs[name] = measure(url, requests, args.clients, args.pause)
+            asked = {n: one for n, one in requests.items() if more or n % args.frozen_every == 0}
+            runs[name] = measure(url, asked, args.clients, args.pause)
             if more:
                 print(", ".join(f"{key} {value:g}" for key, value in learned(url).items()), flush=True)
-    if different := [n for n in range(len(requests)) if len({run.texts[n] for run in runs.values()}) > 1]:
+    learning, frozen = runs.values()
+    if different := [n for n, text in frozen.texts.items() if text != learning.texts[n]]:
         raise SystemExit(f"{len(different)} texts differ, the first at request {different[0]}")
     print(f"{len(requests)} requests, {args.max_new_tokens} tokens each at most; the texts are the same")
     print(f"{'requests':>11}  " + "  ".join(f"{name + ': tokens/call, p95 s, MB':>27}" for name in runs) + "  gain")
     hundreds = [range(n, min(n + 100, len(requests))) for n in range(0, len(requests), 100)]
     for numbers in (*hundreds, range(len(requests))):
         columns = "  ".join(run.hundred(numbers) for run in runs.values())
-        gain = runs["learning"].tokens_per_call(numbers) / runs["frozen"].tokens_per_call(numbers) - 1
+        both = [n for n in numbers if n in frozen.texts]
+        gain = learning.tokens_per_call(both) / frozen.tokens_per_call(both) - 1
         print(f"{numbers.start + 1:5}-{numbers.stop:<5}  {columns}  {gain:+6.1%}")
     if args.json is not None:
         kept = ("tokens", "calls", "seconds", "memory")

@@ -151,7 +151,7 @@ class AdapterExamination(Examination):
         drafts = DistillationSettings(
             form=read_metadata(folder, "adapter").training["form"], window=adapter.settings.window
         )
-        settings = WindowSettings(texts=4, windows=8)
+        settings = WindowSettings(batch_size=4, windows_per_text=8)
         self.task = AdapterTrainingTask(model, corpus, adapter.settings, drafts, settings, model_name, autocast=True)
         self.task.module.copy_weights_from(adapter)
         self.task.module.eval()
@@ -164,7 +164,9 @@ class AdapterExamination(Examination):
     def report(self) -> dict[str, Any]:
         found: dict[str, list[Tensor]] = {}
         for greedy in (True, False):
-            for cut in self.cuts(greedy, self.task.window_settings.texts, self.task.window_settings.windows):
+            for cut in self.cuts(
+                greedy, self.task.window_settings.batch_size, self.task.window_settings.windows_per_text
+            ):
                 given = {"greedy texts": cut.uniforms} if greedy else told(cut.uniforms, self.edges(cut))
                 for name, uniforms in given.items():
                     if name != "none":  # its queries have always been told something

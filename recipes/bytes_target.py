@@ -139,7 +139,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     model = new_model(options.hidden, options.layers, options.length, options.seed)
     task = ByteTask(model, tokens, options.batch, options.length, options.seed, options.half)
-    schedule = Schedule(options.steps, options.rate, every=options.every, optimiser="muon")
+    schedule = Schedule(options.steps, options.rate, checkpoint_steps=options.every, optimizer="muon")
     settings = {
         name: getattr(options, name) for name in ("batch", "length", "hidden", "layers", "bytes", "seed", "half")
     }

@@ -69,7 +69,9 @@ def train_student(form: UniformConditioning, steps: int, seed: int, coupling: Co
         )
 
     with TemporaryDirectory() as folder:
-        train(student, loss, Schedule(steps, 3e-3, warm_up=20, every=steps), Path(folder) / "run.pt", {})
+        train(
+            student, loss, Schedule(steps, 3e-3, warmup_steps=20, checkpoint_steps=steps), Path(folder) / "run.pt", {}
+        )
     return student
 
 

@@ -121,7 +121,7 @@ class Laboratory:
     def fit(self, name: str, module: Student, loss, steps: int) -> dict[str, Any]:
         """Train, continue, or load a model; returns its cost."""
         scale = self.scale
-        schedule = Schedule(steps, scale.rate, every=min(scale.every, steps))
+        schedule = Schedule(steps, scale.rate, checkpoint_steps=min(scale.every, steps))
 
         path = self.work / f"{name}-{steps}.pt"
         settings = {key: value for key, value in asdict(scale).items() if key not in FREE} | {"name": name}

@@ -32,7 +32,9 @@ from saltus.training.tasks.losses import DistillationSettings
 from saltus.training.tasks.training_task import TrainingTask
 
 WINDOW, TEMPERATURES = 4, (0.7, 1.0)
-WINDOW_SETTINGS = WindowSettings(texts=2, windows=3, greedy=0.5, slots=40, held_out=0.3)
+WINDOW_SETTINGS = WindowSettings(
+    batch_size=2, windows_per_text=3, greedy_fraction=0.5, max_length=40, validation_fraction=0.3
+)
 KINDS = [
     ("one-hot", "ce"), ("one-hot", "bce"), ("categorical", "ce"), ("categorical", "kl"), ("categorical", "reverse-kl"),
     ("independent", "ce"), ("independent", "kl"),
@@ -54,7 +56,7 @@ def make_task(
     model, folder: Path, *, window_settings: WindowSettings = WINDOW_SETTINGS, learned: float = 0.3, **settings
 ) -> AdapterTrainingTask:
     """A task whose adapter already changes logits a lot."""
-    for _ in collect_uniform_intervals(model, samples(), folder, TEMPERATURES, window_settings.slots):
+    for _ in collect_uniform_intervals(model, samples(), folder, TEMPERATURES, window_settings.max_length):
         pass
     gating = settings.pop("gating", GatedLoraSettings(rank=4, alpha=4.0))
     objective = DistillationSettings(settings.pop("form", "one-hot"), settings.pop("loss", "ce"), WINDOW)
@@ -171,7 +173,7 @@ def test_autocast_computes_nearly_the_same(tmp_path):
 def test_queries_are_those_of_decoding(tmp_path):
     """A window's logits equal those of a query window at decoding, with the same text and uniforms."""
     for greedy in (0.0, 1.0):
-        task = make_task(tiny("Llama"), tmp_path, window_settings=replace(WINDOW_SETTINGS, greedy=greedy))
+        task = make_task(tiny("Llama"), tmp_path, window_settings=replace(WINDOW_SETTINGS, greedy_fraction=greedy))
         batch = task.window_dataset.training_batch(1)
         packed, rows = task._pack(batch)
         logits = packed_logits(task.model, packed, rows.flatten(), task.module, batch.temperatures).view(
@@ -212,11 +214,11 @@ def test_a_temperature_without_intervals_is_refused(tmp_path):
     with pytest.raises(ValueError, match="take 2 or more"):
         AdapterTrainingTask(model, corpus, GatedLoraSettings(4), DistillationSettings(window=1))
     with pytest.raises(ValueError, match="fewer than two texts"):
-        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(WINDOW_SETTINGS, slots=4))
+        AdapterTrainingTask(model, corpus, GatedLoraSettings(4), window_settings=replace(WINDOW_SETTINGS, max_length=4))
 
 
 def test_intervals_are_those_cached_beside_states(tmp_path):
-    """Computed with another attention, and truncated at `slots` tokens."""
+    """Computed with another attention, and truncated at `max_length` tokens."""
     network = CausalNetwork(tiny("Llama"))
     for _ in collect_hidden_states(network, samples(), tmp_path / "states", TEMPERATURES):
         pass
@@ -260,7 +262,7 @@ def texts_of(engine, prompts, temperature: float) -> list[Sample]:
 
 
 PROMPTS = ["the cat", "a dog on", "sat the mat", "log"]
-SCHEDULE = Schedule(200, 0.01, warm_up=10, every=40)
+SCHEDULE = Schedule(200, 0.01, warmup_steps=10, checkpoint_steps=40)
 
 
 def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[AdapterTrainingTask, list[float]]:
@@ -271,7 +273,9 @@ def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[Ada
     again = [Sample([*one.prompt, one.completion[0]], one.completion[1:], temperature) for one in written]
     for _ in collect_uniform_intervals(model, written + again, work / "edges", (1.0,)):
         pass
-    window_settings = WindowSettings(texts=4, windows=12, greedy=0.8, held_out=0.1, discount=0.9)
+    window_settings = WindowSettings(
+        batch_size=4, windows_per_text=12, greedy_fraction=0.8, validation_fraction=0.1, discount=0.9
+    )
     objective = DistillationSettings(form, window=5)
     task = AdapterTrainingTask(
         model, load_uniform_intervals(work / "edges"), GatedLoraSettings(16, 16.0), objective, window_settings, "tiny"
@@ -319,7 +323,7 @@ def test_training_leaves_the_model_and_its_rows_as_they_are(name, tmp_path):
     packed, rows = task._pack(batch)
     context = torch.arange(packed.context_length)
     plain = packed_logits(model, packed, context, task.module, batch.temperatures)
-    curve = train(task.module, task.loss, Schedule(30, 0.02, every=10), tmp_path / "run.pt", {})
+    curve = train(task.module, task.loss, Schedule(30, 0.02, checkpoint_steps=10), tmp_path / "run.pt", {})
     assert curve[-1] < curve[0] - 0.3
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -337,7 +341,7 @@ def test_training_leaves_the_model_and_its_rows_as_they_are(name, tmp_path):
 
 
 def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path):
-    schedule = Schedule(12, 0.02, every=4)
+    schedule = Schedule(12, 0.02, checkpoint_steps=4)
 
     def begun() -> AdapterTrainingTask:
         return make_task(tiny("Llama"), tmp_path / "edges", gating=GatedLoraSettings(4, 4.0, dropout=0.1))
@@ -377,7 +381,7 @@ def test_uniforms_of_a_window_pick_its_tokens_under_the_corpus_s_coupling(coupli
         pass
     corpus = load_uniform_intervals(tmp_path)
     assert corpus.coupling == coupling
-    batch = WindowDataset(corpus, replace(WINDOW_SETTINGS, greedy=0.0), WINDOW, True).training_batch(0)
+    batch = WindowDataset(corpus, replace(WINDOW_SETTINGS, greedy_fraction=0.0), WINDOW, True).training_batch(0)
     assert batch.loss_mask[..., 0].all()
     if coupling == "gumbel":
         assert batch.uniforms.isnan().all()

@@ -101,7 +101,7 @@ def test_too_short_a_text_is_refused_in_a_line(tmp_path):
 def test_heads_of_bytes_are_trained_and_draft(trained, tmp_path):
     teacher, model = tmp_path / "teacher", trained / "model"
     saltus_("collect", "text", "-f", trained / "work" / "asked.jsonl", "-m", model, "-n", 24, "--out", teacher)
-    small = [switch for change in ("rank=3", "texts=3", "windows=6") for switch in ("--set", change)]
+    small = [switch for change in ("rank=3", "batch_size=3", "windows_per_text=6") for switch in ("--set", change)]
     work = ("--work", tmp_path / "work", "--out", tmp_path / "heads")
     said = saltus_(
         "train", "mtpc", "-r", "bytes-heads", "-m", model, "--teacher", teacher, *work, "--steps", 20, *small

@@ -247,7 +247,9 @@ def test_in_training_windows_are_the_blocks_of_decoding():
     module = dflash_model(target.model, trainable=True, taps=(1, 2))
     own = {name: weight for name, weight in network.model.state_dict().items() if "embed_tokens" not in name}
     module.load_state_dict(own, strict=False)
-    batch = WindowDataset(corpus, WindowSettings(texts=3, windows=5, held_out=0.25), 3).training_batch(0)
+    batch = WindowDataset(
+        corpus, WindowSettings(batch_size=3, windows_per_text=5, validation_fraction=0.25), 3
+    ).training_batch(0)
     found = forward_blocks(module, corpus, batch)
     assert found.shape == (3, 5, 3, 32)
     for row, starts in enumerate(batch.window_starts.tolist()):
@@ -298,13 +300,13 @@ informed = false
 correction = 8
 
 [data]
-texts = 3
-windows = 6
-held_out = 0.3
+batch_size = 3
+windows_per_text = 6
+validation_fraction = 0.3
 
 [schedule]
 steps = 12
-every = 4
+checkpoint_steps = 4
 """
 
 
@@ -326,7 +328,7 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
         found = engine.generate("the cat", **given)
         assert found.tokens == engine.generate("the cat", method="plain", **given).tokens
         assert found.statistics.draft_calls > 0
-    onward = *train, "--work", tmp_path / "more", "--from", out, "--steps", 1, "--set", "rate=1e-9"
+    onward = *train, "--work", tmp_path / "more", "--from", out, "--steps", 1, "--set", "learning_rate=1e-9"
     saltus_(*onward, "--set", "window=4", "--out", tmp_path / "longer")
     one, other = (load_file(folder / "drafter.safetensors") for folder in (out, tmp_path / "longer"))
     for name, weight in one.items():

@@ -319,7 +319,7 @@ def load(folder, model=None):
 @pytest.mark.parametrize("told", [True, False])
 def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
     model = tiny("GPT2")
-    adapter = adapter_for(model, embedding=embedding, told=told, targets=("c_attn", "c_fc"))
+    adapter = adapter_for(model, embedding=embedding, embeds_temperature=told, targets=("c_attn", "c_fc"))
     for _ in range(2):  # the second takes the place of the first
         save_adapter(adapter, tmp_path / "new" / "one", model, "mine")
     again = load(tmp_path / "new" / "one", model=model)

@@ -37,7 +37,11 @@ def states(target) -> HiddenStateCorpus:
 
 def task(target, states, **settings) -> HeadsTrainingTask:
     window_settings = WindowSettings(
-        texts=3, windows=5, discount=0.8, held_out=0.3, distillation_weight=settings.pop("distillation_weight", 0.0)
+        batch_size=3,
+        windows_per_text=5,
+        discount=0.8,
+        validation_fraction=0.3,
+        distillation_weight=settings.pop("distillation_weight", 0.0),
     )
     shape = HeadShape(**{"hidden": 32, "circuit": "btree", "window": 4, "rank": 3, "directions": 4} | settings)
     made = HeadsTrainingTask(target, states, shape, vocabulary_size=40, window_settings=window_settings)
@@ -51,7 +55,7 @@ def task(target, states, **settings) -> HeadsTrainingTask:
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
 def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told, own):
-    made = task(target, states, circuit=circuit, told=told, own=own)
+    made = task(target, states, circuit=circuit, embeds_last_token=told, own=own)
     batch = made.window_dataset.training_batch(3)
     structure, model = made.shape.circuit_structure, made.module
     total, weights = 0.0, 0.0

@@ -94,7 +94,7 @@ def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, .
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
 def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told, own):
     model, state = (
-        heads(kind, told=told, own=own, vocab=4),
+        heads(kind, embeds_last_token=told, own=own, vocab=4),
         torch.randn(8, generator=torch.Generator().manual_seed(0)),
     )
     known = table(model, state, 2)
@@ -164,7 +164,7 @@ def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_
 
 
 @each_kind
-@pytest.mark.parametrize("settings", [{}, {"told": False}, {"own": True}, {"tokens": [0, 2, 5]}])
+@pytest.mark.parametrize("settings", [{}, {"embeds_last_token": False}, {"own": True}, {"tokens": [0, 2, 5]}])
 def test_each_path_has_the_conditionals_that_one_token_after_another_gives(kind, settings, monkeypatch):
     """All paths of a window from one call, against the circuit observed token by token."""
     monkeypatch.setattr(row_candidates, "MAX_GAP", 1e4)  # no token is too unlikely
@@ -232,7 +232,10 @@ def drawn(network: HeadNetwork, state: torch.Tensor, uniforms: Any, temperature:
 @pytest.mark.usefixtures("unchecked")
 def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, length):
     """Enumerated: windows come as often as the circuit says, given the verifier's own token."""
-    model, state = heads(kind, told=told, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    model, state = (
+        heads(kind, embeds_last_token=told, vocab=4),
+        torch.randn(8, generator=torch.Generator().manual_seed(0)),
+    )
     network, begun = HeadNetwork(model, None), () if told else (2,)
     length = min(length, model.shape.num_draft_tokens)
     due: dict[tuple[int, ...], float] = {}
@@ -257,7 +260,10 @@ def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind, told, own, monkeypatch):
     """Given the same tokens; also where positions draft likely tokens of their own."""
-    model, state = heads(kind, told=told, own=own, vocab=4), torch.randn(8, generator=torch.Generator().manual_seed(3))
+    model, state = (
+        heads(kind, embeds_last_token=told, own=own, vocab=4),
+        torch.randn(8, generator=torch.Generator().manual_seed(3)),
+    )
     monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 3)
     network = HeadNetwork(model, None)
     window, kv_cache = drawn(network, state, [0.3, 0.9, 0.6, 0.1]), network.new_kv_cache()
@@ -275,8 +281,8 @@ def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind
     ("kind", "settings", "sampling"),
     [
         ("ff", {}, SAMPLED),
-        ("cp", {"told": False}, Sampling(0.7)),
-        ("hmm", {"told": False}, SAMPLED),
+        ("cp", {"embeds_last_token": False}, Sampling(0.7)),
+        ("hmm", {"embeds_last_token": False}, SAMPLED),
         ("btree", {"tokens": [0, 2]}, Sampling(1.4)),
     ],
 )
@@ -307,9 +313,9 @@ def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(mo
 @pytest.mark.parametrize(
     ("kind", "settings", "sampling"),
     [
-        ("hmm", {"told": False}, Sampling(1.5, top_k=2)),
+        ("hmm", {"embeds_last_token": False}, Sampling(1.5, top_k=2)),
         ("btree", {"tokens": [0, 2]}, Sampling(1.0, top_p=0.7)),
-        ("cp", {"told": False, "tokens": [1, 2]}, Sampling(0.8, banned=(1,))),
+        ("cp", {"embeds_last_token": False, "tokens": [1, 2]}, Sampling(0.8, banned=(1,))),
         ("btree", {"own": True}, Sampling(1.0, top_k=2)),
     ],
 )
@@ -324,7 +330,13 @@ def test_under_match_and_greedily_the_text_is_that_of_plain(kind, sampling):
     target, prompt = toy_network(logit_scale=1.0), [1, 2, 3, 4]
     plain = toy_decoding("plain", prompt, 40, target=target, sampling=sampling).run()
     settings: dict[str, Any]
-    for settings in ({}, {"told": False}, {"tokens": [0, 2, 5]}, {"window": 3}, {"homogeneous": True}):
+    for settings in (
+        {},
+        {"embeds_last_token": False},
+        {"tokens": [0, 2, 5]},
+        {"window": 3},
+        {"homogeneous": True},
+    ):
         network = HeadNetwork(heads(kind, hidden=1, **settings), target)
         made = toy_decoding("mtpc", prompt, 40, target=target, sampling=sampling, extra_networks={"mtpc": network})
         assert made.run().tokens == plain.tokens
@@ -449,7 +461,7 @@ class ManyBytes(torch.nn.Module):
 def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told):
     target, state = ManyBytes(), torch.randn(16, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(64, 320)  # bytes: 64 special tokens stand before them
-    shape = HeadShape(16, "cp", window=8 - told, rank=3, own=True, told=told)
+    shape = HeadShape(16, "cp", window=8 - told, rank=3, own=True, embeds_last_token=told)
     model = new_head_model(shape, tokens, target, seeded_generator(0, "begun"))
     with torch.no_grad():
         model.fuse.weight.zero_()[:, :16] += torch.eye(16)  # without the noise that it begins with
@@ -501,7 +513,7 @@ def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, 
     ({"window": 0}, "window is 0, but must be 1 or more"),
     ({"directions": 0}, "directions is 0"),
     ({"circuit": "tensor"}, "circuit is 'tensor', but must be one of ff, cp, hmm, btree"),
-    ({"window": 1, "told": False}, "its first token is known; take 2 or more"),
+    ({"window": 1, "embeds_last_token": False}, "its first token is known; take 2 or more"),
 ])  # fmt: skip
 def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
     with pytest.raises(ValueError, match=cure):

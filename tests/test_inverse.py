@@ -110,7 +110,7 @@ def test_a_student_given_the_uniforms_beats_the_best_independent_prediction(form
             network, network.prepend_start_token(texts), intervals, splits, objective, generator, skipped, distributions
         )
 
-    train(network, taught, Schedule(250, 4e-3, warm_up=20, every=250), tmp_path / "run.pt", {})
+    train(network, taught, Schedule(250, 4e-3, warmup_steps=20, checkpoint_steps=250), tmp_path / "run.pt", {})
     uniforms = torch.from_numpy(seeded_generator(9, "test").random((2000, WINDOW)))
     texts, _ = written(uniforms)
     drafts = draft_window(network, torch.full((2000, 1), network.start_token), uniforms, form)
@@ -131,7 +131,7 @@ def test_inverse_training_reaches_the_entropy_of_the_data(tmp_path):
         splits = sample_window_starts(len(rows), rows.shape[1], 3, WINDOW, generator)
         return ptp_lab.inverse_loss(network, rows, splits, WINDOW, generator, skipped)
 
-    train(network, taught, Schedule(200, 4e-3, warm_up=20, every=200), tmp_path / "run.pt", {})
+    train(network, taught, Schedule(200, 4e-3, warmup_steps=20, checkpoint_steps=200), tmp_path / "run.pt", {})
     held = network.prepend_start_token(written(torch.from_numpy(seeded_generator(2, "data").random((500, 12))))[0])
     last = 13 - WINDOW  # where the last window of a text begins
     nats = losses.cross_entropy(ptp_lab.verifier_logits(network, held[:, :last], 2), held[:, 2 : last + 1]).mean()

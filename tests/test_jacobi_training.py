@@ -35,7 +35,7 @@ NOISES = [
     BlockNoise("linear", "noisy", 3), BlockNoise("random", "window", 2), BlockNoise("reverse", "noisy", 2),
     BlockNoise("linear", "large", 2), BlockNoise("any", "clean", 2),
 ]  # fmt: skip
-WINDOW_SETTINGS = WindowSettings(texts=2, held_out=0.3, discount=0.7, slots=60)
+WINDOW_SETTINGS = WindowSettings(batch_size=2, validation_fraction=0.3, discount=0.7, max_length=60)
 
 
 def trajectories(count: int = 6) -> list[Trajectory]:
@@ -248,19 +248,19 @@ def test_training_increases_the_tokens_per_call(gated, written, tmp_path):
     own, texts = saltus.load(model, "plain", exact=False).network.model, read_trajectories(room / "found")
     gating = GatedLoraSettings(rank=8, alpha=8.0) if gated else None
     task = JacobiTrainingTask(
-        own, texts, gating, BlockNoise("any", "clean", 2), window_settings=replace(WINDOW_SETTINGS, texts=4)
+        own, texts, gating, BlockNoise("any", "clean", 2), window_settings=replace(WINDOW_SETTINGS, batch_size=4)
     )
     assert isinstance(task, TrainingTask)
     task.validation_trajectories = task.training_trajectories
     before = task.evaluate()
-    train(task.module, task.loss, Schedule(200, 1e-2, every=200), tmp_path / "checkpoint.pt", {})
+    train(task.module, task.loss, Schedule(200, 1e-2, checkpoint_steps=200), tmp_path / "checkpoint.pt", {})
     after = task.evaluate()
     assert 1 <= before["greedy"] < after["greedy"]
     assert 1 <= before["sampled"] <= after["sampled"]
 
 
 def settings(*more: str) -> list[str]:
-    given = ["rank=4", "forcing.window=2", "data.texts=2", "held_out=0.3", "every=2", *more]
+    given = ["rank=4", "jacobi.window=2", "data.batch_size=2", "validation_fraction=0.3", "checkpoint_steps=2", *more]
     return [part for one in given for part in ("--set", one)]
 
 
@@ -317,7 +317,9 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
 def test_a_model_is_trained_and_loads_as_any(written):
     model, room = written
     common = ["train", "jacobi", "-m", model, "--teacher", room / "found", *settings("trains=model")]
-    saltus_(*common, "--steps", 4, "--set", "schedule.rate=1e-2", "--work", room / "model", "--out", room / "tuned")
+    saltus_(
+        *common, "--steps", 4, "--set", "schedule.learning_rate=1e-2", "--work", room / "model", "--out", room / "tuned"
+    )
     inputs = ["generate", "-m", room / "tuned", "-n", 20, "the cat sat"]
     text_ = saltus_(*inputs, "--method", "plain").stdout
     assert saltus_(*inputs, "--method", "jacobi").stdout == text_
@@ -366,7 +368,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(tr
     def training(name: str) -> list[object]:
         work = "--work", tmp_path / name, "--out", tmp_path / name / "out"
         common = "train", "jacobi", "-m", model, "--teacher", room / "found", "--steps", 12, *work
-        return [*common, *settings(f"trains={trains}", "every=1")]
+        return [*common, *settings(f"trains={trains}", "checkpoint_steps=1")]
 
     saltus_(*training("whole"))
     run = get_context("fork").Process(target=saltus_, args=training("killed"))
@@ -392,9 +394,9 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     assert "holds a model" in complaint(
         "generate", "-m", model, "--method", "jacobi", "--option", f"jacobi.model={model}", "x"
     )
-    assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "forcing.window=9")
-    assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "schedule=upwards")
-    assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows=3")
+    assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "jacobi.window=9")
+    assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "noise_schedule=upwards")
+    assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows_per_text=3")
     inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
     collect = ["collect", "jacobi", "-f", inputs, "-m", model, "-n", 12, "--out"]
     narrow = str(tiny_folder(max_position_embeddings=32))

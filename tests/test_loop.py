@@ -12,7 +12,7 @@ from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
 from saltus.training.loop.muon import Muon
 from saltus.training.loop.training_loop import Progress, Schedule, make_optimizers, train
 
-SCHEDULE = Schedule(30, 0.05, warm_up=5, every=5)
+SCHEDULE = Schedule(30, 0.05, warmup_steps=5, checkpoint_steps=5)
 
 
 class Line(torch.nn.Linear):
@@ -39,9 +39,9 @@ def losses(network: torch.nn.Linear, dies_at: int = -1):
     return loss
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_not(optimiser, tmp_path):
-    schedule = replace(SCHEDULE, optimiser=optimiser)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_not(optimizer, tmp_path):
+    schedule = replace(SCHEDULE, optimizer=optimizer)
     whole, path = module(), tmp_path / "interrupted.pt"
     expected = train(whole, losses(whole), schedule, tmp_path / "whole.pt", {})
     for dies_at in (3, 9, 10, 17, 29):
@@ -56,7 +56,7 @@ def test_a_run_that_was_interrupted_has_the_weights_and_losses_of_one_that_was_n
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_loses_only_the_steps_since_the_last_checkpoint(tmp_path):
-    schedule, path = replace(SCHEDULE, steps=120, every=2), tmp_path / "killed.pt"
+    schedule, path = replace(SCHEDULE, steps=120, checkpoint_steps=2), tmp_path / "killed.pt"
     whole = module()
     expected = train(whole, losses(whole), schedule, tmp_path / "whole.pt", {})
 
@@ -102,7 +102,7 @@ def test_muon_steps_are_orthogonal_whatever_the_gradients_sizes_and_as_large_as_
 
 def test_muon_trains_matrices_alone_and_refuses_other_weights():
     lines = module()
-    train_with = replace(SCHEDULE, optimiser="muon")
+    train_with = replace(SCHEDULE, optimizer="muon")
     assert [type(one).__name__ for one in make_optimizers(lines, train_with)] == ["AdamW", "Muon"]
     assert [type(one).__name__ for one in make_optimizers(torch.nn.Linear(3, 1), train_with)] == ["AdamW"]
     with pytest.raises(ValueError, match="two dimensions; leave the others to AdamW"):
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="other settings"):
         train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {"form": "categorical"})
     with pytest.raises(ValueError, match="other settings"):
-        train(network, losses(network), replace(SCHEDULE, rate=0.1), tmp_path / "run.pt", {"form": "one-hot"})
+        train(network, losses(network), replace(SCHEDULE, learning_rate=0.1), tmp_path / "run.pt", {"form": "one-hot"})
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"x" * 100])

@@ -79,7 +79,7 @@ def parts(task: TrainingTask, step: int) -> list[torch.Tensor]:
 
 
 def drafter_task(target, states, **changes) -> DrafterTrainingTask:
-    settings = test_head_training.WindowSettings(texts=3, windows=5, held_out=0.3)
+    settings = test_head_training.WindowSettings(batch_size=3, windows_per_text=5, validation_fraction=0.3)
     shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
     return DrafterTrainingTask(target, states, shape, vocabulary_size=40, window_settings=settings)
 
@@ -92,7 +92,7 @@ def any_subset_task() -> AnySubsetTrainingTask:
 
 
 def adapter_task(tmp_path, **settings) -> AdapterTrainingTask:
-    windows = replace(test_adapter_training.WINDOW_SETTINGS, texts=3)
+    windows = replace(test_adapter_training.WINDOW_SETTINGS, batch_size=3)
     smooth = GatedLoraSettings(rank=4, alpha=4.0, embedding="th")  # of uniforms: rounding flips their last bits
     return test_adapter_training.make_task(tiny("Llama"), tmp_path, window_settings=windows, gating=smooth, **settings)
 
@@ -219,7 +219,7 @@ def command(kind: str, recipe: Callable[..., Path], folder, teacher, work: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("drafter", ["--set", "optimiser=muon"]), ("adapter", []), ("adapter", ["--shard"]), ("heads", [])],
+    [("drafter", ["--set", "optimizer=muon"]), ("adapter", []), ("adapter", ["--shard"]), ("heads", [])],
 )
 def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
@@ -348,7 +348,7 @@ def test_a_sharded_model_has_half_of_its_layers_in_each_process(recipe, folder, 
 
 @pytest.mark.slow
 def test_a_step_with_fewer_texts_than_processes_is_refused_in_one_line(recipe, folder, teacher, tmp_path):
-    given = command("drafter", recipe, folder, teacher, tmp_path / "work", "--set", "texts=1")
+    given = command("drafter", recipe, folder, teacher, tmp_path / "work", "--set", "batch_size=1")
     said = [printed for _, printed in launch(tmp_path / "room", *given, fails=True)]
     assert sum("a step has 1 texts, but 2 processes share it" in printed for printed in said) == 1
 

@@ -100,7 +100,7 @@ def test_inverse_training_brings_the_loss_down_without_a_teacher(tmp_path):
         return -float(logs[..., 0][batch.loss_mask].mean())
 
     before = nats()
-    train(task.module, task.loss, Schedule(60, 1e-2, every=60), tmp_path / "checkpoint.pt", {})
+    train(task.module, task.loss, Schedule(60, 1e-2, checkpoint_steps=60), tmp_path / "checkpoint.pt", {})
     assert nats() < 0.7 * before
 
 
@@ -170,7 +170,7 @@ def test_the_logits_of_windows_are_those_of_their_texts(tmp_path):
 def test_an_adapter_learns_from_mixed_proposals(form, loss, tmp_path):
     task = make_task(tiny("Llama"), tmp_path, form=form, loss=loss, learned=0.05, student_windows=0.5)
     losses = [task.loss(step).item() for step in range(8)]
-    train(task.module, task.loss, Schedule(60, 5e-3, every=60), tmp_path / "checkpoint.pt", {})
+    train(task.module, task.loss, Schedule(60, 5e-3, checkpoint_steps=60), tmp_path / "checkpoint.pt", {})
     assert np.mean([task.loss(step).item() for step in range(8)]) < np.mean(losses)
 
 

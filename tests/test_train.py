@@ -45,13 +45,13 @@ vocabulary = 120
 embedding = "th"
 
 [data]
-texts = 3
-windows = 6
-held_out = 0.3
+batch_size = 3
+windows_per_text = 6
+validation_fraction = 0.3
 
 [schedule]
 steps = 12
-every = 4
+checkpoint_steps = 4
 """
 ADAPTER = RECIPE.replace("drafter", "adapter").replace(
     "layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
@@ -200,7 +200,13 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
     file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
     first, second = tmp_path / "first", tmp_path / "second"
     saltus_(*training(file, folder, teacher, first))
-    given = [*training(file, folder, teacher, second, "--from", first / kind), "--set", "rate=1e-9", "--steps", 4]
+    given = [
+        *training(file, folder, teacher, second, "--from", first / kind),
+        "--set",
+        "learning_rate=1e-9",
+        "--steps",
+        4,
+    ]
     saltus_(*given)
     metadata = json.loads((second / kind / METADATA_FILE).read_text())
     assert metadata["card" if kind == "drafter" else "training"]["begun_with"] == str(first / kind)
@@ -209,7 +215,7 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
     assert all(
         torch.allclose(before[name], after[name], atol=0.01, rtol=0.01) for name in before if "embed_tokens" not in name
     )
-    bare = [*training(file, folder, teacher, second), "--set", "rate=1e-9", "--steps", 4]
+    bare = [*training(file, folder, teacher, second), "--set", "learning_rate=1e-9", "--steps", 4]
     assert "belongs to a run with other settings" in complaint(*bare)
     change = "intermediate=24" if kind == "drafter" else "rank=2"
     output = complaint(*given, "--set", change, "--work", tmp_path / "third")
@@ -221,7 +227,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     file.write_text(HEADS, encoding="utf-8")
     given = training(file, folder, teacher, tmp_path / "work")
     given[1] = "mtpc"
-    output = saltus_(*given, "--set", "optimiser=muon").stderr
+    output = saltus_(*given, "--set", "optimizer=muon").stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", output)
     metadata = json.loads((tmp_path / "work" / "heads" / METADATA_FILE).read_text())
     assert metadata["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
@@ -244,15 +250,15 @@ def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher
         return load_checkpoint(tmp_path / work / "checkpoint.pt")["exams"][-1]
 
     trained("ff", "--set", "circuit=ff", "--steps", 12)
-    still = ("--from", tmp_path / "ff" / "heads", "--set", "rate=1e-9", "--steps", 1)
+    still = ("--from", tmp_path / "ff" / "heads", "--set", "learning_rate=1e-9", "--steps", 1)
     ff = trained("ff again", "--set", "circuit=ff", *still)
     for circuit in ("cp", "hmm", "btree"):
         found = trained(circuit, "--set", f"circuit={circuit}", *still)
         assert found["loss"] == pytest.approx(ff["loss"], rel=1e-3)
         assert found["greedy"] == ff["greedy"]
-    mixture = "--from", tmp_path / "ff" / "heads", "--set", "rate=0.05", "--steps", 12
+    mixture = "--from", tmp_path / "ff" / "heads", "--set", "learning_rate=0.05", "--steps", 12
     trained("parted", "--set", "circuit=cp", *mixture)
-    still = ("--from", tmp_path / "parted" / "heads", "--set", "rate=1e-9", "--steps", 1)
+    still = ("--from", tmp_path / "parted" / "heads", "--set", "learning_rate=1e-9", "--steps", 1)
     cp = trained("cp again", "--set", "circuit=cp", *still)
     assert cp["loss"] < 0.99 * ff["loss"], "its components have parted"
     for circuit in ("hmm", "btree"):
@@ -413,7 +419,9 @@ def test_a_wrong_recipe_is_one_line_with_the_cure(old, new, cure, recipe, tmp_pa
 
 
 def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
-    (tmp_path / "gated.toml").write_text(ADAPTER.replace("texts = 3", "distillation_weight = 0.3"), encoding="utf-8")
+    (tmp_path / "gated.toml").write_text(
+        ADAPTER.replace("batch_size = 3", "distillation_weight = 0.3"), encoding="utf-8"
+    )
     assert "leave distillation_weight out and set loss=kl" in complaint("train", "ptp", "-r", tmp_path / "gated.toml")
 
 
@@ -433,8 +441,10 @@ def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_pa
 
 
 def test_overrides_reach_the_section_with_their_key(recipe):
-    changed = recipes.read_recipe(recipe, ["layers=3", "schedule.rate=1", "embedding=ar", "temperatures=[0.5]"])
-    assert (changed.drafter.layers, changed.schedule.rate, changed.drafter.embedding) == (3, 1.0, "ar")
+    changed = recipes.read_recipe(
+        recipe, ["layers=3", "schedule.learning_rate=1", "embedding=ar", "temperatures=[0.5]"]
+    )
+    assert (changed.drafter.layers, changed.schedule.learning_rate, changed.drafter.embedding) == (3, 1.0, "ar")
     assert changed.temperatures == (0.5,)
 
 

@@ -154,9 +154,9 @@ JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parall
 
         saltus train jacobi --teacher trajectories --out adapter
 
-        saltus train jacobi --teacher trajectories --set schedule=any --set mask=clean --work runs/cllm
+        saltus train jacobi --teacher trajectories --set noise_schedule=any --set mask=clean --work runs/cllm
 
-        saltus train jacobi --teacher trajectories --set trains=model --set rate=1e-5 --work runs/model --out tuned
+        saltus train jacobi --teacher trajectories --set trains=model --set learning_rate=1e-5 --work runs/model
 
     Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
     or saltus generate --model tuned --method jacobi "Who?"

@@ -132,11 +132,15 @@ def _train_and_save(options: argparse.Namespace, processes: Processes, meter: Me
         require_packable(model.config.to_dict())
     task = _make_task(options, model, tokenizer, texts, processes)
     settings = {key: str(value) for key, value in vars(options).items() if key not in UNTRAINED_OPTIONS}
-    optimiser, rate = ("adamw", 1e-4) if options.begin else ("adamw" if options.xlnet else "muon", 3e-3)
+    optimizer, rate = ("adamw", 1e-4) if options.begin else ("adamw" if options.xlnet else "muon", 3e-3)
     work = options.work or options.out.with_name(options.out.name + "-work")
     work.mkdir(parents=True, exist_ok=True)
     schedule = Schedule(
-        options.steps, options.rate or rate, every=options.every, optimiser=optimiser, half=options.half
+        options.steps,
+        options.rate or rate,
+        checkpoint_steps=options.every,
+        optimizer=optimizer,
+        muon_bfloat16=options.half,
     )
     tasks: list[TrainingTask] = [task]
     with meter(schedule.steps, "training") as show:
@@ -146,7 +150,13 @@ def _train_and_save(options: argparse.Namespace, processes: Processes, meter: Me
         correction.processes = processes
         _print(processes, f"pairwise correction, in {options.links:,} steps")
         with meter(options.links, "pairwise correction") as show:
-            _train(correction, Schedule(options.links, 1e-2, every=options.every), work / "links.pt", settings, show)
+            _train(
+                correction,
+                Schedule(options.links, 1e-2, checkpoint_steps=options.every),
+                work / "links.pt",
+                settings,
+                show,
+            )
         tasks.append(correction)
     if processes.is_main:
         for one in tasks:

@@ -60,8 +60,8 @@ class Objective(ABC):
             raise ValueError(self.unused_keys_hint.format(unused[0]))
         if recipe.truncation and (why := self.why_not_truncated(recipe)):
             raise ValueError(f"top_k and top_p are for queries that are conditioned on their own uniforms; {why}")
-        if recipe.schedule.optimiser == "muon" and not self.has_matrices:
-            raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimiser adamw")
+        if recipe.schedule.optimizer == "muon" and not self.has_matrices:
+            raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimizer adamw")
 
     def why_not_truncated(self, recipe: Recipe) -> str:
         """Why top-k and top-p mean nothing here, with the cure; empty if they do.
@@ -164,7 +164,7 @@ class AdapterObjective(Objective):
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe = inputs.recipe
         return collect_uniform_intervals(
-            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.data.slots,
+            inputs.network.model, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.data.max_length,
             recipe.coupling, recipe.truncation, inputs.processes, inputs.sharded,
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ class AdapterObjective(Objective):
             model, name, teacher = inputs.student, settings.student, model
         return AdapterTrainingTask(
             model, load_uniform_intervals(inputs.data_folder), settings.gating,
-            settings.distillation(windows.placement), windows, name, settings.recompute, settings.autocast, teacher,
+            settings.distillation(windows.uniform_beta), windows, name, settings.recompute, settings.autocast, teacher,
             inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
         )  # fmt: skip
 
@@ -185,7 +185,7 @@ class JacobiForcingObjective(Objective):
 
     method = "jacobi"
     collect_command = "jacobi"
-    unused_window_keys = frozenset({"windows", "placement", "distillation_weight", "greedy"})
+    unused_window_keys = frozenset({"windows_per_text", "uniform_beta", "distillation_weight", "greedy_fraction"})
     unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
 
     def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
@@ -200,7 +200,7 @@ class JacobiForcingObjective(Objective):
         return read_trajectories(path)
 
     def why_not_sharded(self, recipe: Recipe) -> str:
-        whole = recipe.forcing.trains == "model"
+        whole = recipe.jacobi.trains == "model"
         return "only a frozen model's weights can be distributed; leave --shard out, or set trains=adapter" * whole
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
@@ -210,7 +210,7 @@ class JacobiForcingObjective(Objective):
         return iter((len(inputs.samples),))
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
-        settings = inputs.recipe.forcing
+        settings = inputs.recipe.jacobi
         return JacobiTrainingTask(
             inputs.network.model, [one for one in inputs.samples if isinstance(one, Trajectory)], settings.gating,
             settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.data,
@@ -222,5 +222,5 @@ OBJECTIVES: dict[str, Objective] = {  # by a recipe's kind
     "drafter": CachedStateObjective("ptp", DrafterTrainingTask),
     "adapter": AdapterObjective(),
     "heads": CachedStateObjective("mtpc", HeadsTrainingTask),
-    "forcing": JacobiForcingObjective(),
+    "jacobi": JacobiForcingObjective(),
 }

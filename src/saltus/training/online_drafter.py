@@ -153,7 +153,7 @@ class OnlineDrafterTraining:
     def _begin_again(self) -> None:
         """Train from the served drafter on."""
         self.trained = _copy(self.served)
-        self.schedule = Schedule(1, self.settings.rate, decay=0.0)
+        self.schedule = Schedule(1, self.settings.rate, weight_decay=0.0)
         self.optimizers = make_optimizers(self.trained, self.schedule)
         self.first_step = self.steps_evaluated = self.steps
         self.num_failed = 0
@@ -191,7 +191,7 @@ class OnlineDrafterTraining:
         self.trained.train()
         loss = task.loss(self.steps)
         if math.isfinite(float(loss.detach())):
-            optimizer_step(self.trained, self.optimizers, loss, self.settings.rate * warm, self.schedule.clip)
+            optimizer_step(self.trained, self.optimizers, loss, self.settings.rate * warm, self.schedule.max_grad_norm)
         self.steps += 1
         self.steps_left -= 1
 

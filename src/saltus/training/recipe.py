@@ -19,7 +19,12 @@ from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 
 RECIPES_FOLDER = Path(__file__).parent / "recipes"
-RENAMED_SETTINGS = {"lessons": "data", "laws": "distillation_weight"}
+RENAMED_SETTINGS = {
+    "lessons": "data", "forcing": "jacobi", "laws": "distillation_weight", "texts": "batch_size",
+    "windows": "windows_per_text", "placement": "uniform_beta", "greedy": "greedy_fraction", "slots": "max_length",
+    "held_out": "validation_fraction", "rate": "learning_rate", "warm_up": "warmup_steps", "clip": "max_grad_norm",
+    "every": "checkpoint_steps", "decay": "weight_decay", "optimiser": "optimizer", "half": "muon_bfloat16",
+}  # fmt: skip
 NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 
 
@@ -44,7 +49,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe, with overrides such as `rank=32` or `schedule.rate=1e-3`. Errors: ValueError."""
+    """A recipe, with overrides such as `rank=32` or `schedule.learning_rate=1e-3`. Errors: ValueError."""
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -67,7 +72,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     """Write an override into the table, in the section that has its key."""
     key, equals, value = override.partition("=")
     if not (equals and key):
-        raise ValueError(f"--set {override}: write KEY=VALUE, such as data.texts=4")
+        raise ValueError(f"--set {override}: write KEY=VALUE, such as data.batch_size=4")
     sections = {"", "data", "schedule", str(table.get("kind"))}
     known = [path for path in _setting_paths() if path.rpartition(".")[0] in sections and path not in NOT_SETTABLE]
     matching = [path for path in known if key in (path, path.rpartition(".")[2])]

@@ -22,7 +22,7 @@ from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule
 from saltus.training.tasks.losses import DistillationSettings, Loss
 
-Kind = Literal["drafter", "adapter", "heads", "forcing"]
+Kind = Literal["drafter", "adapter", "heads", "jacobi"]
 RECIPE_COUPLING: Coupling = "probability"  # of recipes that name none
 
 
@@ -38,7 +38,7 @@ class DrafterSettings:
     vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
     mask_token: int | None = None  # whose embedding the queries of dflash start with; default: the last one
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
-    told: bool = True  # conditioned on the temperature
+    embeds_temperature: bool = True  # conditioned on the temperature
     informed: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
     correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
     autocast: bool = False  # compute in bfloat16
@@ -68,7 +68,7 @@ class DrafterSettings:
             return self._dflash_shape(target, heads, kv_heads)
         return DrafterShape(
             config.hidden_size, self.intermediate, self.taps, self.layers, heads, kv_heads,
-            self.window, self.embedding, self.told, self.informed, correction=self.correction,
+            self.window, self.embedding, self.embeds_temperature, self.informed, correction=self.correction,
         )  # fmt: skip
 
     def _dflash_shape(self, target: Any, heads: int, kv_heads: int) -> DFlashShape:
@@ -96,7 +96,7 @@ class AdapterSettings:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
-    told: bool = True  # conditioned on the temperature
+    embeds_temperature: bool = True  # conditioned on the temperature
     form: UniformConditioning = "one-hot"
     loss: Loss = "ce"
     window: int = 16  # queries of a window; the first drafts nothing
@@ -119,7 +119,9 @@ class AdapterSettings:
     @property
     def gating(self) -> GatedLoraSettings:
         alpha = float(self.rank) if self.alpha is None else self.alpha
-        return GatedLoraSettings(self.rank, alpha, self.dropout, self.targets, self.embedding, self.told, self.window)
+        return GatedLoraSettings(
+            self.rank, alpha, self.dropout, self.targets, self.embedding, self.embeds_temperature, self.window
+        )
 
     def distillation(self, beta: float) -> DistillationSettings:
         return DistillationSettings(self.form, self.loss, self.window, beta)
@@ -134,7 +136,7 @@ class HeadsSettings:
     rank: int = 8  # states of each latent; ff has one
     directions: int = 16  # of the subspace in which components differ
     own: bool = False  # an unembedding for every position and component; for small vocabularies
-    told: bool = True  # conditioned on the text's last token; else this token is position 0 of the window
+    embeds_last_token: bool = True  # conditioned on the text's last token; else this token is position 0 of the window
     contextual: bool = True  # sum weights depend on the text
     homogeneous: bool = False  # all steps of a circuit share one table
     stay: float = 6.0  # initial logit for a latent to have its parent's state; 0: no preference
@@ -169,7 +171,7 @@ class JacobiForcingSettings:
     rank: int = 16
     alpha: float | None = None  # default: the rank
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
-    schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
+    noise_schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
     mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
     window: int = 8  # blocks in which the noise rises
     loss: Literal["kl", "ce"] = "kl"
@@ -195,7 +197,7 @@ class JacobiForcingSettings:
 
     @property
     def noise(self) -> BlockNoise:
-        return BlockNoise(self.schedule, self.mask, self.window)
+        return BlockNoise(self.noise_schedule, self.mask, self.window)
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Recipe:
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     adapter: AdapterSettings = field(default_factory=AdapterSettings)
     heads: HeadsSettings = field(default_factory=HeadsSettings)
-    forcing: JacobiForcingSettings = field(default_factory=JacobiForcingSettings)
+    jacobi: JacobiForcingSettings = field(default_factory=JacobiForcingSettings)
 
     def __post_init__(self) -> None:
         assert self.truncation is not None  # it raises errors for its settings now

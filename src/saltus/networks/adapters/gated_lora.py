@@ -25,7 +25,7 @@ class GatedLoraSettings:
     dropout: float = 0.0  # of the inputs of the low-rank part, in training
     targets: tuple[str, ...] = ()  # last names of the linear layers it acts on; empty: all but the unembedding
     embedding: str = "bits"  # of uniforms
-    told: bool = True  # the temperature is embedded too
+    embeds_temperature: bool = True  # the temperature is embedded too
     window: int = 16  # queries of a chain in training, at most
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Adapter(nn.Module):
         self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
         self.folder = ""  # that it was loaded from
         self.parts = nn.ModuleList(LoraLayer(*size, settings) for size in sizes.values())
-        self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.told)
+        self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.embeds_temperature)
         self._by_path = dict(zip(sizes, self.parts, strict=True))
 
     def lora_layer(self, path: str) -> LoraLayer | None:

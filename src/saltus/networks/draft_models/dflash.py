@@ -103,7 +103,7 @@ class DFlashModel(nn.Module):
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
+        """The weight matrices between hidden states, which some optimizers (Muon) treat apart."""
         layers = [weight for weight in self.decoder.model.layers.parameters() if weight.dim() == 2]
         return [self.fc.weight, *layers, *(self.correction.parameters() if self.correction else ())]
 

@@ -49,7 +49,7 @@ class DrafterShape:
     kv_heads: int = 3
     window: int = 6  # queries of a pass, at most
     embedding: str = "bits"  # of uniforms, see UniformEmbedding
-    told: bool = True  # the temperature is embedded
+    embeds_temperature: bool = True  # the temperature is embedded
     informed: bool = True  # False: queries have no uniforms, so predictions are independent
     rope_theta: float = 10000.0
     correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
@@ -89,7 +89,7 @@ class DraftModel(nn.Module):
         self.llama.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
         self.llama.lm_head.weight = nn.Parameter(unembedding[tokens].clone(), requires_grad=False)
         self.fuse = nn.Linear((len(shape.taps) + 2) * shape.hidden, shape.hidden, bias=False)
-        self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.told)
+        self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.embeds_temperature)
         self.query = nn.Parameter(torch.randn(shape.window, shape.hidden) * 0.02)
         self.correction = TokenCorrectionModel(shape.hidden, shape.correction) if shape.correction else None
         self.register_buffer("tokens", tokens, persistent=False)
@@ -102,7 +102,7 @@ class DraftModel(nn.Module):
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
+        """The weight matrices between hidden states, which some optimizers (Muon) treat apart."""
         layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
         return [self.fuse.weight, *layers, *(self.correction.parameters() if self.correction else ())]
 

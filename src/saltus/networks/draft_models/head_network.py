@@ -94,7 +94,7 @@ class HeadNetwork:
         """The distributions of as many positions as there are mask queries, as far as the window goes."""
         shape, parameters = self.model.shape, kv_cache.parameters
         assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
-        first = int(not shape.told)
+        first = int(not shape.embeds_last_token)
         count = first + min(len(inputs.query_nodes), shape.num_draft_tokens)
         positions = self._likely_by_state(kv_cache, parameters, count)
         root = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
@@ -131,7 +131,7 @@ class HeadNetwork:
         """
         shape, parameters = self.model.shape, kv_cache.parameters
         assert parameters is not None and kv_cache.num_decided == len(inputs.canvas.decided_prefix)
-        first = int(not shape.told)
+        first = int(not shape.embeds_last_token)
         uniforms = torch.tensor(inputs.uniforms[: shape.num_draft_tokens], dtype=torch.float64, device=self.device)
         tokens, logits = self._likely_logits(kv_cache, parameters, first + len(uniforms))
         of_states = (logits / inputs.temperature).softmax(-1).double()
@@ -169,7 +169,7 @@ class HeadNetwork:
     ) -> tuple[Int[np.ndarray, "likely"], Float[np.ndarray, "rows likely"]]:
         shape = self.model.shape
         assert kv_cache.parameters is not None
-        window = decided[kv_cache.num_decided - (not shape.told) :].tolist()
+        window = decided[kv_cache.num_decided - (not shape.embeds_last_token) :].tolist()
         if kv_cache.circuit_filter is None or window[: len(kv_cache.window_tokens)] != kv_cache.window_tokens:
             circuit_filter = CircuitFilter(shape.circuit_structure, kv_cache.initial, kv_cache.transitions)
             kv_cache.circuit_filter, kv_cache.window_tokens = circuit_filter, []

@@ -1,9 +1,9 @@
 """Heads that predict the joint distribution of the next tokens from the target's last hidden state (MtPC, §3.3).
 
-A head reads the hidden state before the text's last token and, unless `told` is false, that token. It outputs the
-parameters of a circuit over a window of positions. Each position's features go through the target's own unembedding,
-restricted to frequent tokens. Components of a circuit differ in a small subspace: a component's logits are the
-position's logits plus a few coordinates times the logits of as many directions. This saves each component a product
+A head reads the hidden state before the text's last token and, unless `embeds_last_token` is false, that token. It
+outputs the parameters of a circuit over a window of positions. Each position's features go through the target's own
+unembedding, restricted to frequent tokens. Components of a circuit differ in a small subspace: a component's logits are
+the position's logits plus a few coordinates times the logits of as many directions. This saves each component a product
 with the unembedding, though not a softmax. For a small vocabulary, as of bytes, every position and component can have
 an unembedding of its own instead (`own`).
 """
@@ -39,8 +39,10 @@ class HeadShape:
     rank: int = 8  # states of each latent; ff has 1
     directions: int = 16  # dimensions of the subspace that components differ in
     own: bool = False  # an unembedding of its own for every position and component, in place of directions
-    told: bool = True  # the text's last token is an input; else it is the window's first token, and known
-    features: str = "learned"  # "learned" by layers of the heads, or the "state" itself, which needs own and not told
+    embeds_last_token: bool = True  # the text's last token is an input; else it is the window's first token, and known
+    features: str = (
+        "learned"  # "learned" by layers of the heads, or the "state" itself, which needs own and not embeds_last_token
+    )
     contextual: bool = True  # the circuit's weights depend on the text
     homogeneous: bool = False  # all transitions of a circuit share one table
     stay: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
@@ -58,10 +60,14 @@ class HeadShape:
                 raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
         if self.features not in ("learned", "state"):
             raise ValueError(f"heads' features is {self.features!r}, but must be learned or state")
-        if self.features == "state" and (self.told or not self.own):
-            raise ValueError("heads that read the state itself have own matrices alone; take own=true and told=false")
-        if not self.told and self.window < 2:
-            raise ValueError("heads' window is 1, but its first token is known; take 2 or more, or told=true")
+        if self.features == "state" and (self.embeds_last_token or not self.own):
+            raise ValueError(
+                "heads that read the state itself have own matrices alone; take own=true and embeds_last_token=false"
+            )
+        if not self.embeds_last_token and self.window < 2:
+            raise ValueError(
+                "heads' window is 1, but its first token is known; take 2 or more, or embeds_last_token=true"
+            )
 
     @cached_property
     def circuit_structure(self) -> Circuit:
@@ -72,7 +78,7 @@ class HeadShape:
     @property
     def num_draft_tokens(self) -> int:
         """Tokens that can be drafted."""
-        return self.window - (not self.told)
+        return self.window - (not self.embeds_last_token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +105,7 @@ class HeadModel(nn.Module):
         self.shape, circuit = shape, shape.circuit_structure
         size, window, rank = shape.hidden, shape.window, circuit.rank
         learned = shape.features == "learned"
-        self.fuse = nn.Linear((1 + shape.told) * size, size, bias=False) if learned else None
+        self.fuse = nn.Linear((1 + shape.embeds_last_token) * size, size, bias=False) if learned else None
         self.blocks = nn.Linear(size, window * size, bias=False) if learned else None
         self.norm = nn.Parameter(torch.ones(size)) if learned else None
         tables = 1 if shape.homogeneous and circuit.num_latents > 1 else circuit.num_latents - 1
@@ -115,7 +121,7 @@ class HeadModel(nn.Module):
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The weight matrices between hidden states, which some optimisers (Muon) treat apart."""
+        """The weight matrices between hidden states, which some optimizers (Muon) treat apart."""
         return [] if self.fuse is None else [self.fuse.weight]
 
     def forward(
@@ -145,7 +151,7 @@ class HeadModel(nn.Module):
         shape, parts = self.shape, [states]
         if self.fuse is None or self.blocks is None or self.norm is None:
             return states, states[..., None, :].expand(*states.shape[:-1], shape.window, -1)
-        if shape.told:
+        if shape.embeds_last_token:
             parts.append(F.embedding(tokens, self.embeddings[0]).to(states.dtype))
         fused = self._linear(self.fuse, rms_normalized(torch.stack(parts, -2)).flatten(-2))
         moved = F.silu(self._linear(self.blocks, fused)).unflatten(-1, (shape.window, shape.hidden))
@@ -234,7 +240,7 @@ def new_head_model(
             model.sums.bias[circuit.rank :] = copies.repeat(len(model.sums.bias[circuit.rank :]) // len(copies))
         if model.own is not None:
             for position, own in enumerate(model.own):
-                own.copy_(tables[min(position + shape.told, len(tables) - 1), tokens])
+                own.copy_(tables[min(position + shape.embeds_last_token, len(tables) - 1), tokens])
         if model.codes is not None and model.directions is not None:
             model.codes.weight.zero_()
             draw_normal(model.directions, 1 / shape.hidden**0.5)
@@ -252,7 +258,7 @@ def own_heads(target: Any) -> HeadModel | None:
     window = len(matrices) // vocab
     if window < 2:
         return None
-    shape = HeadShape(hidden, "ff", window, 1, own=True, told=False, features="state", contextual=False)
+    shape = HeadShape(hidden, "ff", window, 1, own=True, embeds_last_token=False, features="state", contextual=False)
     tables = matrices.unflatten(0, (window, vocab))
     model = HeadModel(shape, torch.arange(vocab, device=matrices.device), embeddings, tables[0]).to(tables.dtype)
     model.own = nn.Parameter(tables[:, None], requires_grad=False)

@@ -73,17 +73,23 @@ def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
     """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong seal."""
     if (kind := data.get("kind")) in ("drafter", "heads"):
         signs = data.get("signs")
-        return DrafterMetadata(kind, data["target"], data["fingerprint"], signs, data["shape"], data.get("card", {}))
+        shape = _renamed(data["shape"], "embeds_last_token" if kind == "heads" else "embeds_temperature")
+        return DrafterMetadata(kind, data["target"], data["fingerprint"], signs, shape, data.get("card", {}))
     if "trained_from" in data:
         return DrafterMetadata("model", data["trained_from"], None, None, {}, data["training"])
     if "settings" not in data:
         return None
     if data.pop("seal") != _digest(data):
         raise KeyError("seal")
-    files = data["files"]
+    files, settings = data["files"], _renamed(data["settings"], "embeds_temperature")
     return DrafterMetadata(
-        "adapter", data["target_name"], data["target"], data.get("signs"), data["settings"], data["training"], files
+        "adapter", data["target_name"], data["target"], data.get("signs"), settings, data["training"], files
     )
+
+
+def _renamed(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """With the name of a setting that was `told` in files of earlier versions."""
+    return {name if key == "told" else key: value for key, value in settings.items()}
 
 
 def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:

@@ -52,7 +52,7 @@ def load_published_circuit(folder: Path, target: Any, target_name: str) -> HeadM
     found = {int(match[1]): weight for name, weight in weights.items() if (match := SUM_MATRICES.fullmatch(name))}
     sums = [found[number] for number in sorted(found)]
     kind = _kind(folder, window, rank, sums)
-    shape = HeadShape(hidden, kind, window, rank, own=True, told=False, features="state")
+    shape = HeadShape(hidden, kind, window, rank, own=True, embeds_last_token=False, features="state")
     model = HeadModel(shape, torch.arange(vocab, device=embeddings.device), embeddings, unembedding)
     positions = _fold_positions(weights, kind, window)
     model.own = nn.Parameter(matrices[positions.argsort()], requires_grad=False)

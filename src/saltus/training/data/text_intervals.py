@@ -55,7 +55,7 @@ def collect_uniform_intervals(
     Errors: ValueError where the folder holds shards of another model, or of other temperatures or texts.
     """
     prepare_model(model)
-    metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "slots": max_length}
+    metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "max_length": max_length}
     metadata |= coupling_metadata(coupling) | truncation_metadata(truncation)
     yield from write_shards(
         samples,
@@ -69,7 +69,9 @@ def collect_uniform_intervals(
 
 def load_uniform_intervals(folder: Path) -> TextCorpus:
     """Errors: ValueError where the folder holds no shards, or a damaged one."""
-    shards, texts, metadata = load_shards(folder, ("target", "temperatures", "slots", "coupling", "top_k", "top_p"))
+    shards, texts, metadata = load_shards(
+        folder, ("target", "temperatures", "max_length", "coupling", "top_k", "top_p")
+    )
     return TextCorpus(
         shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
         metadata.get("coupling", "probability"),

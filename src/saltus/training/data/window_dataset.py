@@ -23,14 +23,14 @@ from saltus.training.data.window_packing import gather_windows, valid_prefix
 class WindowSettings:
     """The training windows. The fields are the keys of a recipe's table [data]."""
 
-    texts: int = 6  # in a batch
-    windows: int = 60  # in a text
+    batch_size: int = 6  # in a batch
+    windows_per_text: int = 60  # in a text
     discount: float = 0.85  # weight of a query relative to the one before it: a draft is useless after a wrong one
-    placement: float = 1.0  # b of Beta(b, b): the position of u inside its interval (PTP, App. D)
+    uniform_beta: float = 1.0  # b of Beta(b, b): the position of u inside its interval (PTP, App. D)
     distillation_weight: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
-    greedy: float = 0.7  # fraction of windows at temperature 0, in texts that were written greedily
-    slots: int = 384  # the longest text, in tokens
-    held_out: float = 0.04  # fraction of the texts
+    greedy_fraction: float = 0.7  # fraction of windows at temperature 0, in texts that were written greedily
+    max_length: int = 384  # the longest text, in tokens
+    validation_fraction: float = 0.04  # fraction of the texts
     seed: int = 0
 
 
@@ -91,8 +91,8 @@ def select_validation(prompts: Sequence[bytes], fraction: float, seed: int) -> n
 class WindowDataset:
     """The batch of every step, as a function of the seed and the step number.
 
-    `from_text_start`: a context begins where its text does, and texts are truncated to `slots` tokens. Otherwise the
-    last `slots` tokens are kept, but never the first token: a drafter's context position needs a state before it.
+    `from_text_start`: a context begins where its text does, and texts are truncated to `max_length` tokens. Otherwise
+    the last `max_length` tokens are kept, but never the first token: a drafter needs a state before each.
     `own_temperature_only`: windows have their text's temperature, for students that learn distributions. A text is a
     sample of the distributions at that temperature only; given their uniforms, its tokens are targets at any.
     """
@@ -109,7 +109,7 @@ class WindowDataset:
     def __post_init__(self) -> None:
         texts = self.corpus.text_table.copy()
         if self.from_text_start:
-            texts[:, 2] = np.minimum(texts[:, 2], self.settings.slots)
+            texts[:, 2] = np.minimum(texts[:, 2], self.settings.max_length)
         long_enough = texts[:, 2] > texts[:, 1] + 1
         texts = texts[long_enough]
         if self.held_out is None and len(texts) < 2:
@@ -125,18 +125,21 @@ class WindowDataset:
     @property
     def batch_size(self) -> int:
         """Texts of a training step."""
-        return min(self.settings.texts, len(self.training_table))
+        return min(self.settings.batch_size, len(self.training_table))
 
     def _select_validation(self, texts: np.ndarray) -> np.ndarray:
         prompts = [self.corpus.tokens[begin : begin + length].numpy().tobytes() for begin, length, *_ in texts]
-        return select_validation(prompts, self.settings.held_out, self.settings.seed)
+        return select_validation(prompts, self.settings.validation_fraction, self.settings.seed)
 
     def training_batch(self, step: int) -> Batch:
         """The batch of a training step."""
         generator, count = seeded_generator(self.settings.seed, "batch", step), self.batch_size
         first = int(generator.integers(len(self.training_table) - count + 1))
         return self.make_batch(
-            self.training_table[first : first + count], generator, self.settings.windows, self.settings.greedy
+            self.training_table[first : first + count],
+            generator,
+            self.settings.windows_per_text,
+            self.settings.greedy_fraction,
         )
 
     def validation_batches(self, greedy: bool, num_windows: int = 8, num_texts: int = 8) -> Iterator[Batch]:
@@ -152,7 +155,7 @@ class WindowDataset:
     ) -> Batch:
         """Windows at random positions of completions; in texts written greedily this fraction is at temperature 0."""
         begins, prompts, lengths, text_temperatures = text_table.T
-        firsts = np.maximum(0 if self.from_text_start else 1, lengths - self.settings.slots)
+        firsts = np.maximum(0 if self.from_text_start else 1, lengths - self.settings.max_length)
         low = np.maximum(prompts, firsts + 1)
         shape = len(text_table), num_windows
         starts = low[:, None] + (generator.random(shape) * (lengths - low)[:, None]).astype(np.int64)
@@ -170,7 +173,7 @@ class WindowDataset:
             greedy_fraction = 1.0
         intervals = self.corpus.uniform_intervals[indices[..., None], target_rows]
         uniforms, valid = sample_uniforms(
-            UniformIntervals(intervals[..., 0], intervals[..., 1]), generator, self.settings.placement
+            UniformIntervals(intervals[..., 0], intervals[..., 1]), generator, self.settings.uniform_beta
         )
         greedy = torch.from_numpy((generator.random(shape) < greedy_fraction) & (text_temperatures == 0)[:, None])
         temperatures = torch.tensor(self.corpus.temperatures, dtype=torch.float64)[indices]

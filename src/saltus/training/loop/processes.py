@@ -46,7 +46,7 @@ class Processes:
         if num_texts < self.count:
             raise ValueError(
                 f"a step has {num_texts} texts, but {self.count} processes share it; start {num_texts} processes, or"
-                f" give a step {self.count} texts or more (data.texts of a recipe)"
+                f" give a step {self.count} texts or more (data.batch_size of a recipe)"
             )
         return slice(self.rank, None, self.count)
 

@@ -23,28 +23,30 @@ from saltus.training.loop.processes import ONE_PROCESS, Processes
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps and learning rate: a linear warm-up, then a cosine down to a tenth of the rate. Fields are keys of recipes.
+    """Steps and learning rate: a linear warm-up, then a cosine down to a tenth of it. Fields are keys of recipes.
 
     The optimizer `muon` trains the weights in the module's attribute `matrices`; AdamW trains all others.
     """
 
     steps: int
-    rate: float = 1e-3
-    warm_up: int = 100
-    clip: float = 1.0
-    every: int = 200  # steps between checkpoints
-    decay: float = 0.01
-    optimiser: Literal["adamw", "muon"] = "adamw"
-    half: bool = False  # Muon computes in bfloat16, for processors that do so natively
+    learning_rate: float = 1e-3
+    warmup_steps: int = 100
+    max_grad_norm: float = 1.0
+    checkpoint_steps: int = 200  # steps between checkpoints
+    weight_decay: float = 0.01
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_bfloat16: bool = False  # Muon computes in bfloat16, for processors that do so natively
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.every < 1:
-            raise ValueError(f"steps is {self.steps} and every is {self.every}, but both count from 1")
+        if self.steps < 1 or self.checkpoint_steps < 1:
+            raise ValueError(
+                f"steps is {self.steps} and checkpoint_steps is {self.checkpoint_steps}, but both count from 1"
+            )
 
-    def learning_rate(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step."""
-        warm = min(1.0, (step + 1) / max(1, min(self.warm_up, self.steps // 10)))
-        return self.rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+        warm = min(1.0, (step + 1) / max(1, min(self.warmup_steps, self.steps // 10)))
+        return self.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,10 @@ def train(
     and a checkpoint, which the main one writes, is the same for any number of them. Errors: ValueError for a
     checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
     """
-    optimisers = make_optimizers(module, schedule)
-    settings = settings | {"schedule": {key: value for key, value in asdict(schedule).items() if key != "every"}}
+    optimizers = make_optimizers(module, schedule)
+    settings = settings | {
+        "schedule": {key: value for key, value in asdict(schedule).items() if key != "checkpoint_steps"}
+    }
     state = load_checkpoint(checkpoint_path)
     step, seconds, curve, exams = 0, 0.0, [], []
     if state is not None:
@@ -88,8 +92,8 @@ def train(
                 f"{checkpoint_path} belongs to a run with other settings; delete it, or keep runs in another folder"
             )
         module.load_state_dict(state["module"])
-        for optimiser, optimiser_state in zip(optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(optimiser_state)
+        for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
     if float(processes.average(torch.tensor(float(step)))) != step:
         raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
@@ -99,19 +103,21 @@ def train(
     with processes.joint_interrupt() as raise_if_interrupted:
         while step < schedule.steps:
             part = synchronized_loss(step)
-            optimizer_step(module, optimisers, part, schedule.learning_rate(step), schedule.clip)
+            optimizer_step(module, optimizers, part, schedule.learning_rate_at(step), schedule.max_grad_norm)
             step_loss = float(processes.average(part))
             total += step_loss
             step += 1
             on_step(step, step_loss)
-            if step % schedule.every == 0 or step == schedule.steps:
+            if step % schedule.checkpoint_steps == 0 or step == schedule.steps:
                 curve.append(total / (step - saved))
                 if not math.isfinite(curve[-1]):
-                    raise ValueError(f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.rate}")
+                    raise ValueError(
+                        f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.learning_rate}"
+                    )
                 metrics = evaluate()
                 exams.append({"step": step, "loss": curve[-1], **metrics})
                 seconds = time.perf_counter() - began
-                state = {"module": module.state_dict(), "optimisers": [one.state_dict() for one in optimisers]}
+                state = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
                 state |= {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams}
                 if processes.is_main:
                     save_checkpoint(checkpoint_path, state)
@@ -136,22 +142,26 @@ def print_progress(progress: Progress) -> None:
 
 def make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
     """The optimizers of a module's weights, as the schedule names them."""
-    matrices = list(getattr(module, "matrices", ())) if schedule.optimiser == "muon" else []
+    matrices = list(getattr(module, "matrices", ())) if schedule.optimizer == "muon" else []
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in module.parameters() if id(weight) not in chosen]
-    rate, decay = schedule.rate, schedule.decay
+    rate, decay = schedule.learning_rate, schedule.weight_decay
     adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)
-    return [adamw, Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.half)] if matrices else [adamw]
+    return (
+        [adamw, Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.muon_bfloat16)]
+        if matrices
+        else [adamw]
+    )
 
 
 def optimizer_step(
-    module: nn.Module, optimisers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Tensor, rate: float, clip: float
 ) -> None:
     """Change the weights by the gradients of a loss."""
     module.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), clip)
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
             group["lr"] = rate
-        optimiser.step()
+        optimizer.step()

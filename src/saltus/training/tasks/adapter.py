@@ -49,15 +49,15 @@ class AdapterTrainingTask(WindowTrainingTask):
     The model is frozen and uses our attention from now on. With a `teacher` it is a student model that learns to
     draft the teacher's texts; then the first query makes a draft too. With `inverse` the uniforms are those under which
     the adapter itself writes the texts, so that it learns the texts' own distribution, without a teacher (PTP, Alg. 3
-    and Eq. 13); the target's intervals serve to evaluate it. The recipe's `slots` is the longest context in tokens.
-    `recompute` saves memory for time; `autocast` computes in bfloat16.
+    and Eq. 13); the target's intervals serve to evaluate it. The recipe's `max_length` is the longest context,
+    in tokens. `recompute` saves memory for time; `autocast` computes in bfloat16.
     """
 
     model: Any  # of Hugging Face
     corpus: Corpus
     gating: GatedLoraSettings = field(default_factory=GatedLoraSettings)
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
-    window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(texts=2, windows=32))
+    window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(batch_size=2, windows_per_text=32))
     name: str = "its model"
     recompute: bool = False
     autocast: bool = False
@@ -73,7 +73,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         if self.distillation.window < 2:
             raise ValueError("window is 1, but a group's first query drafts nothing; take 2 or more")
         self.gating = replace(self.gating, window=self.distillation.window)
-        self.window_settings = replace(self.window_settings, placement=self.distillation.beta)
+        self.window_settings = replace(self.window_settings, uniform_beta=self.distillation.beta)
         self.window_dataset = WindowDataset(
             self.corpus, self.window_settings, self.distillation.window, True, self.predicts_distributions
         )

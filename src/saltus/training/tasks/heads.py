@@ -56,7 +56,7 @@ class HeadsTrainingTask(CachedStateTask):
         if not old.layers:
             old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
         if old.circuit == "ff":
-            names = ("window", "told", "own", "layers", "lora")
+            names = ("window", "embeds_last_token", "own", "layers", "lora")
             fits = all(getattr(old, name) == getattr(new, name) for name in names)
         else:
             same_sizes = replace(old, circuit=new.circuit) == new
@@ -111,7 +111,7 @@ class HeadsTrainingTask(CachedStateTask):
         last_tokens = self.corpus.tokens[last_rows]
         parameters = self.module(self._last_hidden_states(batch, last_rows), last_tokens.to(self.target.device))
         circuit_filter = CircuitFilter(self.shape.circuit_structure, parameters.initial, parameters.transitions)
-        if self.shape.told:
+        if self.shape.embeds_last_token:
             return parameters, circuit_filter, 0
         first = self.draft_indices[last_tokens].to(self.target.device)  # position 0 is the text's last token
         leaf = token_log_probabilities(self.module, parameters, 0, first.clamp_min(0))

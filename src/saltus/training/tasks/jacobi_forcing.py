@@ -44,7 +44,7 @@ class JacobiTrainingTask(TrainingTask):
     the model itself is trained, and a loss on its text, times `text_weight`, limits its drift: cross-entropy (`anchor`
     "text", Eq. 9), or the divergence from the initial model ("distributions", ours; it keeps a second copy of it). The
     recipe's `discount` is the weight of a row relative to the one before it in a block with the same wrong token, and
-    its `slots` is the longest text in tokens.
+    its `max_length` is the longest text in tokens.
     """
 
     model: Any  # of Hugging Face
@@ -54,7 +54,7 @@ class JacobiTrainingTask(TrainingTask):
     loss_name: Literal["kl", "ce"] = "kl"
     text_weight: float = 1.0
     anchor: Literal["text", "distributions"] = "text"
-    window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(texts=2, discount=1.0))
+    window_settings: WindowSettings = field(default_factory=lambda: WindowSettings(batch_size=2, discount=1.0))
     name: str = "its model"
     recompute: bool = False
     autocast: bool = False
@@ -65,12 +65,12 @@ class JacobiTrainingTask(TrainingTask):
     validation_trajectories: list[Trajectory] = field(init=False)
 
     def __post_init__(self) -> None:
-        slots = self.window_settings.slots
+        slots = self.window_settings.max_length
         texts = [short for one in self.trajectories if (short := _truncate(one, slots)) is not None]
         if len(texts) < 2:
             raise ValueError(
                 f"there are fewer than two texts of more than a block within {slots} tokens to"
-                " learn from and to hold out; collect more or longer ones, or raise data.slots"
+                " learn from and to hold out; collect more or longer ones, or raise data.max_length"
             )
         blocks = -(-max(len(one.completion) for one in texts) // texts[0].block_size)
         if self.noise.window > blocks:
@@ -79,7 +79,7 @@ class JacobiTrainingTask(TrainingTask):
                 f" {texts[0].block_size} tokens; take a smaller window, or collect longer texts"
             )
         prompts = [np.asarray(one.prompt).tobytes() for one in texts]
-        held_out = select_validation(prompts, self.window_settings.held_out, self.window_settings.seed)
+        held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
         self.validation_trajectories = [one for one, out in zip(texts, held_out, strict=True) if out]
         own = [one for one, out in zip(texts, held_out, strict=True) if not out]
         # sorted, so that texts of a batch have similar lengths
@@ -99,7 +99,7 @@ class JacobiTrainingTask(TrainingTask):
     @property
     def queries_per_step(self) -> int:
         tokens = sum(len(one.completion) for one in self.training_trajectories)
-        return self.window_settings.texts * tokens // len(self.training_trajectories)
+        return self.window_settings.batch_size * tokens // len(self.training_trajectories)
 
     def dataset_digest(self) -> str:
         return trajectories_digest(self.trajectories)
@@ -115,7 +115,7 @@ class JacobiTrainingTask(TrainingTask):
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean over the rows that attend to wrong tokens, plus that over the text."""
         generator = seeded_generator(self.window_settings.seed, "blocks", step)
-        count = min(self.window_settings.texts, len(self.training_trajectories))
+        count = min(self.window_settings.batch_size, len(self.training_trajectories))
         first = int(generator.integers(len(self.training_trajectories) - count + 1))
         texts, own = self.training_trajectories[first : first + count], self.processes.share(count)
         iterates = [self.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]

@@ -81,7 +81,7 @@ class WindowTrainingTask(TrainingTask):
 
     @property
     def queries_per_step(self) -> int:
-        return self.window_settings.texts * self.window_settings.windows * self.window_dataset.window
+        return self.window_settings.batch_size * self.window_settings.windows_per_text * self.window_dataset.window
 
     def training_batch(self, step: int) -> Batch:
         """This process's texts of a step's batch."""
