@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Q
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -18,6 +19,9 @@ from saltus.cli.lm_eval import complete_arguments
 from saltus.evaluation.benchmarks.lm_eval_model import model_class
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.networks.loading.checkpoints import load_model
+from saltus.networks.models.packed_decoder import PackedDecoder
+from test_gguf import tiny as tiny_gguf
+from test_gguf import write as write_gguf
 
 pytest.importorskip("lm_eval")
 
@@ -342,6 +346,14 @@ def test_options_and_devices_of_a_command_line_reach_the_engine(folder):
     assert made.engine.decoder.options == {"lookup": {"longest": 3}}
     assert (made.engine.decoder.budget, made.batch_size) == (5, 8)
     assert made.get_model_info()["saltus_method"] == "lookup"
+
+
+def test_a_model_in_packed_blocks_is_described_with_the_parameters_of_the_matrices(tmp_path):
+    model = tiny_gguf("llama, tied")
+    write_gguf(model, tmp_path / "tiny.gguf", [Q.Q8_0])
+    made = ours(str(tmp_path / "tiny.gguf"), dtype="auto")
+    assert isinstance(made.engine.network.model, PackedDecoder)
+    assert made.get_model_info()["model_num_parameters"] == model.num_parameters()
 
 
 def test_the_thoughts_of_a_model_are_no_part_of_its_answer(folder):

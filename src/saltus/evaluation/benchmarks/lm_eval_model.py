@@ -145,7 +145,7 @@ class SaltusLMBase:
 
         model = self.engine.network.model
         return {
-            "model_num_parameters": model.num_parameters(),
+            "model_num_parameters": sum(weight.numel() for weight in model.parameters()),
             "model_dtype": str(model.dtype),
             "saltus_version": saltus.__version__,
             "saltus_method": self.engine.method,
