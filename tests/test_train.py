@@ -20,6 +20,7 @@ from saltus.drafting import ptp_queries
 from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.networks.loading.metadata import read_metadata
 from saltus.training import recipe as recipes
+from saltus.training.data.teacher_texts import read_texts
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Kind
@@ -381,6 +382,14 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
         assert str(file) in complaint(*training(recipe, folder, teacher, work))
     (tmp_path / "broken.jsonl.gz").write_bytes(b"x")
     assert "broken.jsonl.gz is damaged" in complaint(*training(recipe, folder, tmp_path / "broken.jsonl.gz", work))
+
+
+def test_a_file_of_prompts_in_place_of_training_texts_is_not_called_damaged(recipe, folder, tmp_path):
+    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat", "temperature": 0})
+    said = complaint(*training(recipe, folder, asked, tmp_path / "work"))
+    assert "asked.jsonl, line 1 has no 'completion'; make training texts of it: saltus collect data --texts" in said
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        read_texts(tmp_path)
 
 
 def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recipe, folder, tmp_path):

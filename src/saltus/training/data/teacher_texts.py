@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -230,13 +231,19 @@ def read_rows(file: Path, keys: Sequence[str] = ("prompt", "completion", "temper
         data = file.read_bytes()
         text = gzip.decompress(data) if file.suffix == ".gz" else data
         rows = [json.loads(line) for line in text.decode().splitlines()]
-        if missing := next((key for row in rows for key in keys if key not in row), None):
-            raise KeyError(missing)
-        return rows
     except FileNotFoundError:
         raise ValueError(f"there is no teacher text {file}; write it with saltus collect text") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({type(error).__name__}); delete it and collect again") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    for number, row in enumerate(rows, 1):
+        if missing := next((key for key in keys if not isinstance(row, dict) or key not in row), None):
+            raise ValueError(
+                f"{file}, line {number} has no {missing!r}; make training texts of it: saltus collect data --texts"
+                f" {file}, or of prompts: saltus collect text --prompts {file}"
+            )
+    return rows
 
 
 def read_teacher_texts(path: Path) -> list[Sample]:
