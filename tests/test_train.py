@@ -221,6 +221,7 @@ def test_training_starts_with_the_weights_of_a_saved_result(kind, folder, teache
     change = "intermediate=24" if kind == "drafter" else "rank=2"
     output = complaint(*given, "--set", change, "--work", tmp_path / "third")
     assert re.search(f"the {kind} in .* has (another shape|other settings) than the recipe", output)
+    assert not (tmp_path / "third").exists(), "that is said before texts are read"
 
 
 def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
@@ -269,6 +270,7 @@ def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher
     for number, change in enumerate(("window=6", "circuit=ff", "rank=5")):
         given = training(file, folder, teacher, tmp_path / f"unfit {number}", *still)[2:]
         assert "cannot go on from" in complaint("train", "mtpc", *given, "--set", change)
+        assert not (tmp_path / f"unfit {number}").exists(), "that is said before texts are read"
 
 
 def test_the_curves_hold_every_step_and_every_evaluation(recipe, folder, teacher, tmp_path):

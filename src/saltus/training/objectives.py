@@ -16,7 +16,7 @@ from saltus.training.data.text_intervals import collect_uniform_intervals, load_
 from saltus.training.data.trajectories import Trajectory, read_trajectories
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.settings import RECIPE_COUPLING, Recipe
-from saltus.training.tasks.adapter import AdapterTrainingTask
+from saltus.training.tasks.adapter import AdapterTrainingTask, load_initial_adapter
 from saltus.training.tasks.cached_state_task import CachedStateTask
 from saltus.training.tasks.drafter import DrafterTrainingTask
 from saltus.training.tasks.heads import HeadsTrainingTask
@@ -86,6 +86,9 @@ class Objective(ABC):
         """Whose uniforms or picks the result is trained on."""
         return recipe.coupling
 
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:  # noqa: B027  needed where `collect` is long
+        """Errors: ValueError where training cannot start with the weights of this folder."""
+
     @abstractmethod
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         """Cache what training needs of the texts in the data folder; yields how many texts are done."""
@@ -118,6 +121,11 @@ class CachedStateObjective(Objective):
             return super().why_not_truncated(recipe)
         informed = recipe.drafter.informed and not recipe.data.distillation_weight
         return "" if informed else "set informed=true and distillation_weight=0, or leave them out"
+
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
+        model = inputs.network.model
+        shape = getattr(inputs.recipe, inputs.recipe.kind).shape(model)
+        self.task.load_initial(folder, model, inputs.model_name, shape)
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
@@ -160,6 +168,12 @@ class AdapterObjective(Objective):
 
     def student_name(self, recipe: Recipe) -> str:
         return recipe.adapter.student
+
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
+        settings, model, name = inputs.recipe.adapter, inputs.network.model, inputs.model_name
+        if inputs.student is not None:
+            model, name = inputs.student, settings.student
+        load_initial_adapter(folder, model, name, settings.gating)
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe = inputs.recipe

@@ -121,7 +121,7 @@ def open_run(
 ) -> TrainingRun:
     """Load the models of a run, and perhaps distribute them over its processes.
 
-    Errors: ValueError if another model wrote the texts, or for another vocabulary.
+    Errors: ValueError if another model wrote the texts, or for another vocabulary, or if initial weights do not fit.
     """
     engine = load_engine(recipe.model)
     for teacher in teachers:
@@ -134,10 +134,13 @@ def open_run(
     if sharded:
         for model in (engine.network.model, *([] if student is None else [student])):
             processes.shard(model)
-    return TrainingRun(
+    run = TrainingRun(
         recipe, samples, engine.network, recipe.model, work_folder, student, engine.tokenizer, processes, sharded,
         initial_folder,
     )  # fmt: skip
+    if initial_folder is not None:
+        OBJECTIVES[recipe.kind].check_initial(run, initial_folder)
+    return run
 
 
 def _weights_digest(folder: Path) -> str:

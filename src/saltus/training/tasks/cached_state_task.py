@@ -74,6 +74,11 @@ class CachedStateTask(WindowTrainingTask):
     def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> nn.Module:
         """An untrained module for these tokens."""
 
+    @classmethod
+    @abstractmethod
+    def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> Any:
+        """A saved module with which training for this shape can start. Errors: ValueError if it does not fit."""
+
     def _set_module(self, module: Any) -> None:
         tokens = module.tokens
         self.draft_indices = torch.full((int(max(self.corpus.tokens.max(), tokens.max())) + 1,), IGNORED_TOKEN)

@@ -102,24 +102,27 @@ class DrafterTrainingTask(CachedStateTask):
             return new_dflash_model(self.shape, draft_tokens, self.target, self.corpus, self.window_settings.seed)
         return new_drafter(self.shape, draft_tokens, self.target, self.window_settings.seed)
 
-    def initialize_from(self, folder: Path) -> None:
-        """Start with a saved drafter and its vocabulary; a longer window and a correction may be new.
-
-        Errors: ValueError if its shape differs otherwise.
-        """
-        drafter, shape = load_drafter(folder, self.target, self.target_name, trainable=True), self.shape
+    @classmethod
+    def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> DraftModel | DFlashModel:
+        """A saved drafter; a longer window and a correction may be new. Errors: ValueError for another shape."""
+        drafter = load_drafter(folder, target, target_name, trainable=True)
         old = drafter.shape
         changed: dict[str, Any] = {"window": old.window, "correction": old.correction}
         changed |= {"informed": old.informed} if isinstance(shape, DrafterShape) else {}
         kept = replace(shape, **changed)
         if kept != old or shape.window < old.window or old.correction not in (0, shape.correction):
             raise ValueError(f"the drafter in {folder} has another shape than the recipe; take the one it was made by")
+        return drafter
+
+    def initialize_from(self, folder: Path) -> None:
+        """Start with a saved drafter and its vocabulary. Errors: ValueError if its shape differs."""
+        drafter = self.load_initial(folder, self.target, self.target_name, self.shape)
         module, weights = self._new_module(drafter.tokens), drafter.float().state_dict()
         if isinstance(module, DFlashModel):
             weights = module.trained_weights(weights)
         else:
             query = weights["query"]
-            weights["query"] = torch.cat([query, query[-1:].expand(shape.window - old.window, -1)])
+            weights["query"] = torch.cat([query, query[-1:].expand(self.shape.window - drafter.shape.window, -1)])
         module.load_state_dict(module.state_dict() | weights)
         self._set_module(module)
 

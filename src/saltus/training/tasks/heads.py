@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,14 +45,11 @@ class HeadsTrainingTask(CachedStateTask):
         generator = seeded_generator(self.window_settings.seed, "weights")
         return new_head_model(self.shape, draft_tokens, self.target, generator)
 
-    def initialize_from(self, folder: Path) -> None:
-        """Start with saved heads and their vocabulary; a richer circuit starts with the distribution of a poorer one.
-
-        FF initializes any circuit, and CP initializes HMM and BTree approximately (see `new_head_model`). The recipe
-        may add adapted layers. Errors: ValueError if the shapes do not fit.
-        """
-        heads = load_heads(folder, self.target, self.target_name).float()
-        old, new = replace(heads.shape, stay=self.shape.stay), self.shape
+    @classmethod
+    def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> HeadModel:
+        """Saved heads from which those of this shape can go on. Errors: ValueError if the shapes do not fit."""
+        heads = load_heads(folder, target, target_name).float()
+        old, new = replace(heads.shape, stay=shape.stay), shape
         if not old.layers:
             old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
         if old.circuit == "ff":
@@ -63,13 +60,22 @@ class HeadsTrainingTask(CachedStateTask):
             fits = same_sizes and (old == new or (old.circuit, new.circuit) in EXTENSIBLE_CIRCUITS)
         if not fits:
             raise ValueError(f"the recipe's heads cannot go on from {folder}, made as {old}; take what made them")
+        return heads
+
+    def initialize_from(self, folder: Path) -> None:
+        """Start with saved heads and their vocabulary; a richer circuit starts with the distribution of a poorer one.
+
+        FF initializes any circuit, and CP initializes HMM and BTree approximately (see `new_head_model`). The recipe
+        may add adapted layers. Errors: ValueError if the shapes do not fit.
+        """
+        heads = self.load_initial(folder, self.target, self.target_name, self.shape)
         module = self._new_module(heads.tokens)
         with torch.no_grad():
             for name, weight in heads.state_dict().items():
                 own = module.state_dict()[name]
                 if own.shape == weight.shape or name == "own":  # every component starts as the only one of FF
                     own.copy_(weight)
-                elif old.circuit == "cp":  # sums: CP has only that of the start, which comes first
+                elif heads.shape.circuit == "cp":  # sums: CP has only that of the start, which comes first
                     own[: len(weight)] = weight
         self._set_module(module)
 
