@@ -445,6 +445,16 @@ def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
         ("layers", "write KEY=VALUE"),
         ("layers=two", "must be a whole number"),
         ("kind=adapter", "no setting kind"),
+        ("data.texts=0", "texts is 0, but must be 1 or more"),
+        ("windows=0", "windows is 0, but must be 1 or more"),
+        ("slots=1", "slots is 1"),
+        ("discount=0", "discount is 0.0, but must be above 0"),
+        ("placement=-1", "placement is -1.0, but must be above 0"),
+        ("distillation_weight=-1", "distillation_weight is -1.0, but must be 0 or more"),
+        ("greedy=1.5", "greedy is 1.5, but is a fraction"),
+        ("held_out=1", "held_out is 1.0, but is a fraction"),
+        ("temperatures=[0, 0.7]", "temperatures has 0, but holds those besides 0, above it; leave 0 out"),
+        ("temperatures=[]", "temperatures is empty"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_path):

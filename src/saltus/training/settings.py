@@ -224,6 +224,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         assert self.truncation is not None  # it raises errors for its settings now
+        if wrong := [each for each in self.temperatures if not each > 0]:
+            raise ValueError(
+                f"temperatures has {wrong[0]:g}, but holds those besides 0, above it; leave {wrong[0]:g} out"
+            )
+        if not self.temperatures and self.kind != "forcing":
+            raise ValueError("temperatures is empty; give one or more, above 0")
 
     @property
     def truncation(self) -> Truncation:

@@ -33,6 +33,23 @@ class WindowSettings:
     validation_fraction: float = 0.04  # fraction of the texts
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("texts", "windows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+        if self.slots < 2:
+            raise ValueError(f"slots is {self.slots}, but a text has 2 tokens or more; take more")
+        for name in ("discount", "placement"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
+        if not self.distillation_weight >= 0:
+            raise ValueError(f"distillation_weight is {self.distillation_weight}, but must be 0 or more")
+        if not 0 <= self.greedy <= 1:
+            raise ValueError(f"greedy is {self.greedy}, but is a fraction, in [0, 1]")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}, but is a fraction, in [0, 1)")
+        Noise(self.seed)  # it refuses a negative one
+
 
 @runtime_checkable
 class Corpus(Protocol):
