@@ -453,7 +453,7 @@ def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
         ("distillation_weight=-1", "distillation_weight is -1.0, but must be 0 or more"),
         ("greedy=1.5", "greedy is 1.5, but is a fraction"),
         ("held_out=1", "held_out is 1.0, but is a fraction"),
-        ("temperatures=[0, 0.7]", "temperatures has 0, but holds those besides 0, above it; leave 0 out"),
+        ("temperatures=[0, 0.7]", "temperatures are those besides 0, and above it; leave 0 out"),
         ("temperatures=[]", "temperatures is empty"),
     ],
 )

@@ -2,15 +2,18 @@
 
 import json
 import logging
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import saltus
+from saltus.cli.report import write_result
 from saltus.engine import tuned_settings
 from saltus.engine.tuned_settings import TunedSettings, machine_name
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, SpeedupSurface, affordable_draft_tokens
+from saltus.evaluation.reports import step_plots
 from saltus.networks.loading.model_identity import model_fingerprint
 from test_cli import complaint, lines, saltus_
 
@@ -139,7 +142,7 @@ def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog)
 
 
 @pytest.mark.slow
-def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
+def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path, monkeypatch):
     inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
     common = ["tune", "-m", folder, "-f", inputs, "-n", 6, "--rounds", 1, "--texts", 1]
     said = saltus_(*common, "--out", tmp_path / "out")
@@ -158,3 +161,14 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path):
     assert json.loads(saltus_(*common, "--no-save", "--json").stdout)["chosen"]
     assert "--dearest" in complaint(*common, "--dearest", 0.5)
     assert "temperature is -1" in complaint(*common, "-t", -1)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = saltus_(*common, "--out", tmp_path / "bare").stderr
+    assert "saved: " in said
+    assert f'written: {tmp_path / "bare" / "tune.json"}; for figures: pip install "saltus[bench]"' in said
+
+
+def test_a_result_is_written_without_matplotlib_and_a_note_says_how_to_have_figures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_result(tmp_path / "step.json", {"complete": True}, step_plots.write_figures)
+    assert json.loads((tmp_path / "step.json").read_text()) == {"complete": True}
+    assert 'step.json; for figures: pip install "saltus[bench]"' in capsys.readouterr().err

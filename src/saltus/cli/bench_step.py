@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,7 +90,10 @@ def step(
 
         print_tables(result)
     if out:
-        _write(result, out)
+        from saltus.cli.report import write_result
+        from saltus.evaluation.reports.step_plots import write_figures
+
+        write_result(out / "step.json", result, write_figures)
     if not result["complete"]:
         raise KeyboardInterrupt
 
@@ -202,18 +204,3 @@ def summarise_step(grid: Any, timings: Any, demand: Any, machine_speed: Any) -> 
         "prefill": prefill,
         "knees": knees,
     }
-
-
-def _write(result: Mapping[str, Any], folder: Path) -> None:
-    """Write step.json first: matplotlib may be missing."""
-    from json import dumps
-
-    from saltus.cli.answers import print_note
-
-    (folder / "step.json").write_text(dumps(result, indent=1) + "\n", encoding="utf-8")
-    from saltus.evaluation.reports.step_plots import write_figures
-
-    paths = write_figures(result, folder)
-    print_note(
-        f"written: {folder / 'step.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png")
-    )

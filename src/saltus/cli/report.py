@@ -1,9 +1,11 @@
-"""Statistics of an answer: the line below it, the comparison with plain decoding, and the JSON record."""
+"""Statistics of an answer: the line below it, the comparison with plain decoding, the JSON record; files of results."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 RECORD_KEYS = (
@@ -36,6 +38,22 @@ def print_json(value: Any) -> None:
     """Print an object as one line."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(value, ensure_ascii=not utf8), flush=True)
+
+
+def write_result(
+    file: Path, result: Mapping[str, Any], write_figures: Callable[[Mapping[str, Any], Path], Sequence[Path]]
+) -> None:
+    """Write a result as JSON, and then its figures into the same folder; without matplotlib a note says so."""
+    from saltus.cli.answers import print_note
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    try:
+        paths = write_figures(result, file.parent)
+    except ModuleNotFoundError:
+        print_note(f'written: {file}; for figures: pip install "saltus[bench]"')
+    else:
+        print_note(f"written: {file}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png"))
 
 
 def statistics_line(generation: Any, method: str) -> str:

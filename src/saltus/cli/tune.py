@@ -93,12 +93,15 @@ def tune(
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     result = _search_settings(engine, inputs, how, rounds, dearest, options)
-    if out:
-        _write(result, out)
     if save and result["complete"]:
         from saltus.cli.answers import print_note
 
         print_note(f"saved: {_save_tuned_settings(result, engine, model, options)}")
+    if out:
+        from saltus.cli.report import write_result
+        from saltus.evaluation.reports.tuning_plots import write_figures
+
+        write_result(out / "tune.json", result, write_figures)
     if json:
         from saltus.cli.report import print_json
 
@@ -187,24 +190,6 @@ def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fix
         "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
         model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
     ).save()  # fmt: skip
-
-
-def _write(result: Mapping[str, Any], folder: Path) -> None:
-    """Write tune.json first: matplotlib may be missing."""
-    from json import dumps
-
-    from saltus.cli.answers import print_note
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tune.json").write_text(dumps(result, indent=1) + "\n", encoding="utf-8")
-    if not result["surface"]["points"]:
-        return
-    from saltus.evaluation.reports.tuning_plots import write_figures
-
-    paths = write_figures(result, folder)
-    print_note(
-        f"written: {folder / 'tune.json'}" + "".join(f", {path.name}" for path in paths if path.suffix == ".png")
-    )
 
 
 def _show(result: Mapping[str, Any]) -> None:

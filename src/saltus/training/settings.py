@@ -225,9 +225,7 @@ class Recipe:
     def __post_init__(self) -> None:
         assert self.truncation is not None  # it raises errors for its settings now
         if wrong := [each for each in self.temperatures if not each > 0]:
-            raise ValueError(
-                f"temperatures has {wrong[0]:g}, but holds those besides 0, above it; leave {wrong[0]:g} out"
-            )
+            raise ValueError(f"temperatures are those besides 0, and above it; leave {wrong[0]:g} out")
         if not self.temperatures and self.kind != "forcing":
             raise ValueError("temperatures is empty; give one or more, above 0")
 

@@ -17,7 +17,9 @@ LEFT_MARGIN, BOTTOM_MARGIN, TOP_MARGIN = 58, 50, 80
 
 
 def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """tune_calls and tune_surface, as SVG and as PNG. The files' paths."""
+    """tune_calls and tune_surface, as SVG and as PNG; none of a search that measured no settings. The files' paths."""
+    if not result["surface"]["points"]:
+        return []
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
