@@ -21,6 +21,7 @@ from saltus.engine.prefix_cache import PrefixCache
 from saltus.engine.request import Request
 from saltus.methods import available_methods
 from saltus.networks.kv_cache.kv_cache import KVCache
+from saltus.networks.loading.checkpoints import resolve_device
 from saltus.networks.models import causal
 from saltus.networks.models.exact.attention import install_attention
 
@@ -275,12 +276,22 @@ def test_what_is_no_prompt_is_refused(engine):
     assert engine.generate([]) == []
 
 
+def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [resolve_device(name) for name in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
+    for name in ("cuda:2", "cuda:", "cuda:x"):
+        with pytest.raises(ValueError, match="torch does not have that; use cuda:0, cuda:1"):
+            resolve_device(name)
+
+
 @pytest.mark.parametrize(
     ("settings", "cure"),
     [
         ({"method": "jacoby"}, "did you mean jacobi"),
         ({"dtype": "int8"}, "one of auto, float32"),
         ({"device": "tpu"}, "one of auto, cpu, cuda"),
+        ({"device": "cpu:x"}, "torch does not have that; use cpu"),
         ({"rule": "typical"}, "one of match, reject"),
         ({"budget": -1}, "0…384"),
         ({"batch_size": 0}, "1 or more"),

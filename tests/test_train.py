@@ -497,6 +497,9 @@ def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
     (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
     assert "only 1 stories or functions" in complaint("train", "assd", "--", "--text", "few.txt")
     assert "holds no programs" in complaint("train", "assd", "--", "--code", "nowhere")
+    (tmp_path / "tales.csv").write_text("document,text\n1,once\n")
+    said = complaint("train", "assd", "--", "--text", "tales.csv")
+    assert "tales.csv holds no stories (there is no column 'document_id'); give a table" in said
     assert "give one of --from" in complaint("train", "assd", "--", "--xlnet", "--left-to-right")
     assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
 
@@ -510,6 +513,11 @@ def test_a_recipe_in_python_gets_the_arguments_after_the_dashes(recipe, tmp_path
     assert (sys.argv, sys.path) == before
     assert "after --" in complaint("train", "ptp", "-r", file, "--steps", 3)
     assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
+    file.write_text("{}['absent']\n")
+    said = complaint("train", "ptp", "-r", file)
+    assert said.endswith("own.py failed: KeyError('absent'); SALTUS_DEBUG=1 shows where")
+    file.write_text("raise ValueError('seven is too many; take six')\n")
+    assert complaint("train", "ptp", "-r", file) == "saltus: seven is too many; take six"
 
 
 def test_training_without_tensorboard_names_the_package_to_install(recipe, folder, teacher, tmp_path, monkeypatch):

@@ -365,9 +365,13 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
 
 
 def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None:
-    """Run a recipe in Python as a main program. Errors: ValueError if an option for TOML recipes is given."""
+    """Run a recipe in Python as a main program.
+
+    Errors: ValueError if an option for TOML recipes is given, and for a fault of the program.
+    """
     import runpy
 
+    from saltus.cli.errors import INTERNAL_ERROR, describe_error
     from saltus.training.loop.processes import launched_processes
 
     if launched_processes() > 1:
@@ -378,6 +382,10 @@ def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None
     sys.argv, sys.path[0:0] = [str(file), *arguments], [str(file.resolve().parent)]
     try:
         runpy.run_path(str(file), run_name="__main__")
+    except Exception as error:
+        if describe_error(error)[1] != INTERNAL_ERROR:
+            raise
+        raise ValueError(f"recipe {file} failed: {error!r}; SALTUS_DEBUG=1 shows where") from error
     finally:
         sys.argv, sys.path[:] = old_argv, old_path
 

@@ -238,9 +238,14 @@ def resolve_device(name: str) -> str:
     """The device that a name stands for: auto is a GPU if there is one. Errors: ValueError."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    _checked_choice("device", name.partition(":")[0], {"auto": 0, "cpu": 0, "cuda": 0})
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    kind, colon, number = name.partition(":")
+    _checked_choice("device", kind, {"auto": 0, "cpu": 0, "cuda": 0})
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or a CUDA build of torch")
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if colon and not (number.isdecimal() and int(number) < count):
+        known = ", ".join(f"cuda:{each}" for each in range(count)) or kind
+        raise ValueError(f"device is {name!r}, but torch does not have that; use {known}")
     return name
 
 

@@ -25,12 +25,21 @@ OMITTED_FOLDERS = {"test", "tests", "site-packages", "dist-packages"}
 
 
 def read_stories(file: Path) -> list[str]:
-    """The stories of a plain text, or of a table (.csv) with columns document_id and text, one sentence a row."""
+    """The stories of a plain text, or of a table (.csv) with columns document_id and text, one sentence a row.
+
+    Errors: ValueError for a table without these columns.
+    """
     if file.suffix == ".csv":
         with file.open(newline="", encoding="utf-8") as source:
             documents: dict[str, list[str]] = {}
-            for row in csv.DictReader(source):
-                documents.setdefault(row["document_id"], []).append(" ".join(row["text"].split()))
+            try:
+                for row in csv.DictReader(source):
+                    documents.setdefault(row["document_id"], []).append(" ".join((row["text"] or "").split()))
+            except (KeyError, csv.Error) as error:
+                reason = f"there is no column {error}" if isinstance(error, KeyError) else error
+                raise ValueError(
+                    f"{file} holds no stories ({reason}); give a table with document_id and text, or a plain text"
+                ) from None
         return [
             " ".join(rows[start : start + SENTENCES_PER_STORY])
             for rows in documents.values()
