@@ -560,6 +560,10 @@ def test_settings_that_only_a_model_can_refuse_are_one_line_too(folder, tiny_fol
     assert "must be one of auto, cpu, cuda" in complaint("generate", "a", "-m", folder, "--device", "tpu")
     assert "must lie in 0…384" in complaint("generate", "a", "-m", folder, "--budget", 999)
     assert "shorten it" in complaint("generate", "x" * 2000, "-m", folder)
+    assert "small_model needs a draft model; give --draft-model" in complaint(
+        "generate", "a", "--method", "small_model"
+    )
+    assert "small_model.model=NAME" in complaint("bench", "--methods", "lookup,small_model")
     other = tiny_folder(words="quite other words than those of the first one")
     drafting = ["--method", "small_model", "--option", f"small_model.model={other}"]
     assert "another vocabulary" in complaint("generate", "a", "-m", folder, *drafting)

@@ -289,6 +289,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
     ("settings", "cure"),
     [
         ({"method": "jacoby"}, "did you mean jacobi"),
+        ({"method": "small_model"}, "needs a draft model"),
         ({"dtype": "int8"}, "one of auto, float32"),
         ({"device": "tpu"}, "one of auto, cpu, cuda"),
         ({"device": "cpu:x"}, "torch does not have that; use cpu"),

@@ -82,9 +82,10 @@ def validate_settings(
     from saltus.core.rules import RULES
     from saltus.core.sampling import Sampling
     from saltus.engine.chat_template import read_chat_template
-    from saltus.methods import make_methods
+    from saltus.methods import make_methods, require_draft_models
 
-    make_methods(method, options if isinstance(options, Mapping) else parse_method_options(options or (), method))
+    chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
+    require_draft_models(make_methods(method, chosen))
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; there are {', '.join(RULES)}")
     if chat_template is not None:

@@ -26,7 +26,7 @@ from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import Request
 from saltus.engine.tuned_settings import TunedSettings
-from saltus.methods import Method, UsesTrainedModel, make_methods
+from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.networks.loading.checkpoints import Checkpoint
 from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
@@ -182,6 +182,7 @@ class Decoder:
             tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
             options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
         made = [_for_trained_model(each) for each in make_methods(method, options)]
+        require_draft_models(made)
         networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
         return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
 

@@ -345,7 +345,7 @@ def load(
         check_budget(budget)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
-    methods.make_methods(method, options)  # refuses a wrong name before anything is loaded
+    methods.require_draft_models(methods.make_methods(method, options))  # before anything is loaded
     template = None if chat_template is None else read_chat_template(chat_template)
     nodes = max(default_budget(adaptive, rule), num_draft_tokens or 0) if budget is None else budget
 

@@ -87,3 +87,11 @@ def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = No
         except TypeError as error:
             raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
     return made
+
+
+def require_draft_models(methods: Sequence[Method]) -> None:
+    """Errors: ValueError for a method whose draft model is not named."""
+    for name, where in (pair for method in methods for pair in method.draft_models.items()):
+        if not where:
+            cure = f"give --draft-model NAME (draft_model=), or --option {name}.model=NAME"
+            raise ValueError(f"{name} needs a draft model; {cure}")

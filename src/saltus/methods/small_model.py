@@ -22,7 +22,7 @@ class SmallModel:
     distributions agree; under `reject` it samples from its own distribution, which the rule gets.
     """
 
-    model: str = "smollm2-135m"  # the draft model: a name or a folder
+    model: str = ""  # the draft model: a name or a folder
     length: int = 5  # draft tokens, at most
     least: float = 0.2  # stop where the product of the drafts' probabilities falls below this
 
