@@ -14,7 +14,7 @@ from saltus.core.sampling import Sampling
 from saltus.integrations.transformers_generate import _sampling
 from saltus.methods import available_methods
 
-METHODS = [*available_methods(), "jacobi+lookup"]
+METHODS = [*available_methods(), "jacobi+lookup", "auto"]
 TEXT = torch.tensor([[5, 9, 30, 7, 5, 9, 30, 8, 5, 9]])
 PADDED = torch.tensor([[1, 1, 1, 40, 41, 42], [5, 9, 30, 7, 5, 9], [1, 20, 21, 20, 21, 20]])
 MASK = (PADDED != 1).long()

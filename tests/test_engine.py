@@ -553,5 +553,6 @@ def test_a_lone_surrogate_is_named(engine, prompt):
 
 def test_public_names_are_there():
     assert {"load", "Engine", "Generation", "Infilling", "Settings", "Sampling", "custom_generate"} <= {*saltus.__all__}
+    assert {"CallRecord", "InfillLayout", "InfillTemplate"} <= {*saltus.__all__}, "results hold them"
     for name in saltus.__all__:
         assert getattr(saltus, name).__name__ == name

@@ -353,6 +353,7 @@ def test_a_model_in_packed_blocks_is_described_with_the_parameters_of_the_matric
     write_gguf(model, tmp_path / "tiny.gguf", [Q.Q8_0])
     made = ours(str(tmp_path / "tiny.gguf"), dtype="auto")
     assert isinstance(made.engine.network.model, PackedDecoder)
+    assert made.engine.method == "lookup", "as auto chooses, for a model without a drafter"
     assert made.get_model_info()["model_num_parameters"] == model.num_parameters()
 
 

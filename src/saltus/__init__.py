@@ -7,17 +7,22 @@ if TYPE_CHECKING:
     from saltus.core.sampling import Sampling
     from saltus.engine.engine import Engine, load
     from saltus.engine.grammar import Grammar
+    from saltus.engine.infill_template import InfillLayout, InfillTemplate
+    from saltus.engine.request import CallRecord
     from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
     from saltus.integrations.transformers_generate import custom_generate
     from saltus.networks.loading.fetching import SourceError
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CallRecord",
     "Chunk",
     "Engine",
     "Generation",
     "Grammar",
+    "InfillLayout",
     "InfillStream",
+    "InfillTemplate",
     "Infilling",
     "Sampling",
     "Settings",
@@ -30,7 +35,10 @@ __all__ = [
 _MODULES = {
     "Engine": "engine.engine",
     "load": "engine.engine",
+    "CallRecord": "engine.request",
     "Grammar": "engine.grammar",
+    "InfillLayout": "engine.infill_template",
+    "InfillTemplate": "engine.infill_template",
     "Sampling": "core.sampling",
     "SourceError": "networks.loading.fetching",
     "custom_generate": "integrations.transformers_generate",

@@ -29,6 +29,7 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
+from saltus.engine.auto_method import resolve_method
 from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
 from saltus.engine.request import Request
 from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
@@ -88,6 +89,7 @@ def custom_generate(
 
     Keep the returned function for further calls: it remembers call costs and acceptance rates. Sampling, stopping
     criteria and padding are those that `generate` was given; settings that Saltus does not support are a ValueError.
+    The default is not `auto`, since each call of `generate` would load a drafter again.
     Random numbers come from `seed`, given here or to `generate`; row i of `num_return_sequences` uses seed + i. Give a
     streamer here, since `generate` does not pass its own on.
     """
@@ -129,9 +131,10 @@ def custom_generate(
                 network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule, budget,
                 adaptive, call_cost=known.call_cost,
             )  # fmt: skip
-            setup = decoder.setup(method)
+            chosen = resolve_method(method, network, options or {}, known.call_cost, rule)
+            setup = decoder.setup(chosen)
             setup.acceptance, setup.controllers = known.acceptance, known.controllers
-            _run_with_streamer(decoder.run(texts, method, prefix_cache=False), texts, input_ids, streamer)
+            _run_with_streamer(decoder.run(texts, chosen, prefix_cache=False), texts, input_ids, streamer)
         return _pad_outputs(input_ids, texts, generation_config)
 
     return generate

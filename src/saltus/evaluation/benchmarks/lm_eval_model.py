@@ -15,6 +15,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
+from saltus.engine.method_options import DEFAULT_METHOD
 from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRequest, sampling_from_kwargs
 
 MODEL_NAME = "saltus"
@@ -53,7 +54,7 @@ class SaltusLMBase:
         pretrained: Any = None,
         *,
         model: Any = None,
-        method: str = "lookup",
+        method: str = DEFAULT_METHOD,
         dtype: str = "auto",
         weights: str = "file",
         device: str | None = None,
