@@ -23,8 +23,8 @@ from saltus.training.data.window_packing import gather_windows, valid_prefix
 class WindowSettings:
     """The training windows. The fields are the keys of a recipe's table [data]."""
 
-    batch_size: int = 6  # in a batch
-    windows_per_text: int = 60  # in a text
+    batch_size: int = 6  # texts of a step
+    windows_per_text: int = 60
     discount: float = 0.85  # weight of a query relative to the one before it: a draft is useless after a wrong one
     uniform_beta: float = 1.0  # b of Beta(b, b): the position of u inside its interval (PTP, App. D)
     distillation_weight: float = 0.5  # weight of the target's own distributions in the loss of drafters and heads
@@ -34,20 +34,20 @@ class WindowSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("texts", "windows"):
+        for name in ("batch_size", "windows_per_text"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be 1 or more")
-        if self.slots < 2:
-            raise ValueError(f"slots is {self.slots}, but a text has 2 tokens or more; take more")
-        for name in ("discount", "placement"):
+        if self.max_length < 2:
+            raise ValueError(f"max_length is {self.max_length}, but a text has 2 tokens or more; take more")
+        for name in ("discount", "uniform_beta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be above 0")
         if not self.distillation_weight >= 0:
             raise ValueError(f"distillation_weight is {self.distillation_weight}, but must be 0 or more")
-        if not 0 <= self.greedy <= 1:
-            raise ValueError(f"greedy is {self.greedy}, but is a fraction, in [0, 1]")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}, but is a fraction, in [0, 1)")
+        if not 0 <= self.greedy_fraction <= 1:
+            raise ValueError(f"greedy_fraction is {self.greedy_fraction}, but is a fraction, in [0, 1]")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}, but is a fraction, in [0, 1)")
         Noise(self.seed)  # it refuses a negative one
 
 
