@@ -28,14 +28,13 @@ from saltus.networks.draft_models.circuits import (
     chain_circuit,
     independent_circuit,
     mixture_circuit,
-    token_losses,
     tree_circuit,
 )
 from saltus.networks.draft_models.head_network import MAX_CANDIDATE_TOKENS
 from saltus.training.data.seeded_generator import seeded_generator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from reference_circuits import sample_states
+from reference_circuits import sample_states, token_losses
 
 MADE: dict[str, Callable[[int, int], Circuit]] = {
     "ff": lambda window, rank: independent_circuit(window),

@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.networks.draft_models.circuits import IMPOSSIBLE_EVIDENCE, Circuit
+from saltus.networks.draft_models.circuits import IMPOSSIBLE_EVIDENCE, Circuit, CircuitFilter
 
 
 def scopes(circuit: Circuit) -> tuple[frozenset[int], ...]:
     """The positions below each latent."""
     below = [
         {place for place, holder in enumerate(circuit.position_latents) if holder == latent}
-        for latent in circuit.latent_ids
+        for latent in range(circuit.num_latents)
     ]
-    for latent in reversed(circuit.latent_ids[1:]):
+    for latent in reversed(range(1, circuit.num_latents)):
         below[circuit.parents[latent]] |= below[latent]
     return tuple(map(frozenset, below))
 
@@ -28,7 +28,8 @@ def levels(circuit: Circuit) -> tuple[tuple[int, ...], ...]:
     for latent, parent in enumerate(circuit.parents[1:], start=1):
         depths[latent] = depths[parent] + 1
     return tuple(
-        tuple(latent for latent in circuit.latent_ids if depths[latent] == depth) for depth in range(1, max(depths) + 1)
+        tuple(latent for latent in range(circuit.num_latents) if depths[latent] == depth)
+        for depth in range(1, max(depths) + 1)
     )
 
 
@@ -51,7 +52,7 @@ def state_posteriors(
     """
     own, messages, here = (found.unbind(-2) for found in _upward_messages(circuit, transitions, leaves))
     before = [initial] * circuit.num_latents  # log P(state, evidence that is not below the latent)
-    for latent in circuit.latent_ids[1:]:
+    for latent in range(1, circuit.num_latents):
         parent = circuit.parents[latent]
         outside = before[parent] + here[parent]
         for sibling in circuit.children[parent]:
@@ -95,14 +96,14 @@ def most_probable_states(
     """
     own = list(_evidence_by_latent(circuit, leaves).unbind(-2))
     arrows: list[Tensor] = [initial] * circuit.num_latents
-    for latent in reversed(circuit.latent_ids[1:]):
+    for latent in reversed(range(1, circuit.num_latents)):
         values, arrows[latent] = (transitions[..., latent - 1, :, :] + own[latent][..., None, :]).max(-1)
         own[circuit.parents[latent]] = own[circuit.parents[latent]] + values
     value, root = (initial + own[0]).max(-1)
     if bool((value == -torch.inf).any()):
         raise ValueError(IMPOSSIBLE_EVIDENCE)
     chosen = [root]
-    for latent in circuit.latent_ids[1:]:
+    for latent in range(1, circuit.num_latents):
         chosen.append(arrows[latent].gather(-1, chosen[circuit.parents[latent]][..., None])[..., 0])
     return torch.stack([chosen[holder] for holder in circuit.position_latents], -1), value
 
@@ -157,3 +158,15 @@ def _sample_states(
     sums = log_weights.double().softmax(-1).cumsum(-1)
     sums = sums / sums[..., -1:]
     return (sums <= uniforms[..., None].double().clamp(0, 1 - 2.0**-53)).sum(-1)
+
+
+def token_losses(
+    circuit: Circuit, initial: Float[Tensor, "*batch rank"], transitions: Float[Tensor, "*batch steps rank rank"],
+    leaves: Float[Tensor, "*batch window rank"],
+) -> Float[Tensor, "*batch window"]:  # fmt: skip
+    """−log q(token | tokens before it) of each position; the sum is −log q of the window (MtPC, Eq. 4)."""
+    circuit_filter, losses = CircuitFilter(circuit, initial, transitions), []
+    for leaf in leaves.unbind(-2):
+        losses.append(-(circuit_filter.state_log_weights + leaf).logsumexp(-1))
+        circuit_filter.observe(leaf)
+    return torch.stack(losses, -1)

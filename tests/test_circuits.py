@@ -17,6 +17,7 @@ from reference_circuits import (
     sample_states,
     scopes,
     state_posteriors,
+    token_losses,
 )
 from saltus.networks.draft_models.circuits import (
     Circuit,
@@ -24,7 +25,6 @@ from saltus.networks.draft_models.circuits import (
     chain_circuit,
     independent_circuit,
     mixture_circuit,
-    token_losses,
     tree_circuit,
 )
 from saltus.training.data.seeded_generator import seeded_generator
@@ -97,7 +97,7 @@ def test_it_is_normalised_smooth_and_decomposable(circuit):
     nothing = evidence(distributions, (None,) * circuit.window)
     torch.testing.assert_close(log_probability(circuit, start, steps, nothing), torch.zeros(BATCH).double())
     assert scopes(circuit)[0] == set(range(circuit.window)), "all of the window is below the first latent"
-    for latent in circuit.latent_ids:
+    for latent in range(circuit.num_latents):
         parts = [scopes(circuit)[child] for child in circuit.children[latent]]
         parts += [{place} for place, holder in enumerate(circuit.position_latents) if holder == latent]
         assert sum(map(len, parts)) == len(scopes(circuit)[latent]), "factors of a product share no position"
@@ -217,7 +217,7 @@ def test_trees_of_any_window_halve_it_and_are_as_deep_as_its_logarithm(window):
     assert circuit.num_latents == max(window - 1, 1)
     assert len(levels(circuit)) == max(0, (window - 1).bit_length() - 1)
     assert len(levels(chain_circuit(window, 2))) == window - 1
-    for latent in circuit.latent_ids[1:]:
+    for latent in range(1, circuit.num_latents):
         scope = sorted(scopes(circuit)[latent])
         assert scope == list(range(scope[0], scope[-1] + 1))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conftest import tiny_llama
-from saltus.networks.draft_models.circuits import token_losses
+from reference_circuits import token_losses
 from saltus.networks.draft_models.heads import HeadShape
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import HiddenStateCorpus

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import saltus
+from reference_circuits import token_losses
 from reference_evabyte import write_folder
-from saltus.networks.draft_models.circuits import token_losses
 from saltus.networks.loading.checkpoints import load_checkpoint
 from saltus.networks.loading.drafter_files import load_heads
 

@@ -66,11 +66,6 @@ class Circuit:
             found[parent].append(latent)
         return tuple(map(tuple, found))
 
-    @property
-    def latent_ids(self) -> range:
-        """The latents' numbers."""
-        return range(self.num_latents)
-
     @cached_property
     def transitions_between_positions(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """For each position, the (left, entered) latents on the way from the previous position's latent to its own."""
@@ -161,18 +156,6 @@ def _logsumexp(x: Array, dim: int) -> Array:
     top = np.where(top == -np.inf, 0, top)
     with np.errstate(divide="ignore"):
         return (np.log(np.exp(x - top).sum(dim, keepdims=True)) + top).squeeze(dim)
-
-
-def token_losses(
-    circuit: Circuit, initial: Float[Tensor, "*batch rank"], transitions: Float[Tensor, "*batch steps rank rank"],
-    leaves: Float[Tensor, "*batch window rank"],
-) -> Float[Tensor, "*batch window"]:  # fmt: skip
-    """−log q(token | tokens before it) of each position; the sum is −log q of the window (MtPC, Eq. 4)."""
-    circuit_filter, losses = CircuitFilter(circuit, initial, transitions), []
-    for leaf in leaves.unbind(-2):
-        losses.append(-(circuit_filter.state_log_weights + leaf).logsumexp(-1))
-        circuit_filter.observe(leaf)
-    return torch.stack(losses, -1)
 
 
 IMPOSSIBLE_EVIDENCE = "the evidence has probability 0 under the circuit; give tokens of its vocabulary"
