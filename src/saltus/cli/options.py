@@ -28,13 +28,14 @@ MODEL_PANEL, METHOD_PANEL, SAMPLING_PANEL, GRAMMAR_PANEL, LENGTH_PANEL, PROMPT_P
 )
 
 
-def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
+def in_panel(panel: str, *names: str, help: str, **settings: Any) -> Any:
+    """An option in a panel of --help."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
 
 
 Model = Annotated[
     str,
-    _option(
+    in_panel(
         MODEL_PANEL,
         "--model",
         "-m",
@@ -44,7 +45,7 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     str,
-    _option(
+    in_panel(
         MODEL_PANEL,
         "--dtype",
         metavar="TYPE",
@@ -53,12 +54,12 @@ Dtype = Annotated[
 ]
 Device = Annotated[
     str,
-    _option(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one."),
+    in_panel(MODEL_PANEL, "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; auto: a GPU if there is one."),
 ]
 
 Weights = Annotated[
     str,
-    _option(
+    in_panel(
         MODEL_PANEL,
         "--weights",
         metavar="FORMAT",
@@ -69,7 +70,7 @@ Weights = Annotated[
 
 ChatTemplate = Annotated[
     str | None,
-    _option(
+    in_panel(
         MODEL_PANEL,
         "--chat-template",
         metavar="NAME|FILE",
@@ -82,24 +83,26 @@ _METHOD_HELP = (
     "How to draft: auto (lookup; for the default model with its drafter, where that pays), lookup, jacobi+lookup, …"
     " ([i]saltus methods[/i] lists them)."
 )
-Method = Annotated[str, _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
+Method = Annotated[str, in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP)]
 DraftModel = Annotated[
     str | None,
-    _option(METHOD_PANEL, "--draft-model", metavar="MODEL", help="A smaller model that drafts (method small_model)."),
+    in_panel(METHOD_PANEL, "--draft-model", metavar="MODEL", help="A smaller model that drafts (method small_model)."),
 ]
 NumDraftTokens = Annotated[
     int | None,
-    _option(
+    in_panel(
         METHOD_PANEL, "--num-draft-tokens", metavar="N", min=1, help="Tokens that the draft model proposes, at most."
     ),
 ]
 Options = Annotated[
     list[str] | None,
-    _option(METHOD_PANEL, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."),
+    in_panel(
+        METHOD_PANEL, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."
+    ),
 ]
 Budget = Annotated[
     int | None,
-    _option(
+    in_panel(
         METHOD_PANEL,
         "--budget",
         metavar="N",
@@ -110,11 +113,11 @@ Budget = Annotated[
 ]
 WholeTrees = Annotated[
     bool,
-    _option(METHOD_PANEL, "--whole-trees", help="Verify the whole budget of draft tokens, whether it pays or not."),
+    in_panel(METHOD_PANEL, "--whole-trees", help="Verify the whole budget of draft tokens, whether it pays or not."),
 ]
 Rule = Annotated[
     str,
-    _option(
+    in_panel(
         METHOD_PANEL,
         "--rule",
         metavar="RULE",
@@ -124,7 +127,7 @@ Rule = Annotated[
 
 Temperature = Annotated[
     float,
-    _option(
+    in_panel(
         SAMPLING_PANEL,
         "--temperature",
         "-t",
@@ -134,16 +137,16 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float,
-    _option(SAMPLING_PANEL, "--top-p", metavar="X", help="Keep the most likely tokens with this total probability."),
+    in_panel(SAMPLING_PANEL, "--top-p", metavar="X", help="Keep the most likely tokens with this total probability."),
 ]
-TopK = Annotated[int, _option(SAMPLING_PANEL, "--top-k", metavar="N", help="Keep the N most likely tokens; 0: all.")]
+TopK = Annotated[int, in_panel(SAMPLING_PANEL, "--top-k", metavar="N", help="Keep the N most likely tokens; 0: all.")]
 MinP = Annotated[
     float,
-    _option(SAMPLING_PANEL, "--min-p", metavar="X", help="Drop tokens less likely than this share of the likeliest."),
+    in_panel(SAMPLING_PANEL, "--min-p", metavar="X", help="Drop tokens less likely than this share of the likeliest."),
 ]
 RepetitionPenalty = Annotated[
     float,
-    _option(
+    in_panel(
         SAMPLING_PANEL,
         "--repetition-penalty",
         metavar="X",
@@ -152,7 +155,7 @@ RepetitionPenalty = Annotated[
 ]
 Coupling = Annotated[
     str,
-    _option(
+    in_panel(
         SAMPLING_PANEL,
         "--coupling",
         metavar="NAME",
@@ -162,21 +165,21 @@ Coupling = Annotated[
 DEFAULT_COUPLING = "gumbel"  # that of core.sampling, whose import takes seconds
 Seed = Annotated[
     int,
-    _option(SAMPLING_PANEL, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method."),
+    in_panel(SAMPLING_PANEL, "--seed", "-s", metavar="N", help="The same seed gives the same text, with every method."),
 ]
 
 MaxNewTokens = Annotated[
-    int, _option(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="New tokens of an answer, at most.")
+    int, in_panel(LENGTH_PANEL, "--max-new-tokens", "-n", metavar="N", min=1, help="New tokens of an answer, at most.")
 ]
 Stop = Annotated[
     list[str] | None,
-    _option(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated."),
+    in_panel(LENGTH_PANEL, "--stop", metavar="TEXT", help="End before this text; may be repeated."),
 ]
-IgnoreEos = Annotated[bool, _option(LENGTH_PANEL, "--ignore-eos", help="Go on after end tokens.")]
+IgnoreEos = Annotated[bool, in_panel(LENGTH_PANEL, "--ignore-eos", help="Go on after end tokens.")]
 
 Prompts = Annotated[
     Path | None,
-    _option(
+    in_panel(
         PROMPT_PANEL,
         "--prompts",
         "-f",
@@ -185,23 +188,23 @@ Prompts = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, _option(PROMPT_PANEL, "--limit", metavar="N", min=1, help="Use only the first N prompts of the file.")
+    int | None, in_panel(PROMPT_PANEL, "--limit", metavar="N", min=1, help="Use only the first N prompts of the file.")
 ]
 Raw = Annotated[
-    bool, _option(PROMPT_PANEL, "--raw", help="Continue the prompt itself, without the model's chat template.")
+    bool, in_panel(PROMPT_PANEL, "--raw", help="Continue the prompt itself, without the model's chat template.")
 ]
-System = Annotated[str | None, _option(PROMPT_PANEL, "--system", metavar="TEXT", help="The system message.")]
+System = Annotated[str | None, in_panel(PROMPT_PANEL, "--system", metavar="TEXT", help="The system message.")]
 
 Colour = Annotated[
     bool | None,
-    _option(
+    in_panel(
         OUTPUT_PANEL,
         "--colour/--no-colour",
         help="Colour the tokens by the call that decided them. [dim]\\[default: in a terminal][/dim]",
         show_default=False,
     ),
 ]
-Json = Annotated[bool, _option(OUTPUT_PANEL, "--json", help="Print JSON, for programs.")]
+Json = Annotated[bool, in_panel(OUTPUT_PANEL, "--json", help="Print JSON, for programs.")]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -223,7 +226,7 @@ class MethodOptions:
 
     method: Annotated[
         str | None,
-        _option(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP, show_default=DEFAULT_METHOD),
+        in_panel(METHOD_PANEL, "--method", metavar="NAME", help=_METHOD_HELP, show_default=DEFAULT_METHOD),
     ] = None
     option: Options = None
     draft_model: DraftModel = None
@@ -258,15 +261,17 @@ class GrammarOptions:
 
     json_schema: Annotated[
         Path | None,
-        _option(GRAMMAR_PANEL, "--json-schema", metavar="FILE", help="JSON that follows the JSON schema in this file."),
+        in_panel(
+            GRAMMAR_PANEL, "--json-schema", metavar="FILE", help="JSON that follows the JSON schema in this file."
+        ),
     ] = None
     regex: Annotated[
         str | None,
-        _option(GRAMMAR_PANEL, "--regex", metavar="PATTERN", help="A text that the regular expression matches."),
+        in_panel(GRAMMAR_PANEL, "--regex", metavar="PATTERN", help="A text that the regular expression matches."),
     ] = None
     grammar: Annotated[
         Path | None,
-        _option(
+        in_panel(
             GRAMMAR_PANEL, "--grammar", metavar="FILE", help="A text of the grammar in this file, as Lark writes it."
         ),
     ] = None

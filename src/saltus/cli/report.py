@@ -60,7 +60,7 @@ def statistics_line(generation: Any, method: str) -> str:
     """The statistics line below an answer."""
     counted = generation.statistics
     parts = [
-        f"{_count(counted.tokens, 'token')} in {_count(counted.calls, 'call')}",
+        f"{number_of(counted.tokens, 'token')} in {number_of(counted.calls, 'call')}",
         f"{counted.tokens_per_call:.2f} tokens a call",
         f"{counted.tokens_per_second:.1f} tokens/s",
         f"prefill {counted.prefill_seconds:.2f} s",
@@ -79,11 +79,12 @@ def comparison_line(generation: Any, plain: Any, method: str) -> str:
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"
     ratio = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else float("nan")
     return (
-        f"{method}: {_count(ours.tokens, 'token')} in {_count(ours.calls, 'call')}, {ours.tokens_per_call:.2f} a call,"
-        f" {ours.tokens_per_second:.1f} tokens/s; plain in this run: {theirs.calls} calls,"
-        f" {theirs.tokens_per_second:.1f} tokens/s (×{ratio:.2f}); {verdict}"
+        f"{method}: {number_of(ours.tokens, 'token')} in {number_of(ours.calls, 'call')},"
+        f" {ours.tokens_per_call:.2f} a call, {ours.tokens_per_second:.1f} tokens/s;"
+        f" plain in this run: {theirs.calls} calls, {theirs.tokens_per_second:.1f} tokens/s (×{ratio:.2f}); {verdict}"
     )
 
 
-def _count(number: int, noun: str) -> str:
+def number_of(number: int, noun: str) -> str:
+    """A count and its noun, in the plural where there is not one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from saltus.cli.report import number_of
+
 
 def print_tables(result: Mapping[str, Any]) -> None:
     """Print every table that has data."""
@@ -29,7 +31,7 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
     alone = [row for row in calls if row["batch"] == 1]
     if alone:
         yield (
-            f"milliseconds of a call by its nodes, median of {_count(rounds, 'round')}",
+            f"milliseconds of a call by its nodes, median of {number_of(rounds, 'round')}",
             _table_by_length(alone, result["prefill"]),
         )
     if any(row["batch"] > 1 for row in calls):
@@ -40,7 +42,7 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
         yield f"the least that it could cost, after {length:,} tokens", _floor_table(here)
         yield "the knee, in nodes", _knee_table(result["knees"])
     if result["parts"]:
-        heads = [_count(one["nodes"], "node") for one in result["parts"]]
+        heads = [number_of(one["nodes"], "node") for one in result["parts"]]
         yield f"where the milliseconds of a call go, after {length:,} tokens", _parts_table(result["parts"], heads)
     if result["loop"]:
         heads = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in result["loop"]]
@@ -104,7 +106,7 @@ def _parts_table(breakdowns: Sequence[Mapping[str, Any]], heads: Sequence[str]) 
 
 def _describe_machine(machine_speed: Mapping[str, Any]) -> str:
     bandwidth, compute = machine_speed["bytes_per_second"] / 1e9, machine_speed["flops_per_second"] / 1e9
-    threads = _count(machine_speed["threads"], "thread")
+    threads = number_of(machine_speed["threads"], "thread")
     return f"this machine, measured: {bandwidth:.1f} GB/s, {compute:,.0f} GFLOP/s, {threads}"
 
 
@@ -114,7 +116,3 @@ def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[int]:
 
 def _ms(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

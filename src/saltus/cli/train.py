@@ -38,27 +38,23 @@ def train_(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
 INSTEAD = "Instead of the recipe's."
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of a recipe in Python.")]
 RecipeName = Annotated[
-    str, _option(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.")
+    str, o.in_panel(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    _option(
+    o.in_panel(
         RECIPE_PANEL, "--set", metavar="KEY=VALUE", help="Change a setting of it, such as rank=32; may be repeated."
     ),
 ]
-Steps = Annotated[int | None, _option(RECIPE_PANEL, "--steps", metavar="N", min=1, help=INSTEAD)]
-Seed = Annotated[int | None, _option(RECIPE_PANEL, "--seed", "-s", metavar="N", min=0, help=INSTEAD)]
-Model = Annotated[str | None, _option(RECIPE_PANEL, "--model", "-m", metavar="MODEL", help=INSTEAD)]
+Steps = Annotated[int | None, o.in_panel(RECIPE_PANEL, "--steps", metavar="N", min=1, help=INSTEAD)]
+Seed = Annotated[int | None, o.in_panel(RECIPE_PANEL, "--seed", "-s", metavar="N", min=0, help=INSTEAD)]
+Model = Annotated[str | None, o.in_panel(RECIPE_PANEL, "--model", "-m", metavar="MODEL", help=INSTEAD)]
 Teachers = Annotated[
     list[Path] | None,
-    _option(
+    o.in_panel(
         WORK_PANEL,
         "--teacher",
         metavar="PATH",
@@ -68,7 +64,7 @@ Teachers = Annotated[
 ]
 Work = Annotated[
     Path | None,
-    _option(
+    o.in_panel(
         WORK_PANEL,
         "--work",
         metavar="DIR",
@@ -77,7 +73,7 @@ Work = Annotated[
 ]
 InitialFolder = Annotated[
     Path | None,
-    _option(
+    o.in_panel(
         WORK_PANEL,
         "--from",
         metavar="DIR",
@@ -86,16 +82,17 @@ InitialFolder = Annotated[
 ]
 Shard = Annotated[
     bool,
-    _option(
+    o.in_panel(
         WORK_PANEL,
         "--shard",
         help="Distribute the weights of the frozen model over the processes (FSDP2): for adapters of large models.",
     ),
 ]
 Out = Annotated[
-    Path | None, _option(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]")
+    Path | None,
+    o.in_panel(o.OUTPUT_PANEL, "--out", metavar="DIR", help="The result. [dim]\\[default: WORK/KIND][/dim]"),
 ]
-ListRecipes = Annotated[bool, _option(RECIPE_PANEL, "--list", help="Show the recipes that come with Saltus.")]
+ListRecipes = Annotated[bool, o.in_panel(RECIPE_PANEL, "--list", help="Show the recipes that come with Saltus.")]
 
 RESUMES = """[dim]Give the same command again after an interruption: it continues from the last
     checkpoint, and the result is the same.[/dim]"""
@@ -222,7 +219,7 @@ _add_command("jacobi", "smollm2-jacobi", JACOBI_HELP)
 def assd(
     arguments: Arguments = None,
     recipe: Annotated[
-        str, _option(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="assd, or a recipe in Python, a .py file.")
+        str, o.in_panel(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="assd, or a recipe in Python, a .py file.")
     ] = "assd",
 ) -> None:
     """Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.

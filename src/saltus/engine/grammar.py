@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from saltus.core.constraint import Constraint
+from saltus.networks.loading.fetching import first_line
 
 # JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,7 +40,7 @@ class Grammar:
         except RecursionError:
             raise ValueError("the JSON schema is nested too deeply") from None
         except ValueError as error:
-            raise ValueError(f"JSON schema: {_first_line(error)}") from None
+            raise ValueError(f"JSON schema: {first_line(error)}") from None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -114,14 +115,14 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise ValueError(f"the grammar is too complex: {_first_line(self.matcher.get_error())}")
+            raise ValueError(f"the grammar is too complex: {first_line(self.matcher.get_error())}")
 
 
 @lru_cache(maxsize=32)
 def _compile(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     matcher = _matcher_class()(_grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0)
     if matcher.is_error():
-        raise ValueError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+        raise ValueError(f"the grammar cannot be used: {first_line(matcher.get_error())}")
     return matcher
 
 
@@ -142,7 +143,3 @@ def _matcher_class() -> Any:
     except ModuleNotFoundError:
         raise ValueError('grammars need the package llguidance: pip install "saltus[serve]"') from None
     return LLMatcher
-
-
-def _first_line(error: object) -> str:
-    return next(iter(str(error).strip().splitlines()), "unknown error")

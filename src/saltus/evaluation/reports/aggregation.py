@@ -37,7 +37,7 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entry of each system in results.json, computed from the records only; plain comes first."""
     sides = list(dict.fromkeys(record["side"] for record in records))
     tasks = list(dict.fromkeys(record["task"] for record in records))
-    of_plain = {_text_id(record): record for record in records if record["side"] == BASELINE}
+    of_plain = {text_id(record): record for record in records if record["side"] == BASELINE}
     sums = {side: _sum_by_task([r for r in records if r["side"] == side], tasks) for side in sides}
     category = {record["task"]: record["category"] for record in records}
     groups = {name: np.array([category[task] == name for task in tasks]) for name in dict.fromkeys(category.values())}
@@ -64,7 +64,8 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _text_id(record: Mapping[str, Any]) -> tuple[str, int]:
+def text_id(record: Mapping[str, Any]) -> tuple[str, int]:
+    """What the records of a text have in common: its task and turn."""
     return record["task"], record["turn"]
 
 
@@ -153,7 +154,7 @@ def _count_identical(records: Sequence[Mapping[str, Any]], plain: Mapping[Any, M
     """Texts equal to plain's; None for systems with another random generator."""
     if any(record.get("other_dice") for record in records):
         return None
-    return sum(_is_same_text(record, plain[_text_id(record)]) for record in records)
+    return sum(_is_same_text(record, plain[text_id(record)]) for record in records)
 
 
 def _is_same_text(one: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:

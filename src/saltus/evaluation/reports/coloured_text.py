@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from saltus.evaluation.reports.aggregation import text_id
 from saltus.evaluation.reports.palette import INK, LINE, MUTED, assign_colours
 
 TINTS = ("#bfe0f7", "#ffd9b8", "#bdebd8", "#f0cfe6", "#f3e3a8")  # neighbours differ also for the colour-blind
@@ -44,7 +45,7 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
         return None
     from matplotlib.figure import Figure
 
-    plain = [other for other in records if other["side"] == "plain" and _text_id(other) == _text_id(record)]
+    plain = [other for other in records if other["side"] == "plain" and text_id(other) == text_id(record)]
     calls = len(plain[-1]["calls"]) if plain and plain[-1]["calls"] else None
     lines = list(wrap_pieces(record["pieces"], MAX_COLUMNS))
     cut = len(lines) > MAX_LINES
@@ -66,10 +67,6 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
         _draw_line(axes, line, 76 + 17 * row, decided)
     _draw_call_counts(axes, record["side"], own, calls, assign_colours(results["methods"]))
     return figure
-
-
-def _text_id(record: Mapping[str, Any]) -> tuple[str, int]:
-    return record["task"], record["turn"]
 
 
 def wrap_pieces(pieces: Sequence[str], max_columns: int) -> Iterator[list[tuple[str, int]]]:

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from saltus.evaluation.reports.aggregation import text_id
 from saltus.evaluation.reports.coloured_text import typical_record
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.summary import Summary, summarize_results
@@ -116,7 +117,7 @@ def _replay_data(
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for record in records:
         if record["side"] in sides:
-            inputs = _text_id(record)
+            inputs = text_id(record)
             about = {
                 "task": record["task"], "turn": record["turn"], "category": record["category"],
                 "asked": record.get("asked", "")[:MAX_QUESTION_LENGTH], "by": {},
@@ -133,13 +134,9 @@ def _replay_data(
     texts = [text for _, turns in sorted(tasks, key=lambda task: order[task[0]]) for text in turns]
     kept = [record for record in records if any(record["task"] == name for name, _ in tasks)]
     start = typical_record(results, kept, system)
-    first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == _text_id(start)), 0)
+    first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == text_id(start)), 0)
     named = [{"name": side, "colour": paint[side].name} for side in sides]
     return {"sides": named, "tasks": texts, "best": system or (sides[-1] if sides else None), "first": first}
-
-
-def _text_id(record: Mapping[str, Any]) -> tuple[str, int]:
-    return record["task"], record["turn"]
 
 
 def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
