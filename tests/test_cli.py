@@ -504,7 +504,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--temperature", "nan"], "temperature is nan"),
         (["a", "--top-p", "1.5"], "must lie in (0, 1]"),
         (["a", "--seed", "-3"], "must be 0 or more"),
-        (["a", "--rule", "guess"], "there are match, reject"),
+        (["a", "--rule", "guess"], "must be one of match, reject"),
         (["a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["a", "--max-new-tokens", "many"], "integer"),
         (["a", "--methd", "lookup"], "--method"),

@@ -69,7 +69,9 @@ def infill(
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
-    inputs = _read_file(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
+    from saltus.engine.text_files import read_text
+
+    inputs = read_text(file) if file is not None else sys.stdin.read() if text == "-" else str(text)
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_with_options
     from saltus.cli.shipped_infill_models import check_model, choose_model
@@ -94,13 +96,6 @@ def infill(
         f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} tokens a call"
         f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method} on {model_options.model}"
     )
-
-
-def _read_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text; convert it, or fill a part of it as words") from None
 
 
 def _print_record(infilling: Any, model: str, method: str) -> None:

@@ -79,15 +79,14 @@ def validate_settings(
 ) -> None:
     """Raise ValueError for wrong settings, before a model is downloaded or loaded."""
     from saltus.core.noise import Noise
-    from saltus.core.rules import RULES
     from saltus.core.sampling import Sampling
     from saltus.engine.chat_template import read_chat_template
+    from saltus.engine.decoder import check_rule
     from saltus.methods import make_methods, require_draft_models
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
     require_draft_models(make_methods(method, chosen))
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}; there are {', '.join(RULES)}")
+    check_rule(rule)
     if chat_template is not None:
         read_chat_template(chat_template)
     Noise(sampling.pop("seed", 0))

@@ -279,24 +279,17 @@ class GrammarOptions:
     def read(self) -> Grammar | None:
         """The grammar, if there is one. Errors: ValueError of one line."""
         from saltus.engine.grammar import Grammar
+        from saltus.engine.text_files import read_text
 
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             names = " and ".join("--" + name.replace("_", "-") for name in given)
             raise ValueError(f"{names} contradict each other; give one of them")
         if self.json_schema is not None:
-            return Grammar.json_schema(_text_of(self.json_schema, "--json-schema"))
+            return Grammar.json_schema(read_text(self.json_schema))
         if self.grammar is not None:
-            return Grammar.lark(_text_of(self.grammar, "--grammar"))
+            return Grammar.lark(read_text(self.grammar))
         return None if self.regex is None else Grammar.regex(self.regex)
-
-
-def _text_of(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"{option} {path} cannot be read: {reason}") from None
 
 
 def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

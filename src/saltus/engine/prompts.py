@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from saltus.engine.text_files import parse_jsonl, read_text
 
 Message = dict[str, Any]
 
@@ -76,24 +77,17 @@ def read_prompts_file(file: Path) -> list[Prompt]:
     if str(file) == "-":
         name, text = "stdin", _read_stdin()
     else:
-        name, text = str(file), _read_text(file)
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        name, text = str(file), read_text(file)
     if file.suffix == ".txt":
-        prompts = [Prompt((line.strip(),)) for _, line in lines]
+        prompts = [Prompt((line.strip(),)) for line in text.split("\n") if line.strip()]
     else:
-        prompts = [_parse_prompt(line, f"{name}, line {number}") for number, line in lines]
+        prompts = [_parse_prompt(record, location) for location, record in parse_jsonl(text, name)]
     if not prompts:
         raise ValueError(f'{name} holds no prompts; write one JSON object a line, such as {{"prompt": "Why?"}}')
     return prompts
 
 
-def _parse_prompt(line: str, location: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{location}: this is not JSON ({error.msg} at column {error.colno}); write one JSON object a line"
-        ) from None
+def _parse_prompt(record: Any, location: str) -> Prompt:
     if not isinstance(record, dict):
         raise ValueError(f'{location}: this is no JSON object; write one a line, such as {{"prompt": "Why?"}}')
     kinds = [key for key in ("prompt", "messages", "turns") if key in record]
@@ -122,18 +116,6 @@ def _parse_prompt(line: str, location: str) -> Prompt:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _read_text(file: Path) -> str:
-    if file.is_dir():
-        raise ValueError(f"{file} is a folder; give a file of JSON lines")
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(f"there is no file {file}; check the name, --prompts takes JSON lines") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{file}, line {line}: this is not UTF-8 text; convert the file to UTF-8") from None
 
 
 def _read_stdin() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.engine.prompts import Prompt, read_prompts_file
+from saltus.engine.text_files import parse_jsonl, read_jsonl, read_text
 from saltus.evaluation.benchmarks.graders import GRADERS, Grader
 
 Row = dict[str, Any]
@@ -211,15 +211,15 @@ def _read_rows(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:
     """Each row with its location for error messages."""
     if not source and suite.default_source is None:
         text = (files("saltus.evaluation.benchmarks") / f"{suite.name}.jsonl").read_text(encoding="utf-8")
-        yield from _parse_lines(text, f"{suite.name}.jsonl")
+        yield from parse_jsonl(text, f"{suite.name}.jsonl")
         return
     source = source or str(suite.default_source)
     path = Path(source).expanduser()
     if path.is_file():
-        yield from _parse_lines(_read_text(path), str(path))
+        yield from read_jsonl(path)
     elif path.is_dir() and (rows := sorted(path.rglob("*.json"))):  # as MATH is published: a row a file
         for file in rows:
-            yield str(file), _parse_row(_read_text(file), str(file))
+            yield str(file), _parse_row(read_text(file), str(file))
     elif path.exists() or (path.suffix in (".jsonl", ".json", ".gz", ".csv") and "://" not in source):
         problem = "is a folder" if path.exists() else "does not exist"
         raise ValueError(f"{path} {problem}; suite {suite.name} takes a file of JSON lines or the name of a data set")
@@ -234,29 +234,6 @@ def _parse_row(text: str, name: str) -> Any:
         raise ValueError(
             f"{name}, line {error.lineno}: this is not JSON ({error.msg}); each file of the folder is one object"
         ) from None
-
-
-def _parse_lines(text: str, name: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{name}, line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{name}, line {number}: this is not JSON ({error.msg}); write one object a line"
-            ) from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return data.decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError):
-        raise ValueError(f"{path} is not a whole gzip file; fetch it again") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line}: this is not UTF-8 text; convert the file to UTF-8") from None
 
 
 def _load_dataset(suite: Suite, source: str) -> Iterator[tuple[str, Any]]:

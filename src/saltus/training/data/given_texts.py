@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saltus.engine.engine import Engine
+from saltus.engine.text_files import read_jsonl
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard
 from saltus.training.loop.checkpoint import write_atomically
@@ -19,21 +20,11 @@ FORMS = '"prompt" and "completion", "messages" that end with the assistant\'s, o
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The objects of JSON lines. Errors: ValueError that names the file and the line."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"{file} cannot be read: {reason}") from None
     rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}, line {number}: this is not JSON ({error.msg})") from None
-        if not isinstance(rows[-1], dict) or not _parts(rows[-1]):
-            raise ValueError(f"{file}, line {number}: it must have {FORMS}")
+    for location, row in read_jsonl(file):
+        if not isinstance(row, dict) or not _parts(row):
+            raise ValueError(f"{location}: it must have {FORMS}")
+        rows.append(row)
     if not rows:
         raise ValueError(f"{file} holds no texts; write one JSON object a line with {FORMS}")
     return rows
