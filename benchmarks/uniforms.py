@@ -183,7 +183,9 @@ def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> di
         for done in collect_uniform_intervals(model, samples, Path(room), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
-        found = AdapterExamination(model, options.model, options.adapter, load_uniform_intervals(Path(room))).report()
+        name = options.student or options.model
+        student = saltus.load(name, "plain", dtype="float32", exact=False).network.model if options.student else model
+        found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(room))).report()
     for name, one in found.items():
         print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}")
     return found
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--coupling", choices=("probability", "token-order"), default="probability")
     parser.add_argument("--drafter", type=Path, help="a folder of saltus train ptp; else the one that is shipped")
     parser.add_argument("--adapter", type=Path, help="a gated adapter of saltus train ptp, in place of a drafter")
+    parser.add_argument("--student", help="the model of the adapter, where it is not the one that wrote the texts")
     parser.add_argument("--checkpoints", type=Path, nargs="+", default=[], help="of the run that made the drafter")
     parser.add_argument("--queries", type=int, default=1600, help="of a step of that run")
     parser.add_argument("--states", type=Path, help="where to keep what is read; else nowhere")
