@@ -133,7 +133,7 @@ def training(engine, settings=SETTINGS) -> OnlineDrafterTraining:
 def rest(running: OnlineDrafterTraining) -> list:
     """Work until there is nothing left to do; the progress of all pieces."""
     found = []
-    while not found or not found[-1].at_rest:
+    while not found or not found[-1].idle:
         found.append(running.advance())
     return found
 

@@ -47,11 +47,11 @@ def progress_meter(total: int, description: str, live: bool = True) -> Any:
             task = self.add_task(description, total=total, words="")
             self.refresh()
 
-            def tell(done: int, words: str = "") -> None:
+            def update(done: int, words: str = "") -> None:
                 self.update(task, completed=done, words=words)
                 self.refresh()
 
-            return tell
+            return update
 
     words = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[words]}")
     return Meter(*words, TimeRemainingColumn(), console=Console(stderr=True), auto_refresh=False, transient=True)

@@ -99,8 +99,8 @@ def _parts_table(breakdowns: Sequence[Mapping[str, Any]], heads: Sequence[str]) 
     for part in breakdowns[0]["parts"]:
         table.add_row(part, *(f"{one['parts'][part]:.2f}" for one in breakdowns))
     table.add_section()
-    table.add_row("together", *(f"{one['ms']:.2f}" for one in breakdowns))
-    table.add_row("unwatched", *(f"{one['unprofiled_ms']:.2f}" for one in breakdowns))
+    table.add_row("total", *(f"{one['ms']:.2f}" for one in breakdowns))
+    table.add_row("without profiling", *(f"{one['unprofiled_ms']:.2f}" for one in breakdowns))
     return table
 
 

@@ -1,1 +1,1 @@
-"""Say what a text is, where its randomness comes from, what is asked of a network, and what decides a token."""
+"""Canvas, noise, the inputs and outputs of a forward pass, verification rules, and the decoding loop."""

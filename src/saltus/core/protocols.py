@@ -46,7 +46,7 @@ class FusedDrafter(Protocol):
 class UsesHiddenStates(Protocol):
     """A drafter that may need the target's hidden states: verification calls then return them.
 
-    While its draft model rests for long they do not, and `last` has none.
+    While its draft model is off for many steps they do not, and `last` has none.
     """
 
     output_hidden_states: bool

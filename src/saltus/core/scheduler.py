@@ -1,4 +1,4 @@
-"""Decode many texts at once: gather what their loops ask of a network into one batched call."""
+"""Decode many texts at once: batch their pending forward passes into one call for each network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say which holes of a text have guesses: blocks that are live at once in Jacobi decoding, in two ways."""
+"""Choose which open positions have Jacobi guesses: several live blocks, by two rules."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class HiddenStateDrafter:
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""
         states, nodes = last.outputs.hidden_states, len(last.inputs.tokens)
-        if states is None:  # not asked for, since the draft network rests
+        if states is None:  # not asked for, since the draft network is off
             return
         context = len(states) - nodes
         rows = [*range(context), *(context + node for node in last.inputs.path(last.last_node))]

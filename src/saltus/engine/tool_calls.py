@@ -1,4 +1,4 @@
-"""Calls of tools: tell a model about tools, keep its calls to their schemas, and read them in its text.
+"""Tool calls: describe tools in the prompt, constrain calls to their schemas, and parse them from the text.
 
 A call is written in the form that the model's chat template shows. Templates without tools get Hermes's form, by a
 system message.

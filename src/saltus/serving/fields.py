@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Fields(BaseModel):
-    """A JSON object without fields that nobody knows."""
+    """A JSON object that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())

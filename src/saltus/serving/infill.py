@@ -1,4 +1,4 @@
-"""llama.cpp's route /infill: what an editor asks to stand between two texts."""
+"""llama.cpp's route /infill: generate the text between a prefix and a suffix."""
 
 from __future__ import annotations
 

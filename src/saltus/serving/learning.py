@@ -149,19 +149,19 @@ class Learner:
         }
 
     def _run(self) -> None:
-        at_rest = False
+        idle = False
         try:
             while not self.closed:
                 while self.waiting:
                     self.connection.send(self.waiting.popleft())
-                    at_rest = False
-                if at_rest:
+                    idle = False
+                if idle:
                     self.wake.wait(1.0)
                 elif self._may_train():
                     self.connection.send("advance")
                     progress: Progress = self.connection.recv()
                     self._pause(progress.seconds)
-                    at_rest = progress.at_rest
+                    idle = progress.idle
                     self._take(progress)
                 else:
                     time.sleep(POLL_SECONDS)

@@ -27,7 +27,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(Fields):
-    """When a stream tells its token counts."""
+    """When a stream reports token counts."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

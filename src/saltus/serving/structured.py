@@ -1,4 +1,4 @@
-"""What an answer must look like: formats, grammars, and calls of tools, as requests ask for them."""
+"""Constraints of an answer that a request may set: formats, grammars and tool calls."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from saltus.networks.draft_models.context_layers import select_hidden_states
 from saltus.training.data.recent_texts import RecentText
 
 MAX_TOKENS = 384  # of a completion that are kept; a training window lies in as many
-MIN_TOKENS = 9  # of a completion that teaches something
+MIN_TOKENS = 9  # of a completion that is a training text
 
 
 @dataclass

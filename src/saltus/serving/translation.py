@@ -122,7 +122,7 @@ def check_logit_bias(engine: Engine, asked: SamplingFields) -> None:
 
 
 def sampling_settings(asked: SamplingFields) -> dict[str, Any]:
-    """How to sample, as the engine is told."""
+    """Sampling settings of the request, as keyword arguments of the engine."""
     return {
         "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
         "top_p": 1.0 if asked.top_p is None else float(asked.top_p),

@@ -32,7 +32,7 @@ class LearningSettings:
     margin: float = 1.0  # standard errors by which the trained drafter must be better
     batch_texts: int = 4  # of a step
     windows: int = 12  # of each
-    steps_per_text: int = 4  # at most, so that an idle server comes to rest
+    steps_per_text: int = 4  # at most, so that an idle server stops training
     rate: float = 5e-4
     warm_up: int = 20  # steps
     failed_evaluations: int = 4  # one after the other, after which training starts again from the served drafter
@@ -67,7 +67,7 @@ class Progress:
     evaluation: Evaluation | None = None
     drafter: DrafterWeights | None = None  # that passed the evaluation
     texts: int = 0  # that were trained on or evaluated, in all
-    at_rest: bool = False  # there is nothing to do until more texts come
+    idle: bool = False  # there is nothing to do until more texts come
 
 
 class TargetEmbeddings(nn.Module):
@@ -125,9 +125,9 @@ class OnlineDrafterTraining:
     def advance(self) -> Progress:
         """Do the next small piece of work: a step, or a part of an evaluation."""
         started, before = time.process_time(), self.steps
-        evaluation, drafter, at_rest = next(self.work)
+        evaluation, drafter, idle = next(self.work)
         seconds = time.process_time() - started
-        return Progress(seconds, self.steps - before, evaluation, drafter, self.num_texts, at_rest)
+        return Progress(seconds, self.steps - before, evaluation, drafter, self.num_texts, idle)
 
     def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:

@@ -34,7 +34,7 @@ class Controller:
         return not self.adaptive or self.drafting_switch.should_draft()
 
     def needs_hidden_states(self, max_unread: int) -> bool:
-        """False while draft models rest for so long that they will not read the hidden states of this step's call.
+        """False while draft models are off for so many steps that they never read this call's hidden states.
 
         When they draft again they read the latest `max_unread` states.
         """

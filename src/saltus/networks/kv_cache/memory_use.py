@@ -1,4 +1,4 @@
-"""Say how much memory a text's keys and values take on a network."""
+"""Memory of a text's keys and values on a network."""
 
 from __future__ import annotations
 

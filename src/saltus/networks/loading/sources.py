@@ -1,4 +1,4 @@
-"""Say where a model lives on this machine, and fetch it first if it is not here yet."""
+"""Find the folder of a model on this machine; download the model if it is missing."""
 
 import difflib
 import os

@@ -204,5 +204,5 @@ def shards_weights(asked: bool) -> bool:
         raise ValueError("--shard distributes weights over processes; start it with torchrun --nproc-per-node N")
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     if by_launcher and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise ValueError("accelerate was told to use the first FSDP; give it --fsdp_version 2")
+        raise ValueError("accelerate is configured for FSDP 1; give it --fsdp_version 2")
     return (asked or by_launcher) and launched_processes() > 1

@@ -59,7 +59,7 @@ class CachedStateTask(WindowTrainingTask):
 
     @property
     def _learns_distributions(self) -> bool:
-        """True if a text teaches its own temperature only: without uniforms its tokens are samples at that one."""
+        """True if texts are targets at their own temperature only: without uniforms, tokens are samples at that one."""
         return False
 
     def _check_corpus(self) -> None:
