@@ -48,7 +48,7 @@ def rows(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
-    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--shard", 5)
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--texts-per-file", 5)
     engine, found = saltus.load(folder), rows(tmp_path / "teacher")
     assert [(row["source"], row["temperature"]) for row in found] == [("asked", 0.0), ("asked", 0.7)] * len(PROMPTS)
     for number, row in enumerate(found):
@@ -63,8 +63,8 @@ def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
 
 @pytest.mark.slow
 def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_path):
-    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "one", "--shard", 4, "--batch-size", 1)
-    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "two", "--shard", 4, "--processes", 2)
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "one", "--texts-per-file", 4, "--batch-size", 1)
+    collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "two", "--texts-per-file", 4, "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
 
@@ -85,7 +85,7 @@ def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
 @pytest.mark.slow
 def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, prompts_file, tmp_path):
     """Ray with two workers on this machine."""
-    common = ["collect", "jacobi", "-f", prompts_file, "-m", folder, "-n", 20, "-b", 6, "--shard", 4]
+    common = ["collect", "jacobi", "-f", prompts_file, "-m", folder, "-n", 20, "-b", 6, "--texts-per-file", 4]
     saltus_(*common, "--out", tmp_path / "one", "--batch-size", 1)
     saltus_(*common, "--out", tmp_path / "two", "--processes", 2)
     assert len(shards(tmp_path / "one")) == 4
@@ -115,7 +115,7 @@ def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, process
     prompts_file = lines(
         tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
     )
-    command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--shard", 3]
+    command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--texts-per-file", 3]
     saltus_(*command, "--out", tmp_path / "whole")
     killed = tmp_path / "killed"
     kills = 0
@@ -166,11 +166,11 @@ def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, 
 
 def test_a_damaged_file_is_one_line_with_its_name(folder, prompts_file, tmp_path):
     out = tmp_path / "teacher"
-    collect("-f", prompts_file, "-m", folder, "--out", out, "--shard", 5)
+    collect("-f", prompts_file, "-m", folder, "--out", out, "--texts-per-file", 5)
     file = out / "00001.jsonl.gz"
     whole = file.read_bytes()
     file.write_bytes(whole[:-20])
-    again = ["collect", "text", "-f", prompts_file, "-m", folder, "--out", out, "--shard", 5, "-n", 12]
+    again = ["collect", "text", "-f", prompts_file, "-m", folder, "--out", out, "--texts-per-file", 5, "-n", 12]
     assert f"{file} is damaged" in complaint(*again)
     with pytest.raises(ValueError, match="is damaged"):
         read_teacher_texts(out)
@@ -199,7 +199,9 @@ def test_ctrl_c_reports_what_is_written_and_how_to_continue(folder, prompts_file
         return write_shard(engine, plan, number, *rest)
 
     monkeypatch.setattr("saltus.training.data.collection_workers.write_shard", interrupted)
-    output = collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--shard", 4, code=130).stderr
+    output = collect(
+        "-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--texts-per-file", 4, code=130
+    ).stderr
     assert output == "saltus: interrupted; 2 of 4 files are written, the same command writes the others\n"
 
 

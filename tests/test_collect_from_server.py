@@ -88,7 +88,7 @@ def tokenizer_folder(tmp_path) -> Path:
 @pytest.fixture
 def command(written, prompts_file, tokenizer_folder, tmp_path) -> list[object]:
     given = ["-f", prompts_file, "--endpoint", written, "-m", tokenizer_folder, "--out", tmp_path / "teacher"]
-    return ["collect", "text", *given, "-n", 12, "--shard", 4]
+    return ["collect", "text", *given, "-n", 12, "--texts-per-file", 4]
 
 
 def rows(folder: Path) -> list[dict]:
@@ -194,7 +194,7 @@ def test_what_passes_is_tried_again_and_what_does_not_is_one_line(command, writt
 
 def test_requests_at_a_time_are_as_many_as_asked_for(command, written, monkeypatch):
     monkeypatch.setattr(Written, "seconds", 0.05)
-    saltus_(*command, "-t", 0, "--batch-size", 3, "--shard", 6)
+    saltus_(*command, "-t", 0, "--batch-size", 3, "--texts-per-file", 6)
     assert Written.most == 3
 
 

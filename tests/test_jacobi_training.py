@@ -236,7 +236,22 @@ def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
     """A tiny model, and its trajectories."""
     model, room = str(tiny_folder()), tmp_path_factory.mktemp("jacobi")
     inputs = lines(room / "asked.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
-    saltus_("collect", "jacobi", "-f", inputs, "-m", model, "-n", 30, "-b", 6, "--out", room / "found", "--shard", 3)
+    saltus_(
+        "collect",
+        "jacobi",
+        "-f",
+        inputs,
+        "-m",
+        model,
+        "-n",
+        30,
+        "-b",
+        6,
+        "--out",
+        room / "found",
+        "--texts-per-file",
+        3,
+    )
     return model, room
 
 

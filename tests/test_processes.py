@@ -219,11 +219,11 @@ def command(kind: str, recipe: Callable[..., Path], folder, teacher, work: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("drafter", ["--set", "optimizer=muon"]), ("adapter", []), ("adapter", ["--shard"]), ("heads", [])],
+    [("drafter", ["--set", "optimizer=muon"]), ("adapter", []), ("adapter", ["--fsdp"]), ("heads", [])],
 )
 def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    saltus_(*command(kind, recipe, folder, teacher, one, *[word for word in more if word != "--shard"]))
+    saltus_(*command(kind, recipe, folder, teacher, one, *[word for word in more if word != "--fsdp"]))
     (code, printed), (other_code, nothing) = launch(
         tmp_path / "room", *command(kind, recipe, folder, teacher, two, *more)
     )
@@ -342,7 +342,7 @@ def test_a_sharded_model_has_half_of_its_layers_in_each_process(recipe, folder, 
         return found
 
     monkeypatch.setattr(AdapterTrainingTask, "loss", checking)
-    given = command("adapter", recipe, folder, teacher, tmp_path / "work", "--shard", "--set", "recompute=true")
+    given = command("adapter", recipe, folder, teacher, tmp_path / "work", "--fsdp", "--set", "recompute=true")
     assert [code for code, _ in launch(tmp_path / "room", *given)] == [0, 0]
 
 
@@ -360,8 +360,8 @@ def test_weights_are_sharded_only_where_a_model_is_frozen(recipe, folder, teache
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert shards_weights(True)
     assert not shards_weights(False)
-    said = complaint(*command("drafter", recipe, folder, teacher, tmp_path / "work", "--shard"))
-    assert "a recipe of kind drafter trains on stored states; leave --shard out" in said
+    said = complaint(*command("drafter", recipe, folder, teacher, tmp_path / "work", "--fsdp"))
+    assert "a recipe of kind drafter trains on stored states; leave --fsdp out" in said
     program = tmp_path / "mine.py"
     program.write_text("print(1)", encoding="utf-8")
     assert "runs in one process; start it without a launcher" in complaint("train", "ptp", "-r", program)

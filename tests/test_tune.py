@@ -159,7 +159,7 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path, monkeypa
     assert (tuned.options, tuned.budget) == (result["chosen"], result["budget"])
     assert tuned.made["speedup"] in [row["speedup"] for row in result["settings"] if "blocks" in row]
     assert json.loads(saltus_(*common, "--no-save", "--json").stdout)["chosen"]
-    assert "--dearest" in complaint(*common, "--dearest", 0.5)
+    assert "--max-cost-ratio" in complaint(*common, "--max-cost-ratio", 0.5)
     assert "temperature is -1" in complaint(*common, "-t", -1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     said = saltus_(*common, "--out", tmp_path / "bare").stderr

@@ -79,7 +79,7 @@ Processes = Annotated[
     ),
 ]
 TextsPerShard = Annotated[
-    int, typer.Option("--shard", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK_PANEL)
+    int, typer.Option("--texts-per-file", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK_PANEL)
 ]
 Ray = Annotated[
     str | None,

@@ -84,7 +84,7 @@ Shard = Annotated[
     bool,
     o.in_panel(
         WORK_PANEL,
-        "--shard",
+        "--fsdp",
         help="Distribute the weights of the frozen model over the processes (FSDP2): for adapters of large models.",
     ),
 ]

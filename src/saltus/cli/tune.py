@@ -41,10 +41,10 @@ def tune(
             "--rounds", metavar="N", min=1, help="Times that each prompt is answered.", rich_help_panel=SEARCH_PANEL
         ),
     ] = 2,
-    dearest: Annotated[
+    max_cost_ratio: Annotated[
         float,
         typer.Option(
-            "--dearest",
+            "--max-cost-ratio",
             metavar="X",
             min=1.0,
             rich_help_panel=SEARCH_PANEL,
@@ -92,7 +92,7 @@ def tune(
     )  # fmt: skip
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    result = _search_settings(engine, inputs, how, rounds, dearest, options)
+    result = _search_settings(engine, inputs, how, rounds, max_cost_ratio, options)
     if save and result["complete"]:
         from saltus.cli.answers import print_note
 
@@ -167,7 +167,8 @@ def _search_settings(
     named = ("block", "candidates", "speedup")
     return {
         **run_info(
-            engine, {**settings, "texts": len(prompts), "rounds": rounds, "dearest": max_cost_ratio, **fixed_options}
+            engine,
+            {**settings, "texts": len(prompts), "rounds": rounds, "max_cost_ratio": max_cost_ratio, **fixed_options},
         ),
         "complete": complete,
         "calls": calls,

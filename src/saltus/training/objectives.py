@@ -72,7 +72,7 @@ class Objective(ABC):
 
     def why_not_sharded(self, recipe: Recipe) -> str:
         """Why a model's weights cannot be distributed over processes, with the cure; empty if they can."""
-        return f"a recipe of kind {recipe.kind} trains on stored states; leave --shard out"
+        return f"a recipe of kind {recipe.kind} trains on stored states; leave --fsdp out"
 
     def read_texts(self, path: Path) -> Sequence[Sample]:
         """The teacher's texts. Errors: ValueError."""
@@ -215,7 +215,7 @@ class JacobiForcingObjective(Objective):
 
     def why_not_sharded(self, recipe: Recipe) -> str:
         whole = recipe.jacobi.trains == "model"
-        return "only a frozen model's weights can be distributed; leave --shard out, or set trains=adapter" * whole
+        return "only a frozen model's weights can be distributed; leave --fsdp out, or set trains=adapter" * whole
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
         return next(one.coupling for one in samples if isinstance(one, Trajectory))

@@ -99,7 +99,7 @@ class Processes:
         if self.count == 1:
             return
         if not layers:
-            raise ValueError(f"{type(model).__name__} has no layers that can be distributed; leave --shard out")
+            raise ValueError(f"{type(model).__name__} has no layers that can be distributed; leave --fsdp out")
         kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         mesh = dist.init_device_mesh(kind, (self.count,))
         model.requires_grad_(False)
@@ -201,7 +201,7 @@ def shards_weights(asked: bool) -> bool:
     Errors: ValueError for the first version of FSDP.
     """
     if asked and launched_processes() == 1:
-        raise ValueError("--shard distributes weights over processes; start it with torchrun --nproc-per-node N")
+        raise ValueError("--fsdp distributes weights over processes; start it with torchrun --nproc-per-node N")
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     if by_launcher and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("accelerate is configured for FSDP 1; give it --fsdp_version 2")
