@@ -34,4 +34,6 @@ prompt, settings = "Say tick tock ten times.", {"max_new_tokens": given.max_new_
 answer = engine.generate(prompt, **settings)
 print(answer.text)
 assert answer.tokens == engine.generate(prompt, method="plain", **settings).tokens
-print(f"{answer.statistics.calls} calls for {answer.statistics.tokens} tokens, accepted: {answer.statistics.accepted}")
+print(
+    f"{answer.statistics.calls} calls for {answer.statistics.tokens} tokens, by call: {answer.statistics.tokens_by_call}"
+)

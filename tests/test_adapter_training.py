@@ -305,8 +305,8 @@ def test_a_trained_adapter_writes_the_same_text_in_fewer_calls(form, temperature
         assert drafted.statistics.tokens_per_call > 1.5
         again = apart.generate(prompt, seed=seed, **settings)
         assert again.tokens == plain.tokens
-        steps = len(again.statistics.accepted)
-        assert len(drafted.statistics.accepted) == drafted.statistics.calls
+        steps = len(again.statistics.tokens_by_call)
+        assert len(drafted.statistics.tokens_by_call) == drafted.statistics.calls
         assert steps < again.statistics.calls <= 2 * steps
         assert again.statistics.tokens_per_call == 24 / again.statistics.calls
     network = CausalNetwork(saltus.load(str(folder), "plain", device="cpu").network.model)

@@ -198,8 +198,8 @@ def test_json_is_one_object_a_prompt_with_exactly_these_keys(engine, folder):
         answer = engine.generate(prompt, max_new_tokens=30)
         assert (each["prompt"], each["text"], each["tokens"]) == (prompt, answer.text, answer.tokens)
         assert (each["finish_reason"], each["method"]) == (answer.finish_reason, "jacobi+lookup")
-        assert sum(each["accepted"]) == len(each["tokens"])
-        assert each["calls"] == len(each["accepted"])
+        assert sum(each["tokens_by_call"]) == len(each["tokens"])
+        assert each["calls"] == len(each["tokens_by_call"])
         assert each["tokens_per_call"] == len(each["tokens"]) / each["calls"]
         assert each["tokens_per_second"] == len(each["tokens"]) / each["seconds"]
         assert 0 < each["prefill_seconds"] <= each["seconds"]
@@ -292,7 +292,7 @@ def test_each_call_has_its_colour_and_without_them_the_text_is_the_same(engine, 
     runs = re.findall(r"\x1b\[(1;)?(\d\d)m", shown)
     assert len(runs) >= answer.statistics.calls / 2  # bytes that are no character are shown later
     assert len({colour for _, colour in runs}) == len(CALL_COLOURS)
-    assert max(answer.statistics.accepted) > 1
+    assert max(answer.statistics.tokens_by_call) > 1
     assert {bool(bold) for bold, _ in runs} == {True, False}
 
 

@@ -93,13 +93,13 @@ def test_a_drafter_that_is_the_target_is_always_right(engine, settings):
     drafter = {"small_model": {"model": engine.target.name, "length": 3, "least": 0.0}}
     sure = saltus.load(engine.target.name, "small_model", options=drafter, adaptive=False)
     answer = sure.generate(PROMPT, max_new_tokens=21, ignore_eos=True, **settings)
-    assert answer.statistics.accepted == [4] * 5 + [1]
+    assert answer.statistics.tokens_by_call == [4] * 5 + [1]
 
 
 def test_drafts_save_calls_where_a_text_repeats_itself(engine):
     answer = engine.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
     assert answer.statistics.calls < 100
-    assert max(answer.statistics.accepted) > 1
+    assert max(answer.statistics.tokens_by_call) > 1
 
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -142,7 +142,7 @@ def test_an_end_token_ends_the_text_in_every_place(engine, method):
             continue
         answer = ending_with(engine, token).generate(PROMPT, method=method, max_new_tokens=16, **SAMPLED)
         assert (answer.tokens, answer.finish_reason) == (plain[: place + 1], "stop")
-        assert sum(answer.statistics.accepted) == place + 1
+        assert sum(answer.statistics.tokens_by_call) == place + 1
 
 
 def test_end_tokens_are_the_configs_and_the_tokenizers(tiny_folder):
@@ -505,8 +505,8 @@ def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
 def test_statistics_add_up(engine):
     answer = engine.generate(PROMPT, method="small_model", max_new_tokens=30, ignore_eos=True)
     found = answer.statistics
-    assert sum(found.accepted) == found.tokens == len(answer.tokens) == 30
-    assert found.calls == len(answer.calls) == len(found.accepted)
+    assert sum(found.tokens_by_call) == found.tokens == len(answer.tokens) == 30
+    assert found.calls == len(answer.calls) == len(found.tokens_by_call)
     assert found.tokens_per_call == 30 / found.calls
     assert found.seconds >= sum(step.seconds for step in answer.calls) >= found.prefill_seconds > 0
     assert found.draft_calls > 0

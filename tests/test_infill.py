@@ -195,7 +195,7 @@ def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
         if BLANK in found.tokens:
             place = found.tokens.index(BLANK)
             assert set(found.tokens[place:]) == {BLANK}
-            assert found.statistics.tokens == sum(found.statistics.accepted) == place + 1
+            assert found.statistics.tokens == sum(found.statistics.tokens_by_call) == place + 1
             assert found.logprobs is not None
             assert found.logprobs[place + 1 :] == [0.0] * (39 - place)
             ended += 0 < place < 39

@@ -58,7 +58,7 @@ def generate(
 
     [bold]With --json[/bold] each prompt (each turn, where there are turns) is one object:
     prompt, text, tokens, finish_reason, method, calls, tokens_per_call, seconds,
-    tokens_per_second, prefill_seconds, accepted (tokens that each call decided).
+    tokens_per_second, prefill_seconds, tokens_by_call.
     """
     inputs = read_prompts(prompt or (), prompts, limit)
     if compare and json:

@@ -64,8 +64,7 @@ def infill(
         saltus infill -m Qwen/Qwen2.5-Coder-0.5B --open 64 --file program.py
 
     [bold]With --json[/bold] the text is one object: text, fillings, tokens, model, method,
-    calls, tokens_per_call, seconds, tokens_per_second, accepted (tokens that each
-    call decided).
+    calls, tokens_per_call, seconds, tokens_per_second, tokens_by_call.
     """
     if (text is None) == (file is None):
         raise ValueError("give one text with holes: in quotes, by --file, or - for stdin")
@@ -105,7 +104,8 @@ def _print_record(infilling: Any, model: str, method: str) -> None:
     print_json({
         "text": infilling.text, "fillings": infilling.fillings, "tokens": infilling.tokens, "model": model,
         "method": method, "calls": counted.calls, "tokens_per_call": counted.tokens_per_call,
-        "seconds": counted.seconds, "tokens_per_second": counted.tokens_per_second, "accepted": counted.accepted,
+        "seconds": counted.seconds, "tokens_per_second": counted.tokens_per_second,
+        "tokens_by_call": counted.tokens_by_call,
     })  # fmt: skip
 
 

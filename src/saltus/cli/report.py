@@ -10,7 +10,7 @@ from typing import Any
 
 RECORD_KEYS = (
     "prompt", "text", "tokens", "finish_reason", "method", "calls", "tokens_per_call", "seconds", "tokens_per_second",
-    "prefill_seconds", "accepted",
+    "prefill_seconds", "tokens_by_call",
 )  # fmt: skip
 FINISH_WORDS = {"stop": "finished", "length": "cut at the length limit", None: "interrupted"}
 
@@ -29,7 +29,7 @@ def record(prompt: Any, generation: Any, method: str) -> dict[str, Any]:
         counted.seconds,
         counted.tokens_per_second,
         counted.prefill_seconds,
-        list(counted.accepted),
+        list(counted.tokens_by_call),
     )
     return dict(zip(RECORD_KEYS, values, strict=True))
 

@@ -62,7 +62,7 @@ class Statistics:
     seconds: float  # prefill included
     tokens_per_second: float
     prefill_seconds: float  # of the first call, which reads the prompt and decides the first token or more
-    accepted: list[int]  # tokens that each verification call decided, the verifier's own token included
+    tokens_by_call: list[int]  # tokens that each verification call decided, the verifier's own token included
     draft_calls: int  # calls of draft models
     ms_per_call: float  # median, without the prefill
     nodes_per_call: float  # draft tokens that a call verified, mean
@@ -70,8 +70,8 @@ class Statistics:
 
 def statistics_of(request: Request) -> Statistics:
     """The statistics of a request as far as it has been decoded."""
-    accepted = [len(call.tokens) - call.num_forced_tokens for call in request.calls]
-    calls, tokens = request.calls_by_network["target"], sum(accepted)
+    tokens_by_call = [len(call.tokens) - call.num_forced_tokens for call in request.calls]
+    calls, tokens = request.calls_by_network["target"], sum(tokens_by_call)
     later = request.calls[1:] or request.calls
     return Statistics(
         calls=calls,
@@ -80,7 +80,7 @@ def statistics_of(request: Request) -> Statistics:
         seconds=request.seconds,
         tokens_per_second=tokens / request.seconds if request.seconds else 0.0,
         prefill_seconds=request.calls[0].seconds if calls else 0.0,
-        accepted=accepted,
+        tokens_by_call=tokens_by_call,
         draft_calls=sum(request.calls_by_network.values()) - calls,
         ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
         nodes_per_call=statistics.fmean(call.num_draft_tokens for call in request.calls) if calls else 0.0,
