@@ -34,6 +34,5 @@ prompt, settings = "Say tick tock ten times.", {"max_new_tokens": given.max_new_
 answer = engine.generate(prompt, **settings)
 print(answer.text)
 assert answer.tokens == engine.generate(prompt, method="plain", **settings).tokens
-print(
-    f"{answer.statistics.calls} calls for {answer.statistics.tokens} tokens, by call: {answer.statistics.tokens_by_call}"
-)
+counted = answer.statistics
+print(f"{counted.calls} calls for {counted.tokens} tokens, by call: {counted.tokens_by_call}")
