@@ -769,7 +769,7 @@ def test_a_text_follows_a_grammar(folder, tmp_path):
     assert write("--grammar", lark).stdout.strip() in ("the", "cat")
     for options, says in (
         (["--regex", "a", "--grammar", lark], "contradict"),
-        (["--json-schema", tmp_path / "none.json"], "No such file"),
+        (["--json-schema", tmp_path / "none.json"], "there is no file"),
         (["--regex", "("], "grammar"),
     ):
         found = write(*options)
