@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import queue
 import random
@@ -97,7 +98,7 @@ class Run:
         return f"{self.tokens_per_call(answered):9.3f} {self.late(answered):8.2f} {memory:8.0f}"
 
     def tokens_per_call(self, numbers: Sequence[int]) -> float:
-        return sum(self.tokens[n] for n in numbers) / sum(self.calls[n] for n in numbers)
+        return sum(self.tokens[n] for n in numbers) / (sum(self.calls[n] for n in numbers) or math.nan)
 
     def late(self, numbers: Sequence[int]) -> float:
         return statistics.quantiles((self.seconds[n] for n in numbers), n=20)[-1] if len(numbers) > 1 else 0.0

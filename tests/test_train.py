@@ -440,6 +440,8 @@ def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
     ("change", "cure"),
     [
         ("vocabulry=3", "did you mean vocabulary?"),
+        ("rate=1e-4", "it is called learning_rate now"),
+        ("lessons.texts=4", "it is called data.batch_size now"),
         ("drafter.layrs=3", "did you mean drafter.layers?"),
         ("rank=3", "no setting rank"),
         ("layers", "write KEY=VALUE"),
