@@ -159,7 +159,7 @@ def main() -> None:
     options.add_argument("--text", type=Path, help="lines that the texts begin with; without it questions about SQL")
     options.add_argument("--clients", type=int, default=1)
     options.add_argument("--pause", type=float, default=0.0, help="seconds between the requests of a client")
-    options.add_argument("--learn-share", type=float, default=0.25)
+    options.add_argument("--learn-share", type=float, default=0.08)
     options.add_argument("--max-new-tokens", type=int, default=96)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--json", type=Path, help="write the figures of each request to this file")

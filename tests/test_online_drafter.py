@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811  fixtures
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,3 +161,17 @@ def test_a_drafter_is_evaluated_on_texts_before_it_learns_them_and_gets_better(e
     assert running.steps <= SETTINGS.steps_per_text * len(texts)
     assert np.array_equal(learned[-1].tokens, running.served.tokens.numpy())
     assert not np.array_equal(learned[0].weights["fuse.weight"], running.initial.weights["fuse.weight"])
+
+
+@pytest.mark.slow
+def test_steps_come_between_evaluations_and_texts_that_arrive_together_are_learned(engine):
+    number = SETTINGS.evaluation_texts
+    running = training(engine, replace(SETTINGS, steps_between_evaluations=20))
+    for each in range(3 * number):  # more than are kept for an evaluation
+        running.add(predictable(each))
+    found = [running.advance() for _ in range(20)]
+    assert [progress.steps for progress in found] == [1] * 20
+    for each in range(number):
+        running.add(predictable(each))
+    assert running.advance().steps == 0
+    assert any(progress.evaluation is not None for progress in rest(running))

@@ -50,7 +50,7 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
     expected = [alone(drafting, f"{PROMPT} {seed % 5}", seed=seed, **settings).text for seed in range(8)]
     first = drafting.decoder.setup("ptp").networks["ptp"]
-    learner = Learner(drafting, LearningPlan(1.0, settings=ALWAYS))
+    learner = Learner(drafting, LearningPlan(0.5, settings=ALWAYS))
     with serving(drafting, learner=learner) as (service, url):
         found: list[tuple[int, str]] = []
 
@@ -128,26 +128,51 @@ class _Load:
     """What the policy looks at of a batcher."""
 
     def __init__(self, running: int, waiting: int = 0) -> None:
-        self.running, self.num_waiting, self.num_open = [None] * running, waiting, running + waiting
+        self.running, self.num_waiting = [None] * running, waiting
         self.limits = Limits(max_batch=4)
 
 
-def test_training_runs_in_idle_time_and_for_a_share_of_the_time_beside_few_texts(drafting, monkeypatch):
-    learner = Learner(drafting, LearningPlan(0.25))
-    now = [100.0]
-    monkeypatch.setattr("saltus.serving.learning.time.monotonic", lambda: now[0])
-    found = {}
-    for name, load in {"idle": _Load(0), "few": _Load(2), "many": _Load(3), "queue": _Load(1, 1)}.items():
-        learner.batcher = load
-        learner.next_turn = 0.0
-        found[name] = [learner._may_train()]
-        learner._pause(1.0)
-        for seconds in (2.9, 0.2):
-            now[0] += seconds
-            found[name].append(learner._may_train())
-    assert found == {
-        "idle": [True] * 3, "few": [True, False, True], "many": [False] * 3, "queue": [False] * 3,
-    }  # fmt: skip
+class _Process:
+    """A process that always has work, its slices, and the clock that they take time of."""
+
+    def __init__(self) -> None:
+        self.now, self.may_run, self.trained = 0.0, False, 0.0
+
+    def pause(self, timeout: float) -> None:
+        self.may_run = False
+
+    def resume(self) -> None:
+        self.may_run = True
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> None:
+        assert self.may_run
+        self.now += seconds
+        self.trained += seconds
+
+
+def trained_share(learner: Learner, load: _Load, monkeypatch) -> float:
+    """The share of the time in which the process trains beside this load."""
+    process = learner.slices = learner.between_pieces = _Process()
+    monkeypatch.setattr("saltus.serving.learning.time.perf_counter", lambda: process.now)
+    learner.batcher = load
+    for _ in range(1000):
+        process.now += 0.01
+        learner.called(0.01)
+        assert not process.may_run
+    return process.trained / process.now
+
+
+@pytest.mark.parametrize("share", [0.0, 0.08, 0.5])
+def test_training_has_its_share_of_the_time_beside_few_texts(drafting, monkeypatch, share):
+    learner = Learner(drafting, LearningPlan(share))
+    assert trained_share(learner, _Load(2), monkeypatch) == pytest.approx(share, abs=0.005)
+    assert trained_share(learner, _Load(3), monkeypatch) == 0
+    assert trained_share(learner, _Load(1, waiting=1), monkeypatch) == 0
+    learner.idle()
+    assert learner.slices.may_run
     learner.close()
 
 
@@ -159,7 +184,7 @@ def command(*options: str) -> str:
 
 def test_the_command_refuses_wrong_settings_before_it_loads_a_model():
     assert "need --learn" in command("--learn-share", "0.5")
-    assert "from 0 to 1" in command("--learn", "--learn-share", "2")
+    assert "from 0 to 0.9" in command("--learn", "--learn-share", "2")
     assert "leave out --ray" in command("--learn", "--ray")
     assert "--learn-across-keys" in command("--learn", "--api-key", "one", "--api-key", "two")
     assert "--learn-across-keys" not in command(

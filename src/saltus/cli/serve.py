@@ -15,7 +15,7 @@ import typer
 from saltus.cli import options as o
 
 SERVER_PANEL = "Server"
-LEARN_SHARE = 0.25
+LEARN_SHARE = 0.08
 
 
 def _server_option(*names: str, help: str, **settings: object) -> object:
@@ -67,7 +67,7 @@ def serve(
         _server_option(
             "--learn-share",
             metavar="X",
-            help="With --learn: share of a core beside texts. Default: 0.25; 0: idle time.",
+            help="With --learn: share of the time while texts are decoded. Default: 0.08; 0: idle time only.",
         ),
     ] = None,
     learn_reset: Annotated[

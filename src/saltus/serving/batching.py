@@ -30,6 +30,7 @@ from saltus.serving.jobs import Job, Limits, Part, TextObserver
 
 log = logging.getLogger("saltus.serving")
 
+IDLE_AFTER = 0.05  # seconds without a job
 PREFILL_ROWS = 256  # tokens of a prompt that are read between two calls of the running texts
 
 
@@ -119,7 +120,9 @@ class Batcher:
         rounds = None
         sequences: list[SequenceState] = []
         while not self.closed:
-            self._take_incoming(block=not self.running and not self.waiting)
+            if not self.running and not self.waiting:
+                self._wait_for_job()
+            self._take_incoming()
             self._drop_cancelled(sequences)
             self._take_replacements()
             self._admit()
@@ -131,12 +134,15 @@ class Batcher:
                 rounds = rounds or run_batch(sequences, self.networks)
                 if next(rounds, StopIteration) is StopIteration:
                     rounds = None
-                self._deliver(sequences, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                self._deliver(sequences, seconds)
+                if self.running and self.observer is not None:
+                    self.observer.called(seconds)
             except Exception as error:
                 log.exception("a call failed")
                 rounds = None
                 self._recover(error, sequences)
-        self._take_incoming(block=False)
+        self._take_incoming()
         for job in [*self.running, *self.waiting]:
             self._end(job, sequences, ApiError(503, "the server is shutting down"))
 
@@ -151,15 +157,21 @@ class Batcher:
         for job in decoding:
             self._end(job, sequences, as_api_error(error, "a call failed: "))
 
-    def _take_incoming(self, block: bool) -> None:
+    def _wait_for_job(self) -> None:
+        """Wait for a job or to be woken."""
         try:
-            while True:
-                job = self.incoming.get(block=block)
-                if job is not None:
-                    self.waiting.append(job)
-                block = False
+            job = self.incoming.get(timeout=IDLE_AFTER)
         except queue.Empty:
-            pass
+            if self.observer is not None:
+                self.observer.idle()
+            job = self.incoming.get()
+        if job is not None:
+            self.waiting.append(job)
+
+    def _take_incoming(self) -> None:
+        while not self.incoming.empty():
+            if (job := self.incoming.get()) is not None:
+                self.waiting.append(job)
 
     def _take_replacements(self) -> None:
         """Put new draft networks in place, between two calls. Texts that run keep what the old ones have read."""

@@ -63,12 +63,20 @@ class Job:
 
 @runtime_checkable
 class TextObserver(Protocol):
-    """Watches the texts of a server. Its methods are called by the engine's thread, and must be quick."""
+    """Watches the texts of a server. Its methods are called by the engine's thread, which waits for them."""
 
     def begins(self, job: Job) -> None:
         """Before a text's first call."""
         ...
 
+    def called(self, seconds: float) -> None:
+        """After a call of the running texts, which took so long."""
+        ...
+
     def ends(self, job: Job) -> None:
         """After its last call, unless it was dropped or failed."""
+        ...
+
+    def idle(self) -> None:
+        """Before the thread waits for new texts."""
         ...

@@ -29,7 +29,7 @@ from saltus.networks.draft_models.drafter import DraftModel, DraftNetwork
 from saltus.networks.loading.metadata import read_metadata
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.exact.packed_weight import select_rows
-from saltus.serving.allocator import return_freed_buffers
+from saltus.serving.allocator import MEGABYTE, return_freed_buffers
 from saltus.serving.batching import Batcher
 from saltus.serving.jobs import Job
 from saltus.serving.learned_drafters import LearnedDrafters
@@ -37,27 +37,30 @@ from saltus.serving.text_states import TextStates
 from saltus.training.data.recent_texts import RecentText
 from saltus.training.loop.checkpoint import lock_folder
 from saltus.training.online_drafter import DrafterWeights, LearningSettings, Progress, drafter_weights, serve_training
+from saltus.training.time_slices import TimeSlices
 
 log = logging.getLogger("saltus.serving")
 
 DRAFTER = "ptp"  # the name of the network that is trained
+MAX_SHARE = 0.9
 MAX_WAITING = 64  # texts that wait for the process; older ones are dropped
-POLL_SECONDS = 0.05
-FEW_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"  # oneDNN compiles some for every length, and keeps 1,024
+SHORTEST_SLICE, LONGEST_SLICE = 0.025, 0.1  # seconds of training between two calls
+LONGEST_WAIT = 0.05  # seconds until training has stopped
+FEW_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"  # oneDNN compiles some for every length, and keeps 1,024
 
 
 @dataclass(frozen=True)
 class LearningPlan:
     """How a server learns, and from whose texts."""
 
-    share: float  # of a core, while texts are decoded
+    share: float  # of the time, while texts are decoded
     group: str = ""  # see LearnedDrafters
     reset: bool = False  # forget what was learned before
     settings: LearningSettings = field(default_factory=LearningSettings)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"--learn-share is {self.share:g}, but must be a share of a core, from 0 to 1")
+        if not 0 <= self.share <= MAX_SHARE:
+            raise ValueError(f"--learn-share is {self.share:g}, but must be a share of the time, from 0 to {MAX_SHARE}")
 
 
 def group_of(api_keys: Sequence[str], across_keys: bool) -> str:
@@ -100,7 +103,10 @@ class Learner:
         self.states: WeakKeyDictionary[Job, TextStates] = WeakKeyDictionary()  # of running texts
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.closed, self.wake = False, threading.Event()
-        self.next_turn = 0.0  # of training beside texts, by the monotonic clock
+        self.between_pieces = threading.Event()  # the process has nothing to do
+        self.between_pieces.set()
+        self.owed = 0.0  # seconds of training for the time that was spent on calls
+        self.on_cpu = engine.network.model.device.type == "cpu"
         self.thread: threading.Thread | None = None
 
     def start(self, batcher: Batcher) -> None:
@@ -108,7 +114,8 @@ class Learner:
         self.batcher, batcher.observer = batcher, self
         spawn = get_context("spawn")
         self.connection, child = spawn.Pipe()
-        self.process = spawn.Process(target=_train, args=(child, self._first_message()), daemon=True)
+        self.slices = TimeSlices(spawn)
+        self.process = spawn.Process(target=_train, args=(child, self._first_message(), self.slices), daemon=True)
         self.process.start()
         child.close()
         self.thread = threading.Thread(target=self._run, name="saltus-learner", daemon=True)
@@ -125,6 +132,7 @@ class Learner:
 
     def begins(self, job: Job) -> None:
         """Keep the states of a text from now on, where its method has the target return them."""
+        self._pause_training()
         request = job.request.request
         if request.constraint is None and request.canvas is None and request.on_step is None:
             layers = self.network.target.hidden_state_layers
@@ -139,6 +147,41 @@ class Learner:
         self.waiting.append(text)
         self.wake.set()
 
+    def called(self, seconds: float) -> None:
+        """Let the process train for its share of the time; the next call waits.
+
+        It has all cores for this time: beside calls, both would be slower by more than that.
+        """
+        if not self._may_train():
+            self._pause_training()
+            return
+        if not self.on_cpu:
+            self.slices.resume()
+            return
+        works = not self.between_pieces.is_set()
+        owed = self.owed + seconds * self.plan.share / (1 - self.plan.share)
+        self.owed = min(owed, LONGEST_SLICE if works else SHORTEST_SLICE)
+        if not works or self.owed < SHORTEST_SLICE:
+            return
+        started = time.perf_counter()
+        self.slices.resume()
+        self.between_pieces.wait(self.owed)
+        self.slices.pause(LONGEST_WAIT)
+        self.owed -= time.perf_counter() - started
+
+    def idle(self) -> None:
+        """Let the process train as long as there is no text."""
+        self.slices.resume()
+
+    def _may_train(self) -> bool:
+        """Beside texts; not while texts wait or half of the batch is taken."""
+        few = 2 * len(self.batcher.running) <= self.batcher.limits.max_batch
+        return few and not self.batcher.num_waiting and self.plan.share > 0
+
+    def _pause_training(self) -> None:
+        if self.on_cpu or not self._may_train():
+            self.slices.pause(0.0 if self.between_pieces.is_set() else LONGEST_WAIT)
+
     def _first_message(self) -> dict[str, Any]:
         model = self.engine.network.model
         return {
@@ -146,6 +189,7 @@ class Learner:
             "embeddings": _numbers(model.get_input_embeddings().weight),
             "unembedding": _numbers(model.get_output_embeddings().weight),
             "settings": self.plan.settings,
+            "threads": torch.get_num_threads(),
         }
 
     def _run(self) -> None:
@@ -156,36 +200,24 @@ class Learner:
                     self.connection.send(self.waiting.popleft())
                     idle = False
                 if idle:
-                    self.wake.wait(1.0)
-                elif self._may_train():
-                    self.connection.send("advance")
-                    progress: Progress = self.connection.recv()
-                    self._pause(progress.seconds)
-                    idle = progress.idle
-                    self._take(progress)
-                else:
-                    time.sleep(POLL_SECONDS)
-                self.wake.clear()
+                    self.wake.wait()
+                    self.wake.clear()
+                    idle = False
+                    continue
+                self.between_pieces.clear()
+                self.connection.send("advance")
+                progress: Progress = self.connection.recv()
+                self.between_pieces.set()
+                idle = progress.idle
+                self._take(progress)
         except (EOFError, OSError):
             if not self.closed:
                 log.warning("the process that trains the drafter has ended; the server goes on without learning")
         except Exception:
             log.exception("learning has ended; the server goes on without it")
         finally:
+            self.between_pieces.set()
             self.process.kill()
-
-    def _may_train(self) -> bool:
-        """In idle time; beside texts for a share of the time; not while texts wait or half of the batch is taken."""
-        if not self.batcher.num_open:
-            return True
-        if self.batcher.num_waiting or 2 * len(self.batcher.running) > self.batcher.limits.max_batch:
-            return False
-        return self.plan.share > 0 and time.monotonic() >= self.next_turn
-
-    def _pause(self, seconds: float) -> None:
-        """After so many seconds of work, as much time passes before the next as the share asks for."""
-        if self.plan.share:
-            self.next_turn = time.monotonic() + seconds * (1 / self.plan.share - 1)
 
     def _take(self, progress: Progress) -> None:
         """Put a drafter in place that has passed its evaluation, and count what was done."""
@@ -269,12 +301,12 @@ def _numbers(weight: torch.Tensor) -> Any:
     return rows.cpu().to(torch.bfloat16).view(torch.int16).numpy()
 
 
-def _train(connection: Connection, training: dict[str, Any]) -> None:
+def _train(connection: Connection, training: dict[str, Any], time_slices: TimeSlices) -> None:
     """The process: it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
-    return_freed_buffers()
+    return_freed_buffers(32 * MEGABYTE)
     os.environ.setdefault(*FEW_KERNELS)
     try:
-        serve_training(connection, training)
+        serve_training(connection, training, time_slices)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from saltus.training.data.recent_texts import RecentText, RecentTexts, corpus_of
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.loop.training_loop import Schedule, make_optimizers, optimizer_step
 from saltus.training.tasks.drafter import DrafterTrainingTask
+from saltus.training.time_slices import TimeSlices
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,17 @@ class LearningSettings:
     """How much a server's drafter learns from a text, and when it is evaluated."""
 
     evaluation_texts: int = 24  # the latest ones, on which the trained drafter is compared with the served one
-    evaluation_windows: int = 16  # of each
+    evaluation_windows: int = 8  # of each
+    steps_between_evaluations: int = 12  # at least, while there is something to train on
     margin: float = 1.0  # standard errors by which the trained drafter must be better
     batch_texts: int = 4  # of a step
     windows: int = 12  # of each
     steps_per_text: int = 4  # at most, so that an idle server stops training
     rate: float = 5e-4
-    warm_up: int = 20  # steps
+    warm_up: int = 5  # steps
     failed_evaluations: int = 4  # one after the other, after which training starts again from the served drafter
     max_bytes: int = 64 * 2**20  # of the texts that are kept
-    niceness: int = 15  # of the process: where cores are busy it gets a thirtieth of one; 19 would be a seventieth
+    niceness: int = 15  # of the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,6 @@ class Evaluation:
 class Progress:
     """What one piece of work did."""
 
-    seconds: float  # of processor time
     steps: int = 0
     evaluation: Evaluation | None = None
     drafter: DrafterWeights | None = None  # that passed the evaluation
@@ -99,6 +99,7 @@ class OnlineDrafterTraining:
     embeddings: Float[Tensor, "vocab hidden"]
     unembedding: Float[Tensor, "vocab hidden"]
     settings: LearningSettings = field(default_factory=LearningSettings)
+    time_slices: TimeSlices | None = None  # in which it works; None: all the time
     served: DraftModel = field(init=False)
     trained: DraftModel = field(init=False)
     steps: int = field(default=0, init=False)
@@ -124,21 +125,23 @@ class OnlineDrafterTraining:
 
     def advance(self) -> Progress:
         """Do the next small piece of work: a step, or a part of an evaluation."""
-        started, before = time.process_time(), self.steps
+        before = self.steps
         evaluation, drafter, idle = next(self.work)
-        seconds = time.process_time() - started
-        return Progress(seconds, self.steps - before, evaluation, drafter, self.num_texts, idle)
+        return Progress(self.steps - before, evaluation, drafter, self.num_texts, idle)
 
     def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:
-            if len(self.pool) >= self.settings.evaluation_texts:
-                if self.steps > self.steps_evaluated:
+            unevaluated = self.steps - self.steps_evaluated
+            trains = self.task is not None and self.steps_left > 0
+            enough = unevaluated >= self.settings.steps_between_evaluations or not trains
+            if enough and len(self.pool) >= self.settings.evaluation_texts:
+                if unevaluated:
                     yield from self._evaluate()
                 while len(self.pool):
                     self._learn_from(self.pool.take_oldest())
                 self._prepare_training()
-            elif self.steps_left > 0 and self.task is not None:
-                self._step(self.task)
+            elif trains:
+                self._step()
                 yield None, None, False
             else:
                 yield None, None, True
@@ -148,6 +151,8 @@ class OnlineDrafterTraining:
         model = DraftModel(given.shape, tokens, self.embeddings, self.unembedding)
         weights = {name: torch.from_numpy(x).view(torch.bfloat16) for name, x in given.weights.items()}
         model.load_state_dict(weights, strict=False)
+        if self.time_slices is not None:
+            self.time_slices.add_pause_points(model)
         return model.float()
 
     def _begin_again(self) -> None:
@@ -186,10 +191,11 @@ class OnlineDrafterTraining:
         task.autocast = self.autocast
         return task
 
-    def _step(self, task: DrafterTrainingTask) -> None:
+    def _step(self) -> None:
+        assert self.task is not None
         warm = min(1.0, (self.steps - self.first_step + 1) / self.settings.warm_up)
         self.trained.train()
-        loss = task.loss(self.steps)
+        loss = self.task.loss(self.steps)
         if math.isfinite(float(loss.detach())):
             optimizer_step(self.trained, self.optimizers, loss, self.settings.rate * warm, self.schedule.max_grad_norm)
         self.steps += 1
@@ -264,18 +270,21 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
     return torch.from_numpy(np.union1d(kept, new))
 
 
-def serve_training(connection: Any, training: Mapping[str, Any]) -> None:
-    """The loop of a process that trains: it gets texts, and "advance", which it answers by a Progress; None ends it.
-
-    It works on one thread.
-    """
+def serve_training(connection: Any, training: Mapping[str, Any], time_slices: TimeSlices) -> None:
+    """The loop of a process that trains: it gets texts, and "advance", which it answers by a Progress; None ends it."""
     if hasattr(os, "nice"):
         os.nice(training["settings"].niceness)
-    torch.set_num_threads(1)
+    torch.set_num_threads(training["threads"])
     numbers = {name: torch.from_numpy(training[name]).view(torch.bfloat16) for name in ("embeddings", "unembedding")}
-    running = OnlineDrafterTraining(training["initial"], settings=training["settings"], **numbers)
+    running = OnlineDrafterTraining(
+        training["initial"], settings=training["settings"], time_slices=time_slices, **numbers
+    )
+    time_slices.begin_waiting()
     for message in iter(connection.recv, None):
         if isinstance(message, RecentText):
             running.add(message)
         else:
-            connection.send(running.advance())
+            time_slices.end_waiting()
+            progress = running.advance()
+            time_slices.begin_waiting()
+            connection.send(progress)
