@@ -6,8 +6,7 @@
 #include "packed_weights.h"
 #include "thread_pool.h"
 #include <time.h>
-#if defined AMX_PERMITTED && defined __AMX_BF16__
-#define AMX
+#ifdef AMX
 #include "tiles_amx.h"
 #endif
 

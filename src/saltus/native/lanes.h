@@ -8,6 +8,10 @@
 #include <immintrin.h>
 #endif
 
+#if defined AMX_PERMITTED && defined __AMX_BF16__
+#define AMX  // the processor's matrix unit is used
+#endif
+
 #ifdef __AVX512F__
 #define LANES 16
 #define FITS 24  // sums of a register tile, beside what they are made of
@@ -62,6 +66,13 @@ static inline void restore_subnormals(unsigned before) {
 // Ask for weights that are needed in a while: for the second-level cache, which can have more lines on their way than the
 // first-level one (Zen 3 and 4: 24, or 10 GB/s a core).
 #define FETCH(address) __builtin_prefetch(address, 0, 2)
+// The same for packed weights: where tiles are multiplied meanwhile, they need what the first-level cache can have on its
+// way; elsewhere expansion takes longer than memory, and weights are best where it reads them.
+#ifdef AMX
+#define FETCH_PACKED(address) FETCH(address)
+#else
+#define FETCH_PACKED(address) __builtin_prefetch(address)
+#endif
 
 #define PAD(n, to) (((n) + (to) - 1) / (to) * (to))
 

@@ -263,7 +263,7 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
     for (int64_t first = start / 32; first < end; first += CHUNK) {                                               \
       const int64_t count = end - first < CHUNK ? end - first : CHUNK;                                            \
       float scales[CHUNK], minimums[CHUNK];                                                                       \
-      __builtin_prefetch(row + ahead + 2 * first);                                                                \
+      FETCH_PACKED(row + ahead + 2 * first);                                                                      \
       widen_halves(row + 2 * first, count, scales);                                                               \
       if (has_minimums) widen_halves(row + 2 * (blocks + first), count, minimums);                                \
       else for (int64_t i = 0; i < count; i++) minimums[i] = -0.0f;                                               \
@@ -273,7 +273,7 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
 // Block by block, of `size` bytes.
 #define EACH_BLOCK(expand, size)                                   \
   for (int64_t i = 0; i < count; i++, p += size, out += 32) {      \
-    __builtin_prefetch(p + ahead);                                 \
+    FETCH_PACKED(p + ahead);                                       \
     expand(p, all_lanes(scales[i]), all_lanes(minimums[i]), out);  \
   }
 // Pairs of blocks of 4 bits, and what is left.
@@ -282,7 +282,7 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
   for (; i + 2 <= count; i += 2, p += 32, out += 64) {                                     \
     const lanes scale[] = {all_lanes(scales[i]), all_lanes(scales[i + 1])};                \
     const lanes minimum[] = {all_lanes(minimums[i]), all_lanes(minimums[i + 1])};          \
-    __builtin_prefetch(p + ahead);                                                         \
+    FETCH_PACKED(p + ahead);                                                               \
     expand_pair(p, scale, least, minimum, out);                                            \
   }                                                                                        \
   if (i < count) expand_nibbles(p, all_lanes(scales[i]), least, all_lanes(minimums[i]), out);
@@ -290,7 +290,7 @@ static inline void expand_q6_k(const uint8_t *b, uint16_t *out) {
   static void expand_row_##format(const uint8_t *row, int64_t in, int64_t start, int64_t some, int64_t ahead,    \
                                   uint16_t *out) {                                                               \
     for (row += start / 256 * size; some > 0; some -= 256, row += size, out += 256) {                            \
-      for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + ahead + at);                            \
+      for (int64_t at = 0; at < size; at += 64) FETCH_PACKED(row + ahead + at);                                  \
       expand_##format(row, out);                                                                                 \
     }                                                                                                            \
   }
@@ -307,7 +307,7 @@ static void expand_row_f16(const uint8_t *row, int64_t in, int64_t start, int64_
   row += 2 * start;
 #ifdef __FLT16_MAX__
   for (; k + LANES <= some; k += LANES) {
-    __builtin_prefetch(row + ahead + 2 * k);
+    FETCH_PACKED(row + ahead + 2 * k);
     store_bf16(out + k, load_f16((const _Float16 *)(row + 2 * k)));
   }
 #endif
