@@ -16,12 +16,10 @@ from saltus.cli.app import app
 from saltus.networks.loading.drafter_files import load_drafter
 from saltus.serving.jobs import Limits
 from saltus.serving.learning import Learner, LearningPlan, group_of
-from saltus.training.online_drafter import LearningSettings
+from saltus.training.online_drafter import Evaluation, LearningSettings, Progress
 from tiny_server import PROMPT, alone, serving
 
-SETTINGS = LearningSettings(
-    evaluation_texts=4, evaluation_windows=6, windows=4, steps_per_text=6, rate=5e-3, niceness=0
-)
+SETTINGS = LearningSettings(evaluation_texts=4, evaluation_windows=6, windows=4, steps_per_text=6, rate=5e-3)
 ALWAYS = replace(SETTINGS, margin=-1e9)  # every drafter passes its evaluation
 
 
@@ -173,6 +171,15 @@ def test_training_has_its_share_of_the_time_beside_few_texts(drafting, monkeypat
     assert trained_share(learner, _Load(1, waiting=1), monkeypatch) == 0
     learner.idle()
     assert learner.slices.may_run
+    learner.close()
+
+
+def test_training_that_does_not_help_gets_less_time(drafting):
+    learner, shares = Learner(drafting, LearningPlan(0.16)), []
+    for passed in (False, False, False, False, True, False):
+        learner._take(Progress(evaluation=Evaluation(1.0, 1.1, passed)))
+        shares.append(learner.share)
+    assert shares == pytest.approx([0.08, 0.04, 0.02, 0.02, 0.16, 0.08])
     learner.close()
 
 

@@ -44,6 +44,8 @@ log = logging.getLogger("saltus.serving")
 DRAFTER = "ptp"  # the name of the network that is trained
 MAX_SHARE = 0.9
 MAX_WAITING = 64  # texts that wait for the process; older ones are dropped
+LEAST_SHARE = 1 / 8  # of the share, where training does not help
+NICENESS = 15  # of the process, whose start is not in slices
 SHORTEST_SLICE, LONGEST_SLICE = 0.025, 0.1  # seconds of training between two calls
 LONGEST_WAIT = 0.05  # seconds until training has stopped
 FEW_KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"  # oneDNN compiles some for every length, and keeps 1,024
@@ -105,6 +107,7 @@ class Learner:
         self.closed, self.wake = False, threading.Event()
         self.between_pieces = threading.Event()  # the process has nothing to do
         self.between_pieces.set()
+        self.share = plan.share
         self.owed = 0.0  # seconds of training for the time that was spent on calls
         self.on_cpu = engine.network.model.device.type == "cpu"
         self.thread: threading.Thread | None = None
@@ -117,6 +120,8 @@ class Learner:
         self.slices = TimeSlices(spawn)
         self.process = spawn.Process(target=_train, args=(child, self._first_message(), self.slices), daemon=True)
         self.process.start()
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, NICENESS)
         child.close()
         self.thread = threading.Thread(target=self._run, name="saltus-learner", daemon=True)
         self.thread.start()
@@ -159,7 +164,7 @@ class Learner:
             self.slices.resume()
             return
         works = not self.between_pieces.is_set()
-        owed = self.owed + seconds * self.plan.share / (1 - self.plan.share)
+        owed = self.owed + seconds * self.share / (1 - self.share)
         self.owed = min(owed, LONGEST_SLICE if works else SHORTEST_SLICE)
         if not works or self.owed < SHORTEST_SLICE:
             return
@@ -176,7 +181,7 @@ class Learner:
     def _may_train(self) -> bool:
         """Beside texts; not while texts wait or half of the batch is taken."""
         few = 2 * len(self.batcher.running) <= self.batcher.limits.max_batch
-        return few and not self.batcher.num_waiting and self.plan.share > 0
+        return few and not self.batcher.num_waiting and self.share > 0
 
     def _pause_training(self) -> None:
         if self.on_cpu or not self._may_train():
@@ -220,7 +225,13 @@ class Learner:
             self.process.kill()
 
     def _take(self, progress: Progress) -> None:
-        """Put a drafter in place that has passed its evaluation, and count what was done."""
+        """Put a drafter in place that has passed its evaluation, and count what was done.
+
+        After each evaluation without a gain the process has half of the time, until one passes.
+        """
+        if progress.evaluation is not None:
+            least = LEAST_SHARE * self.plan.share
+            self.share = self.plan.share if progress.evaluation.passed else max(self.share / 2, least)
         if progress.drafter is not None and progress.evaluation is not None:
             evaluation = {
                 "before": round(progress.evaluation.served, 3),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +37,6 @@ class LearningSettings:
     warm_up: int = 5  # steps
     failed_evaluations: int = 4  # one after the other, after which training starts again from the served drafter
     max_bytes: int = 64 * 2**20  # of the texts that are kept
-    niceness: int = 15  # of the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,8 +270,6 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
 
 def serve_training(connection: Any, training: Mapping[str, Any], time_slices: TimeSlices) -> None:
     """The loop of a process that trains: it gets texts, and "advance", which it answers by a Progress; None ends it."""
-    if hasattr(os, "nice"):
-        os.nice(training["settings"].niceness)
     torch.set_num_threads(training["threads"])
     numbers = {name: torch.from_numpy(training[name]).view(torch.bfloat16) for name in ("embeddings", "unembedding")}
     running = OnlineDrafterTraining(
