@@ -120,7 +120,7 @@ class Learner:
         self.slices = TimeSlices(spawn)
         self.process = spawn.Process(target=_train, args=(child, self._first_message(), self.slices), daemon=True)
         self.process.start()
-        if hasattr(os, "setpriority"):
+        if hasattr(os, "setpriority") and self.process.pid is not None:
             os.setpriority(os.PRIO_PROCESS, self.process.pid, NICENESS)
         child.close()
         self.thread = threading.Thread(target=self._run, name="saltus-learner", daemon=True)
