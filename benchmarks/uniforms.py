@@ -245,7 +245,7 @@ def main() -> None:
     if folder is None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model, trainable=True).float()
-    network.add_hidden_state_layers(model.shape.taps)
+    network.add_hidden_state_layers(model.shape.hidden_state_layers)
     with TemporaryDirectory() as room:
         for done in collect_hidden_states(network, samples, options.states or Path(room), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)

@@ -160,7 +160,9 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
         set_seed(5)
-        shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
+        shape = DrafterShape(
+            **{"hidden": 32, "intermediate": 48, "hidden_state_layers": (1,), "heads": 4, "kv_heads": 2} | changes
+        )
         embeddings = target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
         drafter = DraftModel(shape, torch.arange(2, 290), *embeddings)
         out = tmp_path_factory.mktemp("drafter")

@@ -75,7 +75,7 @@ def dflash_model(target, trainable=False, **changes) -> DFlashModel:
     shape = {
         "hidden": 32,
         "intermediate": 48,
-        "taps": (1,),
+        "hidden_state_layers": (1,),
         "mask_token": 299,
         "heads": 8,
         "kv_heads": 4,
@@ -95,7 +95,7 @@ def dflash_model(target, trainable=False, **changes) -> DFlashModel:
 
 def dflash_network(target: CausalNetwork, dtype=torch.float32, kernels: bool = True, **changes) -> DFlashNetwork:
     model = dflash_model(target.model, trainable=not kernels, **changes).to(dtype)
-    target.add_hidden_state_layers(model.shape.taps)
+    target.add_hidden_state_layers(model.shape.hidden_state_layers)
     network = DFlashNetwork(model, target)
     if not kernels:
         network.context_layers.native_decoder = None
@@ -115,16 +115,19 @@ def plain_shape(shape: DFlashShape) -> dict:
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "transformers"])
-@pytest.mark.parametrize("taps", [(1,), (1, 2)])
-def test_it_computes_what_the_paper_writes_down(taps, kernels):
+@pytest.mark.parametrize("hidden_state_layers", [(1,), (1, 2)])
+def test_it_computes_what_the_paper_writes_down(hidden_state_layers, kernels):
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
-    network, text = dflash_network(target, taps=taps, kernels=kernels), np.random.default_rng(0).integers(5, 250, 21)
+    network, text = (
+        dflash_network(target, hidden_state_layers=hidden_state_layers, kernels=kernels),
+        np.random.default_rng(0).integers(5, 250, 21),
+    )
     hidden = states(target, text)
     outputs = network.forward([question(text, hidden[:-1])], [network.new_kv_cache()])[0]
     model = network.model
     expected = plain_dflash(
         published_names(model), plain_shape(model.shape), target.model.get_input_embeddings().weight.detach(),
-        model.lm_head.weight.detach(), hidden[:-1, : len(taps) * 32], int(text[-1]),
+        model.lm_head.weight.detach(), hidden[:-1, : len(hidden_state_layers) * 32], int(text[-1]),
     )  # fmt: skip
     torch.testing.assert_close(outputs.logits, expected.float(), rtol=1e-4, atol=1e-4)
     assert outputs.token_ids.tolist() == list(range(5, 250))
@@ -241,10 +244,10 @@ def corpus_of(target: CausalNetwork, texts: list[np.ndarray]) -> HiddenStateCorp
 
 def test_in_training_windows_are_the_blocks_of_decoding():
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
-    network = dflash_network(target, taps=(1, 2))
+    network = dflash_network(target, hidden_state_layers=(1, 2))
     texts = [np.random.default_rng(seed).integers(5, 250, 30 + 7 * seed) for seed in range(4)]
     corpus = corpus_of(target, texts)
-    module = dflash_model(target.model, trainable=True, taps=(1, 2))
+    module = dflash_model(target.model, trainable=True, hidden_state_layers=(1, 2))
     own = {name: weight for name, weight in network.model.state_dict().items() if "embed_tokens" not in name}
     module.load_state_dict(own, strict=False)
     batch = WindowDataset(
@@ -265,7 +268,9 @@ def test_factors_of_the_hidden_states_are_in_the_weights_of_files(tmp_path):
     target.add_hidden_state_layers((1,))
     corpus = corpus_of(target, [np.random.default_rng(seed).integers(5, 250, 60) for seed in range(3)])
     corpus.hidden_states[:, 3] *= 1000
-    shape = DrafterSettings(network="dflash", taps=(1,), intermediate=48, informed=False).shape(target.model)
+    shape = DrafterSettings(network="dflash", hidden_state_layers=(1,), intermediate=48, reads_uniforms=False).shape(
+        target.model
+    )
     module = new_dflash_model(shape, torch.arange(5, 250), target.model, corpus)
     assert module.state_scale[3] < 0.01 * module.state_scale.median()
     save_drafter("drafter", module, tmp_path, "tiny", target.model, {})
@@ -280,7 +285,7 @@ def test_its_heads_can_be_split_over_devices_and_its_mask_is_a_token_with_an_emb
     target = tiny_llama(num_attention_heads=9, num_key_value_heads=3, hidden_size=36, head_dim=4)
     with torch.no_grad():
         target.model.embed_tokens.weight[297:] = 0
-    shape = DrafterSettings(network="dflash", taps=(1,), informed=False).shape(target)
+    shape = DrafterSettings(network="dflash", hidden_state_layers=(1,), reads_uniforms=False).shape(target)
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.mask_token) == (8, 4, 4, 296)
 
 
@@ -293,10 +298,10 @@ temperatures = [0.7]
 network = "dflash"
 layers = 1
 intermediate = 16
-taps = [1]
+hidden_state_layers = [1]
 window = 3
 vocabulary = 0
-informed = false
+reads_uniforms = false
 correction = 8
 
 [data]
@@ -320,7 +325,7 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
     train = "train", "ptp", "-r", tmp_path / "tiny.toml", "-m", folder, "--teacher", tmp_path / "teacher"
     saltus_(*train, "--work", tmp_path / "work", "--out", out)
     settings = json.loads((out / "saltus.json").read_text())["shape"]
-    assert (settings["network"], settings["taps"], settings["heads"]) == ("dflash", [1], 8)
+    assert (settings["network"], settings["hidden_state_layers"], settings["heads"]) == ("dflash", [1], 8)
     assert load_file(out / "drafter.safetensors")["tokens"].tolist() == list(range(300))
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
     for temperature in (0.0, 0.7):
@@ -334,10 +339,10 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=0.02, atol=1e-4)
     assert "leave distillation_weight out" in complaint(*train, "--set", "distillation_weight=0.5")
-    assert "no uniforms; set informed=false" in complaint(
-        *train, "--set", "informed=true", "--set", "distillation_weight=0"
+    assert "no uniforms; set reads_uniforms=false" in complaint(
+        *train, "--set", "reads_uniforms=true", "--set", "distillation_weight=0"
     )
-    assert "no states but those of taps" in complaint(*train, "--set", "taps=[]")
+    assert "no states but those of hidden_state_layers" in complaint(*train, "--set", "hidden_state_layers=[]")
     assert "has 300 tokens" in complaint(*train, "--work", tmp_path / "new", "--set", "mask_token=300")
 
 

@@ -80,7 +80,9 @@ def parts(task: TrainingTask, step: int) -> list[torch.Tensor]:
 
 def drafter_task(target, states, **changes) -> DrafterTrainingTask:
     settings = test_head_training.WindowSettings(batch_size=3, windows_per_text=5, validation_fraction=0.3)
-    shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
+    shape = DrafterShape(
+        **{"hidden": 32, "intermediate": 48, "hidden_state_layers": (1,), "heads": 4, "kv_heads": 2} | changes
+    )
     return DrafterTrainingTask(target, states, shape, vocabulary_size=40, window_settings=settings)
 
 
@@ -99,7 +101,9 @@ def adapter_task(tmp_path, **settings) -> AdapterTrainingTask:
 
 TASKS: dict[str, Callable[..., TrainingTask]] = {
     "drafter": lambda tmp, target, states: drafter_task(target, states),
-    "drafter of distributions": lambda tmp, target, states: drafter_task(target, states, informed=False, correction=8),
+    "drafter of distributions": lambda tmp, target, states: drafter_task(
+        target, states, reads_uniforms=False, correction=8
+    ),
     "heads": lambda tmp, target, states: test_head_training.task(target, states),
     "heads with the target's distributions": lambda tmp, target, states: test_head_training.task(
         target, states, distillation_weight=0.5, circuit="cp"

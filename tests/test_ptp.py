@@ -248,12 +248,14 @@ def test_wrong_options_are_refused(wrong):
 
 def drafter(target: CausalNetwork, **changes) -> DraftNetwork:
     set_seed(7)
-    shape = DrafterShape(**{"hidden": 32, "intermediate": 48, "taps": (1,), "heads": 4, "kv_heads": 2} | changes)
+    shape = DrafterShape(
+        **{"hidden": 32, "intermediate": 48, "hidden_state_layers": (1,), "heads": 4, "kv_heads": 2} | changes
+    )
     weights = target.model.get_input_embeddings().weight.detach(), target.model.get_output_embeddings().weight.detach()
     model = DraftModel(shape, torch.arange(5, 250), *weights).eval()
     for weight in model.auxiliary.parameters():
         torch.nn.init.normal_(weight)
-    target.add_hidden_state_layers(shape.taps)
+    target.add_hidden_state_layers(shape.hidden_state_layers)
     return DraftNetwork(model, target)
 
 
@@ -308,7 +310,7 @@ def test_a_text_that_changed_is_read_again_from_where_it_did():
 def test_it_takes_its_own_states_where_the_target_gives_out_more():
     target = CausalNetwork(tiny_llama(num_hidden_layers=3))
     text = np.random.default_rng(3).integers(5, 250, 20)
-    network = drafter(target, taps=(2,))
+    network = drafter(target, hidden_state_layers=(2,))
     alone = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
     target.add_hidden_state_layers((1,))
     assert states(target, text).shape[-1] == 3 * 32
@@ -408,8 +410,10 @@ def test_what_comes_with_the_package_drafts_for_the_default_model(method, model_
 
 def test_taps_of_several_drafters_join(tiny_drafter):
     network = CausalNetwork(tiny_llama(num_hidden_layers=4))
-    for taps in ((2,), (1, 3)):
-        load_drafter_for_target(f"drafter:{tiny_drafter(network.model, taps=taps)}", network, "tiny")
+    for hidden_state_layers in ((2,), (1, 3)):
+        load_drafter_for_target(
+            f"drafter:{tiny_drafter(network.model, hidden_state_layers=hidden_state_layers)}", network, "tiny"
+        )
     assert network.hidden_state_layers == (1, 2, 3)
 
 

@@ -40,7 +40,7 @@ temperatures = [0.7]
 [drafter]
 layers = 1
 intermediate = 16
-taps = [1]
+hidden_state_layers = [1]
 window = 4
 vocabulary = 120
 embedding = "th"
@@ -103,7 +103,7 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     card = json.loads((out / METADATA_FILE).read_text())["card"]
     assert {"machine", "commit", "minutes", "loss"} <= card.keys()
     assert (card["steps"], card["seed"], card["teacher_texts"]) == (12, 3, 20)
-    assert (card["recipe"]["name"], card["recipe"]["drafter"]["taps"]) == ("tiny", [1])
+    assert (card["recipe"]["name"], card["recipe"]["drafter"]["hidden_state_layers"]) == ("tiny", [1])
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
     assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
@@ -135,7 +135,7 @@ def test_training_for_a_coupling_is_recorded_and_its_uniforms_are_those_of_the_c
     file, given = tmp_path / "tiny.toml", ["--set", f"coupling={coupling}"]
     file.write_text(RECIPE if kind == "drafter" else ADAPTER, encoding="utf-8")
     if coupling == "gumbel":  # it has no uniforms
-        given += ["--set", "form=independent" if kind == "adapter" else "informed=false"]
+        given += ["--set", "form=independent" if kind == "adapter" else "reads_uniforms=false"]
     out = tmp_path / "out"
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--out", out, *given))
     assert read_metadata(out).training["coupling"] == coupling
@@ -170,7 +170,7 @@ def test_a_drafter_that_reads_uniforms_cannot_be_trained_for_a_coupling_without(
     file = tmp_path / "drafter.toml"
     file.write_text(RECIPE.replace("[drafter]", 'coupling = "gumbel"\n\n[drafter]'), encoding="utf-8")
     said = complaint(*training(file, folder, teacher, tmp_path / "work"))
-    assert "the coupling gumbel has no uniforms to condition queries on; set informed=false" in said
+    assert "the coupling gumbel has no uniforms to condition queries on; set reads_uniforms=false" in said
 
 
 @pytest.mark.slow
@@ -338,7 +338,7 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
     )
     assert "were written by" in complaint(*training(recipe, tiny_folder(1), teacher, tmp_path / "another"))
     assert "the model has 2 layers" in complaint(
-        *training(recipe, folder, teacher, tmp_path / "taps", "--set", "taps=[1, 2]")
+        *training(recipe, folder, teacher, tmp_path / "hidden_state_layers", "--set", "hidden_state_layers=[1, 2]")
     )
     texts = lines(tmp_path / "texts.jsonl", *[{"prompt": [1], "completion": [300] * 9, "temperature": 0}] * 2)
     assert "tokens that" in complaint(*training(recipe, folder, texts, tmp_path / "big"))
@@ -414,8 +414,8 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ("layers = 1", 'layers = "one"', "layers is 'one', but must be a whole number"),
         ("layers = 1", "layers = true", "must be a whole number"),
         ("layers = 1", "layers = 0", "must be 1 or more"),
-        ("taps = [1]", "taps = 1", "must be a list, each a whole number"),
-        ("taps = [1]", "taps = [0.5]", "must be a whole number"),
+        ("hidden_state_layers = [1]", "hidden_state_layers = 1", "must be a list, each a whole number"),
+        ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "must be a whole number"),
         ('"th"', '"tt"', "must be one of bits"),
         ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
         ('kind = "drafter"', "", "lacks kind"),

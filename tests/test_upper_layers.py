@@ -28,7 +28,9 @@ def network() -> CausalNetwork:
 
 
 def made_for(network: CausalNetwork, layers: int, learned: float = 0.0) -> HeadModel:
-    shape = HeadShape(32, "cp", window=4, rank=2, directions=3, layers=layers, lora=3, taps=(LAYERS - layers,))
+    shape = HeadShape(
+        32, "cp", window=4, rank=2, directions=3, layers=layers, lora=3, hidden_state_layers=(LAYERS - layers,)
+    )
     model = new_head_model(shape, torch.arange(2, 290), network.model, seeded_generator(0, "heads"))
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -101,7 +103,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
 
 
 def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # noqa: F811
-    made = task(target, states, layers=1, lora=2, taps=(1,))
+    made = task(target, states, layers=1, lora=2, hidden_state_layers=(1,))
     made.loss(0).backward()
     assert made.module.upper is not None
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.upper.parameters())
@@ -110,7 +112,7 @@ def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # no
 
 def test_they_may_come_to_heads_that_had_none(target, states, tmp_path):  # noqa: F811
     task(target, states, circuit="cp").save(tmp_path, {})
-    richer = task(target, states, circuit="btree", layers=1, lora=2, taps=(1,))
+    richer = task(target, states, circuit="btree", layers=1, lora=2, hidden_state_layers=(1,))
     richer.initialize_from(tmp_path)
     assert richer.module.upper is not None
     richer.save(tmp_path / "richer", {})
@@ -120,7 +122,7 @@ def test_they_may_come_to_heads_that_had_none(target, states, tmp_path):  # noqa
 
 def test_states_without_the_layer_below_are_refused(target, states):  # noqa: F811
     with pytest.raises(ValueError, match="without those after layer 0; collect them anew"):
-        task(target, states, layers=2, taps=(0,))
+        task(target, states, layers=2, hidden_state_layers=(0,))
 
 
 def test_what_cannot_be_adapted_is_refused(network):

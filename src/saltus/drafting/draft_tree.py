@@ -64,7 +64,7 @@ class PositionPredictions:
     token_ids: Int[np.ndarray, "vocab"] | None = None  # the ids of the columns; None: 0, 1, …
     correction: TokenCorrection | None = None
     position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
-    informed: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
+    reads_uniforms: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
     grow: GrowPaths | None = None
     _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
 

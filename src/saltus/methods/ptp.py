@@ -85,7 +85,7 @@ class Ptp:
             if rule is match and not sampling.greedy and not sampling.has_uniforms:
                 choose = Coupled(self.choices, sampling, noise, canvas.open_positions)
             else:
-                of_this_temperature = predictions.informed or sampling.greedy
+                of_this_temperature = predictions.reads_uniforms or sampling.greedy
                 choose = Likeliest(self.choices, 1.0 if of_this_temperature else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
             return likely_paths(predictions, text, choose, SOURCE)

@@ -141,7 +141,7 @@ class Learner:
         request = job.request.request
         if request.constraint is None and request.canvas is None and request.on_step is None:
             layers = self.network.target.hidden_state_layers
-            self.states[job] = TextStates(layers, (*self.network.model.shape.taps, None))
+            self.states[job] = TextStates(layers, (*self.network.model.shape.hidden_state_layers, None))
             request.on_step = self.states[job].record
 
     def ends(self, job: Job) -> None:

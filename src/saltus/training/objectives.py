@@ -108,9 +108,9 @@ class CachedStateObjective(Objective):
 
     def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
         super().validate(recipe, window_keys)
-        if recipe.kind == "drafter" and recipe.drafter.informed and recipe.coupling == "gumbel":
+        if recipe.kind == "drafter" and recipe.drafter.reads_uniforms and recipe.coupling == "gumbel":
             raise ValueError(
-                "the coupling gumbel has no uniforms to condition queries on; set informed=false, or"
+                "the coupling gumbel has no uniforms to condition queries on; set reads_uniforms=false, or"
                 " coupling=probability or token-order"
             )
         if recipe.kind == "drafter" and recipe.drafter.network == DFLASH and "distillation_weight" in window_keys:
@@ -119,8 +119,8 @@ class CachedStateObjective(Objective):
     def why_not_truncated(self, recipe: Recipe) -> str:
         if recipe.kind != "drafter":
             return super().why_not_truncated(recipe)
-        informed = recipe.drafter.informed and not recipe.data.distillation_weight
-        return "" if informed else "set informed=true and distillation_weight=0, or leave them out"
+        reads_uniforms = recipe.drafter.reads_uniforms and not recipe.data.distillation_weight
+        return "" if reads_uniforms else "set reads_uniforms=true and distillation_weight=0, or leave them out"
 
     def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
         model = inputs.network.model
@@ -129,7 +129,7 @@ class CachedStateObjective(Objective):
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe, network = inputs.recipe, inputs.network
-        network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).taps)
+        network.add_hidden_state_layers(getattr(recipe, recipe.kind).shape(network.model).hidden_state_layers)
         return collect_hidden_states(
             network, inputs.samples, inputs.data_folder, recipe.temperatures, recipe.coupling, recipe.truncation,
             inputs.processes,

@@ -180,7 +180,7 @@ class OnlineDrafterTraining:
     def _new_task(self, model: DraftModel, texts: list[RecentText], held_out: int) -> DrafterTrainingTask:
         """A task on these texts, of which the last `held_out` are for evaluations."""
         settings, shape = self.settings, model.shape
-        corpus = corpus_of(texts, shape.taps, self.fingerprint)
+        corpus = corpus_of(texts, shape.hidden_state_layers, self.fingerprint)
         windows = WindowSettings(settings.batch_texts, settings.windows, seed=self.steps)
         evaluated = np.arange(len(texts)) >= len(texts) - held_out
         task = DrafterTrainingTask(

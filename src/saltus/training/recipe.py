@@ -24,6 +24,7 @@ RENAMED_SETTINGS = {
     "windows": "windows_per_text", "placement": "uniform_beta", "greedy": "greedy_fraction", "slots": "max_length",
     "held_out": "validation_fraction", "rate": "learning_rate", "warm_up": "warmup_steps", "clip": "max_grad_norm",
     "every": "checkpoint_steps", "decay": "weight_decay", "optimiser": "optimizer", "half": "muon_bfloat16",
+    "taps": "hidden_state_layers", "informed": "reads_uniforms",
 }  # fmt: skip
 NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 

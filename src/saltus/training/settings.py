@@ -33,13 +33,13 @@ class DrafterSettings:
     network: Literal["ptp", "dflash"] = "ptp"  # dflash: masks read projected states; other engines load it
     layers: int = 2
     intermediate: int = 768
-    taps: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
+    hidden_state_layers: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
     window: int = 6  # tokens of a draft
     vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
     mask_token: int | None = None  # whose embedding the queries of dflash start with; default: the last one
     embedding: str = "bits"  # of uniforms: bits, th, ar, fl
     embeds_temperature: bool = True  # conditioned on the temperature
-    informed: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
+    reads_uniforms: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
     correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
     autocast: bool = False  # compute in bfloat16
 
@@ -49,8 +49,9 @@ class DrafterSettings:
                 raise ValueError(f"a drafter's {name} is {getattr(self, name)}, but must be 1 or more")
         if self.vocabulary < 0:
             raise ValueError(f"a drafter's vocabulary is {self.vocabulary}, but must be 1 or more, or 0 for all tokens")
-        if self.network == DFLASH and (self.informed or not self.taps):
-            what = "no uniforms; set informed=false" if self.informed else "no states but those of taps; name some"
+        if self.network == DFLASH and (self.reads_uniforms or not self.hidden_state_layers):
+            no_states = "no states but those of hidden_state_layers; name some"
+            what = "no uniforms; set reads_uniforms=false" if self.reads_uniforms else no_states
             raise ValueError(f"the network dflash reads {what}")
         if self.network != DFLASH and self.mask_token is not None:
             raise ValueError("mask_token is for the network dflash; leave it out, or set network=dflash")
@@ -60,15 +61,17 @@ class DrafterSettings:
     def shape(self, target: Any) -> DrafterShape | DFlashShape:
         """The shape for a Hugging Face model. Errors: ValueError for layers or tokens that it does not have."""
         config = target.config.get_text_config()
-        if wrong := [tap for tap in self.taps if not 0 < tap < config.num_hidden_layers]:
-            raise ValueError(f"taps has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer")
+        if wrong := [layer for layer in self.hidden_state_layers if not 0 < layer < config.num_hidden_layers]:
+            raise ValueError(
+                f"hidden_state_layers has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer"
+            )
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if self.network == DFLASH:
             return self._dflash_shape(target, heads, kv_heads)
         return DrafterShape(
-            config.hidden_size, self.intermediate, self.taps, self.layers, heads, kv_heads,
-            self.window, self.embedding, self.embeds_temperature, self.informed, correction=self.correction,
+            config.hidden_size, self.intermediate, self.hidden_state_layers, self.layers, heads, kv_heads,
+            self.window, self.embedding, self.embeds_temperature, self.reads_uniforms, correction=self.correction,
         )  # fmt: skip
 
     def _dflash_shape(self, target: Any, heads: int, kv_heads: int) -> DFlashShape:
@@ -81,7 +84,8 @@ class DrafterSettings:
             raise ValueError(f"mask_token is {mask_token}, but the model has {count} tokens; take one of them")
         own, kv_heads = max(8, heads // 8 * 8), 1 << (kv_heads - 1).bit_length()
         return DFlashShape(
-            config.hidden_size, self.intermediate, self.taps, mask_token, self.layers, own, math.gcd(own, kv_heads),
+            config.hidden_size, self.intermediate, self.hidden_state_layers, mask_token, self.layers, own,
+            math.gcd(own, kv_heads),
             getattr(config, "head_dim", None) or config.hidden_size // heads, self.window, correction=self.correction,
         )  # fmt: skip
 
@@ -159,8 +163,8 @@ class HeadsSettings:
         if not 0 <= self.layers < config.num_hidden_layers:
             count = config.num_hidden_layers
             raise ValueError(f"heads adapt {self.layers} layers, but the model has {count}; take fewer")
-        taps = (config.num_hidden_layers - self.layers,) if self.layers else ()
-        return replace(self._shape(config.hidden_size), taps=taps)
+        hidden_state_layers = (config.num_hidden_layers - self.layers,) if self.layers else ()
+        return replace(self._shape(config.hidden_size), hidden_state_layers=hidden_state_layers)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class DFlashShape:
 
     hidden: int  # the target's hidden size
     intermediate: int
-    taps: tuple[int, ...]  # the target's layers whose states are inputs
+    hidden_state_layers: tuple[int, ...]  # the target's layers whose states are inputs
     mask_token: int  # whose embedding a query starts with
     layers: int = 2
     heads: int = 8
@@ -42,7 +42,7 @@ class DFlashShape:
     correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
     network: str = DFLASH
 
-    informed: ClassVar[bool] = False  # queries have no uniforms
+    reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
 
     @property
     def decoder_config(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class DFlashModel(nn.Module):
         whole = len(tokens) == len(unembedding) and not trainable  # the target's own, and not a copy
         weight = unembedding if whole else select_rows(unembedding, tokens).clone()
         self.decoder.lm_head.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
-        self.fc = nn.Linear(len(shape.taps) * shape.hidden, shape.hidden, bias=False)
+        self.fc = nn.Linear(len(shape.hidden_state_layers) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.norm_epsilon)
         self.hidden_norm.weight = nn.Parameter(torch.ones(shape.hidden))
         self.correction = TokenCorrectionModel(shape.hidden, shape.correction) if shape.correction else None

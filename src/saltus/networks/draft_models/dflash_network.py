@@ -53,7 +53,9 @@ class DFlashNetwork:
 
     def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
         pairs, layers = list(zip(batch, kv_caches, strict=True)), self.target.hidden_state_layers
-        states = [unread_states(inputs, kv_cache, layers, self.model.shape.taps) for inputs, kv_cache in pairs]
+        states = [
+            unread_states(inputs, kv_cache, layers, self.model.shape.hidden_state_layers) for inputs, kv_cache in pairs
+        ]
         lengths = [len(inputs.canvas.decided_prefix) - kv_cache.first_position for inputs, kv_cache in pairs]
         self._write_context(states, kv_caches, lengths)
         last_tokens = torch.tensor([int(inputs.canvas.decided_prefix[-1]) for inputs in batch], device=self.device)

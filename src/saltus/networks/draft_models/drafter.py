@@ -43,14 +43,14 @@ class DrafterShape:
 
     hidden: int  # the target's hidden size
     intermediate: int
-    taps: tuple[int, ...] = ()  # the target's layers whose states are inputs, besides the last
+    hidden_state_layers: tuple[int, ...] = ()  # the target's layers whose states are inputs, besides the last
     layers: int = 2
     heads: int = 9
     kv_heads: int = 3
     window: int = 6  # queries of a pass, at most
     embedding: str = "bits"  # of uniforms, see UniformEmbedding
     embeds_temperature: bool = True  # the temperature is embedded
-    informed: bool = True  # False: queries have no uniforms, so predictions are independent
+    reads_uniforms: bool = True  # False: queries have no uniforms, so predictions are independent
     rope_theta: float = 10000.0
     correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
 
@@ -88,7 +88,7 @@ class DraftModel(nn.Module):
         )
         self.llama.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
         self.llama.lm_head.weight = nn.Parameter(unembedding[tokens].clone(), requires_grad=False)
-        self.fuse = nn.Linear((len(shape.taps) + 2) * shape.hidden, shape.hidden, bias=False)
+        self.fuse = nn.Linear((len(shape.hidden_state_layers) + 2) * shape.hidden, shape.hidden, bias=False)
         self.auxiliary = UniformEmbedding(shape.hidden, shape.embedding, shape.embeds_temperature)
         self.query = nn.Parameter(torch.randn(shape.window, shape.hidden) * 0.02)
         self.correction = TokenCorrectionModel(shape.hidden, shape.correction) if shape.correction else None
@@ -138,7 +138,7 @@ class DraftModel(nn.Module):
         depths: Int[Tensor, "*query_inputs"],
     ) -> Float[Tensor, "*queries hidden"]:
         """The layers' inputs at queries: the last context input plus uniform and depth; NaN is no uniform."""
-        uniforms = uniforms if self.shape.informed else torch.full_like(uniforms, torch.nan)
+        uniforms = uniforms if self.shape.reads_uniforms else torch.full_like(uniforms, torch.nan)
         return last_context_input + (self.query[depths] + self.auxiliary(uniforms, temperature)).to(
             last_context_input.dtype
         )
@@ -175,7 +175,7 @@ class DraftNetwork:
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
         key = len(uniforms), temperature
-        constant = not self.model.shape.informed or all(map(math.isnan, uniforms))
+        constant = not self.model.shape.reads_uniforms or all(map(math.isnan, uniforms))
         if constant and key in self.query_vectors:
             return self.query_vectors[key]
         u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
@@ -218,7 +218,7 @@ class DraftNetwork:
 
     def _rows(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> DraftRows:
         """What is new in a text, and its queries."""
-        decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.taps, None)
+        decided, layers = inputs.canvas.decided_prefix, (*self.model.shape.hidden_state_layers, None)
         states = unread_states(inputs, kv_cache, self.target.hidden_state_layers, layers)
         queries = self._query_vectors(inputs.uniforms[: self.model.shape.window], inputs.temperature)
         dtype = self.model.fuse.weight.dtype

@@ -37,7 +37,7 @@ class Eagle3Shape:
 
     hidden: int  # the target's hidden size
     intermediate: int
-    taps: tuple[int, ...]  # the target's layers whose states are inputs
+    hidden_state_layers: tuple[int, ...]  # the target's layers whose states are inputs
     heads: int
     kv_heads: int
     head_dim: int
@@ -46,7 +46,7 @@ class Eagle3Shape:
     norm_before_residual: bool = False  # the residual is the normalised state
     norm_output: bool = False  # the next row reads the normalised output
 
-    informed: ClassVar[bool] = False  # queries have no uniforms
+    reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
 
 
 class Eagle3Model(nn.Module):
@@ -59,7 +59,7 @@ class Eagle3Model(nn.Module):
         super().__init__()
         self.shape, hidden, epsilon = shape, shape.hidden, shape.norm_epsilon
         with torch.device("meta"):
-            self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
+            self.fc = nn.Linear(len(shape.hidden_state_layers) * hidden, hidden, bias=False)
             layer: Any = nn.Module()
             attend: Any = nn.Module()
             layer.self_attn, layer.mlp = attend, nn.Module()
@@ -123,8 +123,8 @@ class Eagle3Network:
             return self._run(batch, kv_caches)
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        layers, taps = self.target.hidden_state_layers, self.model.shape.taps
-        states = [unread_states(each, cache, layers, taps) for each, cache in zip(batch, kv_caches, strict=True)]
+        layers, own = self.target.hidden_state_layers, self.model.shape.hidden_state_layers
+        states = [unread_states(each, cache, layers, own) for each, cache in zip(batch, kv_caches, strict=True)]
         counts = [len(each) for each in states]
         decided = [inputs.canvas.decided_prefix for inputs in batch]
         ends = [len(text) - cache.first_position for text, cache in zip(decided, kv_caches, strict=True)]

@@ -48,7 +48,7 @@ class HeadShape:
     stay: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
     layers: int = 0  # the target's last layers that run on the text again, with low-rank adapters
     lora: int = 16  # rank of these adapters
-    taps: tuple[int, ...] = ()  # the layer whose states these layers read
+    hidden_state_layers: tuple[int, ...] = ()  # the layer whose states these layers read
 
     def __post_init__(self) -> None:
         if self.circuit != "ff" and self.circuit not in CIRCUITS:

@@ -36,7 +36,9 @@ class QueryPredictor:
         grow = None
         if self.path_kernel is not None and isinstance(likely, RowCandidates):
             grow = partial(self.path_kernel, likely, inputs)
-        return PositionPredictions(likely, self.token_ids, self.correction, inputs, self.model.shape.informed, grow)
+        return PositionPredictions(
+            likely, self.token_ids, self.correction, inputs, self.model.shape.reads_uniforms, grow
+        )
 
     def _numpy_correction(self, module: TokenCorrectionModel) -> NonlinearCorrection:
         weights = [module.left, module.second_left, module.output]

@@ -58,7 +58,7 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     shape = _read_shape(config, folder)
-    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.taps, target, target_name)
+    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
     if shape.mask_token >= len(embeddings):
         raise ValueError(
             f"the drafter in {folder} has the mask token {shape.mask_token}, and {target_name} has"
@@ -138,7 +138,7 @@ def _speculators_config(shape: DFlashShape, vocabulary: int, target: Any, target
         "draft_vocab_size": vocabulary,
         "block_size": shape.window + 1,
         "target_hidden_size": shape.hidden,
-        "aux_hidden_state_layer_ids": list(shape.taps),
+        "aux_hidden_state_layer_ids": list(shape.hidden_state_layers),
         "mask_token_id": shape.mask_token,
         "sliding_window_non_causal": True,
         "sample_from_anchor": False,
@@ -155,7 +155,7 @@ def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: 
         "num_target_layers": target.config.get_text_config().num_hidden_layers,
         "dflash_config": {
             "mask_token_id": shape.mask_token,
-            "target_layer_ids": [tap - 1 for tap in shape.taps],
+            "target_layer_ids": [layer - 1 for layer in shape.hidden_state_layers],
         },
     }
 
@@ -168,15 +168,15 @@ def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
     _check_supported(config, layers, rope, folder)
     try:
         if "dflash_config" in config:
-            taps, block = [layer + 1 for layer in flat["target_layer_ids"]], config.get("block_size")
+            read, block = [layer + 1 for layer in flat["target_layer_ids"]], config.get("block_size")
             mask_token, block = flat["mask_token_id"], flat["block_size"] if block is None else block
         else:
-            taps, mask_token = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
+            read, mask_token = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
             block = config["block_size"]
     except KeyError as error:
         raise ValueError(f"{folder / CONFIG_FILE} lacks {error}; fetch the drafter again") from None
     return DFlashShape(
-        layers["hidden_size"], layers["intermediate_size"], tuple(taps), mask_token, layers["num_hidden_layers"],
+        layers["hidden_size"], layers["intermediate_size"], tuple(read), mask_token, layers["num_hidden_layers"],
         layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - 1,
         float(rope.get("rope_theta", layers["rope_theta"])), layers["rms_norm_eps"],
     )  # fmt: skip

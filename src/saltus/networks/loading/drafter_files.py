@@ -74,7 +74,10 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
         place_in_huge_pages(model.own_modules())
         return model
     settings, weights = _read_files("drafter", folder, target, target_name)
-    settings, tokens = {**settings, "taps": tuple(settings["taps"])}, weights.pop("tokens").long()
+    settings, tokens = (
+        {**settings, "hidden_state_layers": tuple(settings["hidden_state_layers"])},
+        weights.pop("tokens").long(),
+    )
     if settings.get("network") == DFLASH:
         model = DFlashModel(DFlashShape(**settings), tokens, *_embeddings(target), trainable)
         return _with_weights("drafter", model, weights, folder, target)
@@ -92,7 +95,7 @@ def load_heads(folder: Path, target: Any, target_name: str) -> HeadModel:
     if is_published_circuit(folder):
         return load_published_circuit(folder, target, target_name)
     settings, weights = _read_files("heads", folder, target, target_name)
-    shape = HeadShape(**{**settings, "taps": tuple(settings.get("taps", ()))})
+    shape = HeadShape(**{**settings, "hidden_state_layers": tuple(settings.get("hidden_state_layers", ()))})
     model = HeadModel(shape, weights.pop("tokens").long(), *_embeddings(target), upper_layers(shape, target))
     return _with_weights("heads", model, weights, folder, target)
 

@@ -41,7 +41,7 @@ def load_eagle3(folder: Path, target: Any, target_name: str) -> Eagle3Model:
     """
     config, weights = read_config(folder), read_weights(folder)
     shape = _read_shape(config, folder, target)
-    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.taps, target, target_name)
+    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
     embeddings, unembedding = (
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )

@@ -88,8 +88,9 @@ def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
 
 
 def _renamed(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """With the name of a setting that was `told` in files of earlier versions."""
-    return {name if key == "told" else key: value for key, value in settings.items()}
+    """With today's names of settings that files of earlier versions call otherwise; `told` has become `name`."""
+    names = {"told": name, "taps": "hidden_state_layers", "informed": "reads_uniforms"}
+    return {names.get(key, key): value for key, value in settings.items()}
 
 
 def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:

@@ -71,15 +71,20 @@ def is_same(own: Tensor, of_target: Tensor) -> bool:
 
 
 def check_sizes(
-    folder: Path, hidden: int, target_hidden: int | None, taps: Sequence[int], target: Any, target_name: str
+    folder: Path,
+    hidden: int,
+    target_hidden: int | None,
+    hidden_state_layers: Sequence[int],
+    target: Any,
+    target_name: str,
 ) -> None:
-    """Raise ValueError for a drafter of other sizes than the target's; `taps` are the layers that it reads."""
+    """Raise ValueError for a drafter of other sizes than the target's, or that reads layers which it does not have."""
     config = target.config.get_text_config()
     wrong = ""
     if {hidden, target_hidden or hidden} != {config.hidden_size}:
         wrong = f"states of {target_hidden or hidden} numbers, and {target_name} has {config.hidden_size}"
-    elif not 0 <= min(taps) <= max(taps) < config.num_hidden_layers:
-        wrong = f"states of layer {max(taps)}, and {target_name} has {config.num_hidden_layers}"
+    elif not 0 <= min(hidden_state_layers) <= max(hidden_state_layers) < config.num_hidden_layers:
+        wrong = f"states of layer {max(hidden_state_layers)}, and {target_name} has {config.num_hidden_layers}"
     if wrong:
         raise ValueError(f"the drafter in {folder} has {wrong}; take the model that it was trained for")
 

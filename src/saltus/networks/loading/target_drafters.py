@@ -72,14 +72,14 @@ def load_drafter_for_target(
         )
     if kind == "drafter" and not (folder / METADATA_FILE).exists() and is_eagle3_folder(folder):
         eagle3 = load_eagle3(folder, target.model, target_name)
-        target.add_hidden_state_layers(eagle3.shape.taps)
+        target.add_hidden_state_layers(eagle3.shape.hidden_state_layers)
         return Eagle3Network(eagle3, target)
     model = (
         load_heads(folder, target.model, target_name)
         if kind == "heads"
         else load_drafter(folder, target.model, target_name)
     )
-    target.add_hidden_state_layers(model.shape.taps)
+    target.add_hidden_state_layers(model.shape.hidden_state_layers)
     if isinstance(model, HeadModel):
         return HeadNetwork(model, target)
     return DFlashNetwork(model, target) if isinstance(model, DFlashModel) else DraftNetwork(model, target)

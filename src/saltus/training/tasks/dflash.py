@@ -49,7 +49,7 @@ def _root_mean_squares(corpus: HiddenStateCorpus, shape: DFlashShape) -> Float[T
     """Of each number of the hidden states that are inputs; no smaller than a thousandth of the median."""
     count = len(corpus.tokens)
     rows = corpus.hidden_states[torch.arange(0, count, math.ceil(count / SCALED_ROWS))]
-    states = select_hidden_states(rows, corpus.hidden_state_layers, shape.taps).float()
+    states = select_hidden_states(rows, corpus.hidden_state_layers, shape.hidden_state_layers).float()
     found = (states * states).mean(0).sqrt()
     return found.clamp_min(max(float(found.median()) * 1e-3, 1e-12))
 
@@ -66,7 +66,9 @@ def forward_blocks(
     batch, rows, window = batch.to(device), batch.corpus_rows, module.shape.window
     starts, length = batch.window_starts, int(batch.window_starts.max())
     states = corpus.hidden_states[rows[:, :length].cpu() - 1].to(device)
-    context = module.context_inputs(select_hidden_states(states, corpus.hidden_state_layers, module.shape.taps))
+    context = module.context_inputs(
+        select_hidden_states(states, corpus.hidden_state_layers, module.shape.hidden_state_layers)
+    )
     blocks = module.block_inputs(batch.tokens.gather(1, starts - 1))
     numbers = torch.arange(starts.shape[1], device=device).repeat_interleave(window + 1)
     slots = torch.arange(length, device=device)

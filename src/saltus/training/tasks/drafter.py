@@ -94,8 +94,10 @@ class DrafterTrainingTask(CachedStateTask):
 
     def _check_corpus(self) -> None:
         super()._check_corpus()
-        if self.corpus.hidden_state_layers != self.shape.taps:
-            raise ValueError(f"these are states of other layers (taps) of {self.target_name}; collect them anew")
+        if self.corpus.hidden_state_layers != self.shape.hidden_state_layers:
+            raise ValueError(
+                f"these are states of other layers of {self.target_name} than hidden_state_layers; collect them anew"
+            )
 
     def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> DraftModel | DFlashModel:
         if isinstance(self.shape, DFlashShape):
@@ -108,7 +110,7 @@ class DrafterTrainingTask(CachedStateTask):
         drafter = load_drafter(folder, target, target_name, trainable=True)
         old = drafter.shape
         changed: dict[str, Any] = {"window": old.window, "correction": old.correction}
-        changed |= {"informed": old.informed} if isinstance(shape, DrafterShape) else {}
+        changed |= {"reads_uniforms": old.reads_uniforms} if isinstance(shape, DrafterShape) else {}
         kept = replace(shape, **changed)
         if kept != old or shape.window < old.window or old.correction not in (0, shape.correction):
             raise ValueError(f"the drafter in {folder} has another shape than the recipe; take the one it was made by")
@@ -148,7 +150,7 @@ class DrafterTrainingTask(CachedStateTask):
         context, queries = forward_windows(self.module, self.corpus, batch, length)
         logits = self._logits(self._corrected(batch, queries, unknown)[counted])
         losses = F.cross_entropy(logits, tokens[counted], reduction="none")
-        if not self.shape.informed:
+        if not self.shape.reads_uniforms:
             sampled = (batch.temperatures > 0)[..., None].to(counted.device).expand(counted.shape)[counted]
             distributions = self._target_distributions(batch.target_rows[counted.cpu()][sampled.cpu()] - 1)
             losses[sampled] = F.cross_entropy(logits[sampled], distributions, reduction="none")

@@ -37,7 +37,7 @@ class HeadsTrainingTask(CachedStateTask):
 
     def _check_corpus(self) -> None:
         super()._check_corpus()
-        if missing := set(self.shape.taps) - set(self.corpus.hidden_state_layers):
+        if missing := set(self.shape.hidden_state_layers) - set(self.corpus.hidden_state_layers):
             raise ValueError(f"these states are without those after layer {min(missing)}; collect them anew")
 
     def _new_module(self, draft_tokens: Int[Tensor, "draft"]) -> HeadModel:
@@ -51,7 +51,7 @@ class HeadsTrainingTask(CachedStateTask):
         heads = load_heads(folder, target, target_name).float()
         old, new = replace(heads.shape, stay=shape.stay), shape
         if not old.layers:
-            old = replace(old, layers=new.layers, lora=new.lora, taps=new.taps)
+            old = replace(old, layers=new.layers, lora=new.lora, hidden_state_layers=new.hidden_state_layers)
         if old.circuit == "ff":
             names = ("window", "embeds_last_token", "own", "layers", "lora")
             fits = all(getattr(old, name) == getattr(new, name) for name in names)
@@ -144,7 +144,9 @@ class HeadsTrainingTask(CachedStateTask):
         if upper is None:
             return self.corpus.hidden_states[last_token_rows - 1][..., -self.shape.hidden :].to(device)
         below = select_hidden_states(
-            self.corpus.hidden_states[batch.corpus_rows - 1], self.corpus.hidden_state_layers, self.shape.taps
+            self.corpus.hidden_states[batch.corpus_rows - 1],
+            self.corpus.hidden_state_layers,
+            self.shape.hidden_state_layers,
         )
         states = upper(below.to(device, upper.lora_layers[0].down.dtype))
         last = (batch.window_starts - 1)[..., None].expand(-1, -1, states.shape[-1]).to(device)
