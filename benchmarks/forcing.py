@@ -1,6 +1,6 @@
 """What Jacobi Forcing brings: tokens a call, tokens a second and quality, of models before and after training.
 
-    python benchmarks/forcing.py BASE TUNED … --prompts exam.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
+    python benchmarks/forcing.py BASE TUNED … --prompts held_out.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
 
 Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--blocks`)
 without rejection recycling, and with it, of tails and of diagonals. Every text is written by all ways in turn,

@@ -6,10 +6,10 @@
 It has EvaByte's vocabulary, 64 special tokens and then the 256 bytes, and Llama's layers. The last hundredth of the
 text is held out. The same command continues an interrupted run. For heads, let it write texts of its own:
 
-    saltus collect text -m bytes --prompts runs/bytes/asked.jsonl -t 0 -t 0.7 --out teacher
+    saltus collect text -m bytes --prompts runs/bytes/prompts.jsonl -t 0 -t 0.7 --out teacher
     saltus train mtpc --recipe bytes-heads -m bytes --teacher teacher --set circuit=ff --out ff
 
-`runs/bytes/exam.jsonl` holds prompts from held-out text, for benchmarks/heads.py.
+`runs/bytes/held_out.jsonl` holds prompts from held-out text, for benchmarks/heads.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPECIAL = 64  # special tokens before the bytes
 BOS, EOS = 1, 2
 HELD_OUT = 0.01  # of the text, its end
 PROMPT = 160  # bytes of a prompt
-EXAM = 100  # prompts from held-out text
+HELD_OUT_PROMPTS = 100  # prompts from held-out text
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -151,8 +151,8 @@ def main() -> None:
     model.save_pretrained(options.out)
     byte_tokenizer().save_pretrained(options.out)
     border = len(task.tokens)
-    write_prompts(tokens[:border], options.prompts, options.seed, options.work / "asked.jsonl")
-    write_prompts(tokens[border:], EXAM, options.seed, options.work / "exam.jsonl")
+    write_prompts(tokens[:border], options.prompts, options.seed, options.work / "prompts.jsonl")
+    write_prompts(tokens[border:], HELD_OUT_PROMPTS, options.seed, options.work / "held_out.jsonl")
     print(f"written: {options.out}", file=sys.stderr)
 
 

@@ -5,8 +5,8 @@
 
 A byte-level target of a few million parameters learns to predict the output, so its answers can be graded before and
 after it is trained for faster decoding. Python computes every answer. `text` holds the programs, with an empty line
-between two; `asked.jsonl` has prompts made of some of them, for saltus collect; `exam.jsonl` has programs that are not
-in the text, with their answers, for benchmarks/forcing.py.
+between two; `prompts.jsonl` has prompts made of some of them, for saltus collect; `held_out.jsonl` has programs that
+are not in the text, with their answers, for benchmarks/forcing.py.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/programs"))
     parser.add_argument("--count", type=int, default=60_000, help="programs for training")
     parser.add_argument("--prompts", type=int, default=1000, help="of these, as prompts for the model")
-    parser.add_argument("--exam", type=int, default=200, help="programs that are held out")
+    parser.add_argument("--held-out", type=int, default=200, help="programs that are held out")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    examples = programs(options.count + options.exam, options.seed)
+    examples = programs(options.count + options.held_out, options.seed)
     training, held_out = examples[: options.count], examples[options.count :]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "text").write_text("".join(program + BEGINS + answer + ENDS for _, program, answer in training))

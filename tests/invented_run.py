@@ -22,24 +22,24 @@ WORDS = (
     "decides",
 )
 CATEGORIES = ("writing", "qa", "rag", "coding")
-SIDES = {"plain": 0.0, "lookup": 0.45, "jacobi": 0.2, "jacobi+lookup": 0.5, "transformers": None, "endpoint:b": None}
+SYSTEMS = {"plain": 0.0, "lookup": 0.45, "jacobi": 0.2, "jacobi+lookup": 0.5, "transformers": None, "endpoint:b": None}
 
 
 def invented_records(
-    tasks: int = 8, categories: tuple[str, ...] = CATEGORIES, sides: dict[str, float | None] | None = None
+    tasks: int = 8, categories: tuple[str, ...] = CATEGORIES, systems: dict[str, float | None] | None = None
 ) -> list[dict[str, Any]]:
     """Sides map to the chance that a drafted token is accepted; None: a peer that does not tell its calls."""
     records = []
     for task in range(tasks):
         dice = random.Random(task)
         words = [" " + dice.choice(WORDS) for _ in range(40 + task % 5)]
-        for side, chance in (sides or SIDES).items():
-            records.append(_record(task, categories[task % len(categories)], side, chance, words))
+        for system, chance in (systems or SYSTEMS).items():
+            records.append(_record(task, categories[task % len(categories)], system, chance, words))
     return records
 
 
-def _record(task: int, category: str, side: str, chance: float | None, words: list[str]) -> dict[str, Any]:
-    dice = random.Random(f"{task} {side}")
+def _record(task: int, category: str, system: str, chance: float | None, words: list[str]) -> dict[str, Any]:
+    dice = random.Random(f"{task} {system}")
     calls: list[dict[str, Any]] = []
     pieces, at = [], 0
     while at < len(words):
@@ -54,7 +54,7 @@ def _record(task: int, category: str, side: str, chance: float | None, words: li
         at += len(run)
     told = chance is not None
     return {
-        "task": str(task + 80), "category": category, "turn": 0, "side": side, "prompt_tokens": 30,
+        "task": str(task + 80), "category": category, "turn": 0, "system": system, "prompt_tokens": 30,
         "tokens": list(range(len(words))), "pieces": pieces if told else ["".join(pieces)], "finish_reason": "length",
         "seconds": sum(call["seconds"] for call in calls) * (1.02 if told else 1.2),
         "prefill_seconds": calls[0]["seconds"], "calls": calls if told else None, "draft_calls": 0, "problems": [],
@@ -65,13 +65,13 @@ def _record(task: int, category: str, side: str, chance: float | None, words: li
 def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the records, with intervals from resampling the texts; simpler than the real ones, and alike."""
     methods = {}
-    for side in dict.fromkeys(record["side"] for record in records):
-        own, plain = [[r for r in records if r["side"] == name] for name in (side, "plain")]
-        methods[side] = _summary(own, plain) | {
-            "kind": "peer" if ":" in side or side.startswith("transformers") else "method", "accuracy_of": None,
+    for system in dict.fromkeys(record["system"] for record in records):
+        own, plain = [[r for r in records if r["system"] == name] for name in (system, "plain")]
+        methods[system] = _summary(own, plain) | {
+            "kind": "peer" if ":" in system or system.startswith("transformers") else "method", "accuracy_of": None,
             "acceptance_by_position": _acceptance(own), "problems": [p for r in own for p in r["problems"]],
         }  # fmt: skip
-        methods[side]["by_category"] = {
+        methods[system]["by_category"] = {
             category: _summary(
                 [r for r in own if r["category"] == category], [r for r in plain if r["category"] == category]
             )

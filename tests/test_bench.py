@@ -33,8 +33,8 @@ def engine(tiny_folder) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), "plain")
 
 
-def bench(engine, sides=None, tasks=TASKS, **changes) -> Benchmark:
-    return Benchmark(engine, sides or methods_under_test(engine, METHODS), tasks, WRITING | changes)
+def bench(engine, systems=None, tasks=TASKS, **changes) -> Benchmark:
+    return Benchmark(engine, systems or methods_under_test(engine, METHODS), tasks, WRITING | changes)
 
 
 def measured(run: Benchmark) -> list[dict]:
@@ -80,8 +80,8 @@ def test_records_hold_every_step(engine):
 @pytest.mark.slow
 def test_every_turn_reads_what_plain_decoding_answered_before(engine):
     records = [record for record in measured(bench(engine)) if record["task"] == "b"]
-    assert [(record["turn"], record["side"]) for record in records] == [(t, m) for t in (0, 1) for m in METHODS]
-    answer = next("".join(record["pieces"]) for record in records if record["side"] == "plain")
+    assert [(record["turn"], record["system"]) for record in records] == [(t, m) for t in (0, 1) for m in METHODS]
+    answer = next("".join(record["pieces"]) for record in records if record["system"] == "plain")
     messages = [("user", "the dog sat on the log"), ("assistant", answer), ("user", "and the cat?")]
     prompt = engine.encode([{"role": role, "content": content} for role, content in messages])
     assert {record["prompt_tokens"] for record in records if record["turn"] == 1} == {len(prompt)}
@@ -96,8 +96,10 @@ def test_another_side_begins_each_time(engine):
             began.append(self.name)
             return super().generate(question)
 
-    sides = [Listed(side.name, side.engine, side.call_recorder) for side in methods_under_test(engine, METHODS)]
-    measured(bench(engine, sides, [TASKS[0], TASKS[2]]))
+    systems = [
+        Listed(system.name, system.engine, system.call_recorder) for system in methods_under_test(engine, METHODS)
+    ]
+    measured(bench(engine, systems, [TASKS[0], TASKS[2]]))
     assert began[3:] == ["plain", "lookup", "jacobi", "lookup", "jacobi", "plain"]
 
 
@@ -171,11 +173,13 @@ class Remembering(MethodUnderTest):
     ],
 )
 def test_a_cheat_is_caught(engine, cheat, said):
-    sides = methods_under_test(engine, ["plain", "lookup"])
-    honest = MethodUnderTest("lookup", sides[1].engine, sides[1].call_recorder)
-    planted = cheat("lookup", sides[1].engine, sides[1].call_recorder)
-    for side, caught in ((honest, False), (planted, True)):
-        told = aggregate_records(measured(bench(engine, [sides[0], side], [TASKS[0]], ignore_eos=cheat is not Warm)))
+    systems = methods_under_test(engine, ["plain", "lookup"])
+    honest = MethodUnderTest("lookup", systems[1].engine, systems[1].call_recorder)
+    planted = cheat("lookup", systems[1].engine, systems[1].call_recorder)
+    for system, caught in ((honest, False), (planted, True)):
+        told = aggregate_records(
+            measured(bench(engine, [systems[0], system], [TASKS[0]], ignore_eos=cheat is not Warm))
+        )
         assert any(said in problem for problem in told["lookup"]["problems"]) is caught
         assert told["plain"]["problems"] == []
 
@@ -183,7 +187,7 @@ def test_a_cheat_is_caught(engine, cheat, said):
 @pytest.mark.slow
 def test_a_text_that_is_not_plain_s_is_not_counted_as_the_same(engine):
     records = measured(bench(engine))
-    next(record for record in records if record["side"] == "jacobi")["tokens"][-1] ^= 1
+    next(record for record in records if record["system"] == "jacobi")["tokens"][-1] ^= 1
     assert aggregate_records(records)["jacobi"]["identical"] == 3
 
 
@@ -195,12 +199,12 @@ def invented(speedup: float, tasks: int = 40, seed: int = 0, noise: float = 0.2)
     random, found = np.random.default_rng(seed), []
     for task in range(tasks):
         tokens = int(random.integers(20, 100))
-        for side, pace in (("plain", 1.0), ("fast", speedup)):
+        for system, pace in (("plain", 1.0), ("fast", speedup)):
             calls = [{"decided": 1, "nodes": 0, "seconds": 0.01, "read": 1}] * tokens
             seconds = tokens * 0.01 / pace * random.lognormal(0, noise)
             found.append(
                 {
-                    "task": str(task), "category": "xy"[task % 2], "turn": 0, "side": side, "kind": "method",
+                    "task": str(task), "category": "xy"[task % 2], "turn": 0, "system": system, "kind": "method",
                     "prompt_tokens": 5, "tokens": list(range(tokens)), "new_tokens": tokens, "pieces": ["a"] * tokens,
                     "finish_reason": "length", "seconds": seconds, "prefill_seconds": 0.0, "draft_calls": 0,
                     "calls": calls, "problems": [], "score": None, "accuracy_of": None, "other_dice": False,
@@ -232,7 +236,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
 
 
 def test_acceptance_by_position_counts_calls_that_checked_drafts():
-    (record,) = [r for r in invented(1.0, tasks=1) if r["side"] == "plain"]
+    (record,) = [r for r in invented(1.0, tasks=1) if r["system"] == "plain"]
     shapes = [(1, 0), (3, 4), (1, 4), (2, 1), (1, 0)]
     record["calls"] = [{"decided": d, "nodes": n, "seconds": 0.01, "read": 1} for d, n in shapes]
     assert aggregate_records([record])["plain"]["acceptance_by_position"] == pytest.approx([2 / 3, 1 / 3])
@@ -241,7 +245,7 @@ def test_acceptance_by_position_counts_calls_that_checked_drafts():
 def test_a_side_that_does_not_tell_its_calls_has_none():
     records = invented(2.0)
     for record in records:
-        if record["side"] == "fast":
+        if record["system"] == "fast":
             record |= {"calls": None, "kind": "peer"}
     told = aggregate_records(records)["fast"]
     assert told["speedup"] > 1.5
@@ -254,7 +258,7 @@ def test_a_side_that_does_not_tell_its_calls_has_none():
 
 
 def plan(**changes) -> dict:
-    return {"sides": METHODS, "max_new_tokens": 24} | changes
+    return {"systems": METHODS, "max_new_tokens": 24} | changes
 
 
 NOW = {"commit": "abc", "date": "today"}
@@ -274,7 +278,7 @@ def test_an_interrupted_run_goes_on_without_gaps_or_doubles(engine, tmp_path):
     for number in range(second.num_measured_tasks, len(TASKS)):
         second.append(run.measure_task(number))
     third = open_records(tmp_path, plan(), TASKS, NOW)
-    keys = [(record["task"], record["turn"], record["side"]) for record in third.records]
+    keys = [(record["task"], record["turn"], record["system"]) for record in third.records]
     assert len(set(keys)) == len(keys) == 4 * 3
     assert third.num_measured_tasks == 3
 
@@ -317,7 +321,7 @@ def saltus_(*arguments: object, code: int = 0):
 
 @pytest.fixture
 def asked(tiny_folder, tmp_path) -> list[object]:
-    file = tmp_path / "asked.jsonl"
+    file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"the cat sat on the mat {'and the dog ' * n}", "reference": "the cat"} for n in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["bench", "-m", str(tiny_folder()), "--suite", f"prompts:{file}", "--methods", "lookup", "-n", 12]

@@ -72,8 +72,8 @@ def test_of_a_long_text_the_lines_nearest_to_the_hole_are_read(filler, tasks):  
 @pytest.mark.parametrize("settings", [{}, {"sampling": Sampling()}, {"max_new_tokens": 3}])
 def test_every_method_fills_the_same_and_its_calls_are_verified(filler, tasks, settings):  # noqa: F811
     engine = saltus.load(filler, "plain")
-    sides = methods_under_test(engine, ["plain", "assd", "lookup"])
-    run = Benchmark(engine, sides, tasks, WRITING | settings)
+    systems = methods_under_test(engine, ["plain", "assd", "lookup"])
+    run = Benchmark(engine, systems, tasks, WRITING | settings)
     run.warm_up()
     for number, task in enumerate(tasks):
         records = run.measure_task(number)
@@ -98,13 +98,13 @@ def test_every_method_fills_the_same_and_its_calls_are_verified(filler, tasks, s
 
 def test_a_token_that_was_not_verified_is_a_problem(filler, tasks, monkeypatch):  # noqa: F811
     engine = saltus.load(filler, "plain")
-    (side,) = methods_under_test(engine, ["plain"])
+    (system,) = methods_under_test(engine, ["plain"])
     request = infill_request(engine, tasks[0], dict(WRITING))
-    pieces, found, calls = side.generate(request)
-    assert not side.to_answer(request, (pieces, found, calls)).problems
-    assert "never checked by the model" in side.to_answer(request, (pieces, found, calls[:2])).problems[0]
+    pieces, found, calls = system.generate(request)
+    assert not system.to_answer(request, (pieces, found, calls)).problems
+    assert "never checked by the model" in system.to_answer(request, (pieces, found, calls[:2])).problems[0]
     wrong = dataclasses.replace(request, prompt_tokens=(7, *request.prompt_tokens[1:]))
-    assert "another text" in side.to_answer(wrong, (pieces, found, calls)).problems[0]
+    assert "another text" in system.to_answer(wrong, (pieces, found, calls)).problems[0]
 
 
 @pytest.mark.slow

@@ -24,10 +24,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_heads_are_measured_beside_plain_decoding_with_a_ceiling(run, tiny_folder, tiny_heads, tmp_path):
-    (tmp_path / "asked.jsonl").write_text('{"prompt": "the cat sat on"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat sat on"}\n')
     run(
-        "heads.py", "--model", tiny_folder(), "--prompts", tmp_path / "asked.jsonl", "-n", 12, "--heads", tiny_heads(),
-        "--rules", "match", "reject", "--temperatures", 1, "--out", tmp_path / "heads.json",
+        "heads.py", "--model", tiny_folder(), "--prompts", tmp_path / "prompts.jsonl", "-n", 12,
+        "--heads", tiny_heads(), "--rules", "match", "reject", "--temperatures", 1, "--out", tmp_path / "heads.json",
     )  # fmt: skip
     rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
     assert [row["rule"] for row in rows] == ["", "match", "reject"]

@@ -66,11 +66,11 @@ def test_it_learns_its_text_and_writes_it(trained):
     assert len(written.tokens) == 20
     assert min(written.tokens) >= 64
     state = torch.load(trained / "work" / "checkpoint.pt", weights_only=True)
-    bits = [exam["bits"] for exam in state["exams"]]
+    bits = [each["bits"] for each in state["evaluations"]]
     assert len(bits) == 4
     assert bits[-1] < bits[0] - 1
     assert bits[-1] < 4
-    assert all((trained / "work" / name).read_text() for name in ("asked.jsonl", "exam.jsonl"))
+    assert all((trained / "work" / name).read_text() for name in ("prompts.jsonl", "held_out.jsonl"))
 
 
 def test_a_run_goes_on_to_the_same_weights(trained, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_too_short_a_text_is_refused_in_a_line(tmp_path):
 @pytest.mark.slow
 def test_heads_of_bytes_are_trained_and_draft(trained, tmp_path):
     teacher, model = tmp_path / "teacher", trained / "model"
-    saltus_("collect", "text", "-f", trained / "work" / "asked.jsonl", "-m", model, "-n", 24, "--out", teacher)
+    saltus_("collect", "text", "-f", trained / "work" / "prompts.jsonl", "-m", model, "-n", 24, "--out", teacher)
     small = [switch for change in ("rank=3", "batch_size=3", "windows_per_text=6") for switch in ("--set", change)]
     work = ("--work", tmp_path / "work", "--out", tmp_path / "heads")
     said = saltus_(

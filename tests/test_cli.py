@@ -539,7 +539,7 @@ def test_bad_input_is_one_line_with_the_cure_before_a_model_is_loaded(arguments,
 )
 @pytest.mark.parametrize("command", ["generate", "check"])
 def test_an_error_in_a_prompt_file_names_the_file_and_the_line(command, line, cure, tmp_path):
-    file = tmp_path / "asked.jsonl"
+    file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n\n' + line + "\n", encoding="utf-8")
     said = complaint(command, "--prompts", file)
     assert said.startswith(f"saltus: {file}, line 3: ")
@@ -547,7 +547,7 @@ def test_an_error_in_a_prompt_file_names_the_file_and_the_line(command, line, cu
 
 
 def test_prompt_files_are_utf_8_and_hold_something(tmp_path):
-    file = tmp_path / "asked.jsonl"
+    file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
     assert "line 2: this is not UTF-8" in complaint("generate", "-f", file)
     file.write_text("\n")
@@ -581,7 +581,7 @@ def test_a_model_that_gives_nan_is_one_line(folder, tmp_path):
 
 def test_what_was_written_before_an_error_stays(engine, folder, tmp_path):
     answer = engine.generate("the cat", max_new_tokens=8)
-    file = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"prompt": "x" * 2000})
+    file = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat"}, {"prompt": "x" * 2000})
     result = saltus_("generate", "-f", file, "-m", folder, "-n", 8, code=2)
     assert result.stdout.startswith(answer.text + "\n")
     assert "shorten it" in result.stderr

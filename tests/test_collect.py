@@ -31,7 +31,7 @@ def folder(tiny_folder) -> str:
 
 @pytest.fixture
 def prompts_file(tmp_path) -> Path:
-    return lines(tmp_path / "asked.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
+    return lines(tmp_path / "prompts.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
 
 
 def collect(*arguments: object, code: int = 0, **settings):
@@ -71,7 +71,7 @@ def test_neither_batches_nor_processes_change_a_text(folder, prompts_file, tmp_p
 
 def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     file = lines(
-        tmp_path / "asked.jsonl",
+        tmp_path / "prompts.jsonl",
         {"messages": [{"role": "user", "content": "the cat"}], "source": "talk"},
         {"turns": ["the dog"], "category": "pets"},
     )
@@ -113,7 +113,7 @@ def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
     prompts_file = lines(
-        tmp_path / "asked.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
+        tmp_path / "prompts.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
     )
     command = ["collect", kind, "-f", prompts_file, "-m", folder, "-n", 40, "--texts-per-file", 3]
     saltus_(*command, "--out", tmp_path / "whole")

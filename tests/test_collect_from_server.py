@@ -75,7 +75,7 @@ def written(monkeypatch):
 
 @pytest.fixture
 def prompts_file(tmp_path) -> Path:
-    return lines(tmp_path / "asked.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
+    return lines(tmp_path / "prompts.jsonl", *({"prompt": prompt} for prompt in PROMPTS))
 
 
 @pytest.fixture

@@ -319,7 +319,7 @@ checkpoint_steps = 4
 def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_folder, tmp_path):
     folder, out = tiny_folder(), tmp_path / "drafter"
     (tmp_path / "tiny.toml").write_text(RECIPE)
-    inputs = lines(tmp_path / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
+    inputs = lines(tmp_path / "prompts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
     texts = "collect", "text", "-f", inputs, "-m", folder, "-n", 24, "-t", 0, "-t", 0.7, "--out", tmp_path / "teacher"
     saltus_(*texts)
     train = "train", "ptp", "-r", tmp_path / "tiny.toml", "-m", folder, "--teacher", tmp_path / "teacher"

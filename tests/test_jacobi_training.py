@@ -235,7 +235,7 @@ def test_a_model_is_frozen_beside_its_adapter():
 def written(tiny_folder, tmp_path_factory) -> tuple[str, Path]:
     """A tiny model, and its trajectories."""
     model, room = str(tiny_folder()), tmp_path_factory.mktemp("jacobi")
-    inputs = lines(room / "asked.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
+    inputs = lines(room / "prompts.jsonl", *({"prompt": one} for one in ("the cat", "a dog on", "the mat sat", "log")))
     saltus_(
         "collect",
         "jacobi",
@@ -412,7 +412,7 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     assert "longest text has 5 of 6 tokens" in complaint(*common, "--teacher", found, "--set", "jacobi.window=9")
     assert "must be one of linear" in complaint(*common, "--teacher", found, "--set", "noise_schedule=upwards")
     assert "has no windows" in complaint(*common, "--teacher", found, "--set", "windows_per_text=3")
-    inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"})
+    inputs = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat"})
     collect = ["collect", "jacobi", "-f", inputs, "-m", model, "-n", 12, "--out"]
     narrow = str(tiny_folder(max_position_embeddings=32))
     assert "reads 32 in all" in complaint(*collect, tmp_path / "narrow", "-m", narrow, "-b", 64)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from invented_run import SIDES, invented_records, results_of
+from invented_run import SYSTEMS, invented_records, results_of
 from saltus.evaluation.reports.page import render_page
 
 COLUMNS = {
@@ -68,11 +68,11 @@ def read(records, results=None) -> Reader:
 def test_the_numbers_of_the_table_are_those_of_the_results():
     records = invented_records()
     results = results_of(records)
-    rows = {row[0]: row for row in read(records).rows if len(row) == 11 and row[0] != "side"}
-    assert list(rows) == list(SIDES)
-    for side, one in results["methods"].items():
-        assert f"|{one['identical']}|{one['identical']}of {one['texts']}" == rows[side][1]
-        for cell, (name, digits) in zip(rows[side][2:], COLUMNS.items(), strict=True):
+    rows = {row[0]: row for row in read(records).rows if len(row) == 11 and row[0] != "system"}
+    assert list(rows) == list(SYSTEMS)
+    for system, one in results["methods"].items():
+        assert f"|{one['identical']}|{one['identical']}of {one['texts']}" == rows[system][1]
+        for cell, (name, digits) in zip(rows[system][2:], COLUMNS.items(), strict=True):
             if one[name] is None:
                 assert cell == "–"
                 continue
@@ -86,11 +86,11 @@ def test_the_numbers_of_the_table_are_those_of_the_results():
 def test_the_numbers_of_the_categories_are_those_of_the_results():
     records = invented_records()
     methods = results_of(records)["methods"]
-    rows = [row for row in read(records).rows if len(row) == len(SIDES)]
-    assert rows[0][1:] == [side for side in SIDES if side != "plain"]
+    rows = [row for row in read(records).rows if len(row) == len(SYSTEMS)]
+    assert rows[0][1:] == [system for system in SYSTEMS if system != "plain"]
     for category, *cells in rows[1:]:
-        for side, cell in zip(rows[0][1:], cells, strict=True):
-            assert float(cell.split("|")[1]) == methods[side]["by_category"][category]["speedup"]
+        for system, cell in zip(rows[0][1:], cells, strict=True):
+            assert float(cell.split("|")[1]) == methods[system]["by_category"][category]["speedup"]
 
 
 @pytest.mark.slow
@@ -136,12 +136,12 @@ def test_what_a_model_wrote_stays_text():
 def test_the_replay_has_every_token_and_ends_when_the_text_was_done():
     records = invented_records()
     data = read(records).data
-    assert [side["name"] for side in data["sides"]] == list(SIDES)
-    by = {(r["task"], r["side"]): r for r in records}
+    assert [system["name"] for system in data["systems"]] == list(SYSTEMS)
+    by = {(r["task"], r["system"]): r for r in records}
     assert len(data["tasks"]) == 8
     for task in data["tasks"]:
         for number, answer in task["by"].items():
-            record = by[task["task"], data["sides"][int(number)]["name"]]
+            record = by[task["task"], data["systems"][int(number)]["name"]]
             assert "".join(answer["pieces"]) == "".join(record["pieces"])
             if record["calls"] is None:
                 assert answer["calls"] is None
@@ -152,7 +152,7 @@ def test_the_replay_has_every_token_and_ends_when_the_text_was_done():
 
 
 def test_pieces_and_calls_of_different_number_lose_no_letter():
-    [record] = invented_records(1, sides={"plain": 0.0})
+    [record] = invented_records(1, systems={"plain": 0.0})
     text = "".join(record["pieces"])
     for pieces in ([text], [*record["pieces"], " and", " more"]):
         answer = read([record | {"pieces": pieces}], results_of([record])).data["tasks"][0]["by"]["0"]
@@ -176,7 +176,7 @@ def test_many_and_long_texts_keep_the_page_small():
 def test_problems_and_other_texts_stand_in_red():
     records = invented_records(4)
     for record in records:
-        if record["side"] == "jacobi":
+        if record["system"] == "jacobi":
             record["pieces"] = ["something else"]
             record["problems"] = ["ended early"]
     html = render_page(results_of(records), records)
@@ -192,10 +192,10 @@ def test_a_run_that_ended_before_its_first_text_has_a_page():
     assert "script" not in reader.tags
 
 
-@pytest.mark.parametrize("sides", [{"plain": 0.0}, {"plain": None, "transformers": None}])
-def test_a_run_of_few_sides_has_a_page(sides):
-    reader = read(invented_records(3, ("qa",), sides))
-    assert [side["name"] for side in reader.data["sides"]] == list(sides)
+@pytest.mark.parametrize("systems", [{"plain": 0.0}, {"plain": None, "transformers": None}])
+def test_a_run_of_few_sides_has_a_page(systems):
+    reader = read(invented_records(3, ("qa",), systems))
+    assert [system["name"] for system in reader.data["systems"]] == list(systems)
 
 
 def test_the_facts_of_the_run_are_told():

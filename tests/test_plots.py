@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from invented_run import CATEGORIES, SIDES, invented_records, results_of
+from invented_run import CATEGORIES, SYSTEMS, invented_records, results_of
 from saltus.evaluation.reports.benchmark_plots import write_figures
 from saltus.evaluation.reports.coloured_text import most_tokens_per_call, typical_record, wrap_pieces
 from saltus.evaluation.reports.palette import PLAIN, assign_colours
@@ -37,7 +37,7 @@ def test_every_figure_is_written_twice_and_names_the_sides(tmp_path):
         if path.suffix == ".png":
             assert path.read_bytes().startswith(b"\x89PNG")
     said = {path.stem: texts(path) for path in paths if path.suffix == ".svg"}
-    assert set(SIDES) <= set(said["speed-up"])
+    assert set(SYSTEMS) <= set(said["speed-up"])
     assert set(CATEGORIES) <= set(said["speed-up"])
     assert {"plain", "lookup", "jacobi", "jacobi+lookup"} <= set(said["calls"])
     assert "not reported by transformers, endpoint:b" in said["calls"]
@@ -50,8 +50,8 @@ def test_the_speed_ups_and_the_speed_of_plain_are_the_measured_ones(tmp_path):
     records = invented_records()
     results = results_of(records)
     said = drawn(tmp_path, records)
-    for side, one in results["methods"].items():
-        if side != "plain":
+    for system, one in results["methods"].items():
+        if system != "plain":
             low, high = one["ci95"]["speedup"]
             assert f"{one['speedup']:.2f} × [{low:.2f}, {high:.2f}]" in [" ".join(t.split()) for t in said["speed-up"]]
     plain = results["methods"]["plain"]
@@ -76,18 +76,18 @@ def test_one_category_is_not_shown_beside_all(tmp_path):
 
 @pytest.mark.slow
 def test_many_categories_and_sides_stay_apart(tmp_path):
-    """No two of the sides' names or categories share a line."""
+    """No two of the systems' names or categories share a line."""
     categories = tuple(f"category {number}" for number in range(13))
-    sides = SIDES | {"small_model": 0.6, "transformers-lookup": None}
-    records = invented_records(26, categories, sides)
+    systems = SYSTEMS | {"small_model": 0.6, "transformers-lookup": None}
+    records = invented_records(26, categories, systems)
     write_figures(results_of(records), records, tmp_path)
     heights = []
     for one in ElementTree.parse(tmp_path / "speed-up.svg").iter("{http://www.w3.org/2000/svg}text"):
-        if "".join(one.itertext()) in (*categories, *sides):
+        if "".join(one.itertext()) in (*categories, *systems):
             place = one.get("transform") or one.attrib["y"]
             heights.append(float(re.findall(r"[\d.]+", place)[-1]))
     heights.sort()
-    assert len(heights) == len(categories) + len(sides)
+    assert len(heights) == len(categories) + len(systems)
     assert min(high - low for low, high in pairwise(heights)) > 8
 
 
@@ -97,12 +97,12 @@ def test_long_names_are_cut_and_leave_room(tmp_path):
 
 
 def test_sides_without_calls_have_speed_ups_alone(tmp_path):
-    records = invented_records(4, sides={"plain": None, "transformers": None})
+    records = invented_records(4, systems={"plain": None, "transformers": None})
     assert set(drawn(tmp_path, records)) == {"speed-up"}
 
 
 def test_plain_alone_has_a_point_and_nothing_else(tmp_path):
-    assert set(drawn(tmp_path, invented_records(4, sides={"plain": 0.0}))) == {"calls"}
+    assert set(drawn(tmp_path, invented_records(4, systems={"plain": 0.0}))) == {"calls"}
 
 
 def test_a_run_without_records_has_no_figures(tmp_path):
@@ -113,7 +113,7 @@ def test_a_run_without_records_has_no_figures(tmp_path):
 def test_texts_that_differ_and_problems_are_said(tmp_path):
     records = invented_records(4)
     for record in records:
-        if record["side"] == "jacobi":
+        if record["system"] == "jacobi":
             record["pieces"] = ["something else"]
             record["problems"] = ["ended early"]
     said = drawn(tmp_path, records)
@@ -122,8 +122,8 @@ def test_texts_that_differ_and_problems_are_said(tmp_path):
 
 
 def test_the_text_is_drawn_whole_and_not_read_as_mathematics(tmp_path):
-    [record] = invented_records(1, sides={"lookup": 0.4})
-    plain = record | {"side": "plain"}
+    [record] = invented_records(1, systems={"lookup": 0.4})
+    plain = record | {"system": "plain"}
     pieces = ["It costs $5 & <b>$6</b>", " or", " \\frac{1}{2}"]
     record |= {"pieces": pieces, "calls": [{"decided": d, "nodes": 8, "seconds": 0.02, "read": 1} for d in (7, 1, 6)]}
     said = drawn(tmp_path, [plain, record])["text"]
@@ -144,12 +144,12 @@ def test_the_answer_shown_is_typical_and_not_the_best():
     best = most_tokens_per_call(results)
     shown = typical_record(results, records, best)
     assert shown is not None
-    rates = [len(r["tokens"]) / len(r["calls"]) for r in records if r["side"] == best]
+    rates = [len(r["tokens"]) / len(r["calls"]) for r in records if r["system"] == best]
     assert min(rates) < len(shown["tokens"]) / len(shown["calls"]) < max(rates)
 
 
 def test_a_side_keeps_its_colour_whoever_is_beside_it():
-    alone, together = assign_colours(["plain", "lookup"]), assign_colours(["plain", "endpoint:x", *SIDES])
+    alone, together = assign_colours(["plain", "lookup"]), assign_colours(["plain", "endpoint:x", *SYSTEMS])
     assert alone["lookup"] == together["lookup"]
     assert together["plain"] == PLAIN
     assert len(set(together.values())) == len(together)

@@ -234,8 +234,10 @@ def test_two_processes_have_the_curve_of_one(kind, more, recipe, folder, teacher
     assert (code, other_code, nothing) == (0, 0, "")
     assert printed.count("written: ") == 1
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
-    exams = [torch.load(work / "checkpoint.pt")["exams"] for work in (one, two)]
-    assert [row["greedy"] for row in exams[0]] == pytest.approx([row["greedy"] for row in exams[1]], abs=0.1)
+    evaluations = [torch.load(work / "checkpoint.pt")["evaluations"] for work in (one, two)]
+    assert [row["greedy"] for row in evaluations[0]] == pytest.approx(
+        [row["greedy"] for row in evaluations[1]], abs=0.1
+    )
     assert {file.name for file in (one / kind).iterdir()} == {file.name for file in (two / kind).iterdir()}
 
 

@@ -37,7 +37,7 @@ def folder(tiny_folder):
 @pytest.fixture(scope="module")
 def teacher(folder, tmp_path_factory):
     room = tmp_path_factory.mktemp("teacher")
-    inputs = lines(room / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(8)))
+    inputs = lines(room / "prompts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(8)))
     saltus_("collect", "text", "-f", inputs, "-m", folder, "-n", 16, "--out", room / "teacher")
     return room / "teacher"
 
@@ -257,7 +257,7 @@ def test_truncated_intervals_are_those_of_the_sampling_pipeline(cut, coupling, t
 
 
 def test_texts_are_written_with_top_k_and_top_p_and_their_intervals_are_cut(folder, tmp_path):
-    inputs = lines(tmp_path / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(8)))
+    inputs = lines(tmp_path / "prompts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(8)))
     collect = "collect", "text", "-f", inputs, "-m", folder, "-n", 16, "-t", 1, "--out", tmp_path / "teacher"
     saltus_(*collect, "--top-k", 4, "--top-p", 0.9)
     described = json.loads((tmp_path / "teacher" / "collect.json").read_text())

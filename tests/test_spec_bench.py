@@ -19,8 +19,8 @@ def spec_bench_speedup(lines: list[str], baseline: list[str], tokenize) -> tuple
     return fmean(speeds) / fmean(baseline_speeds), fmean(accepted)
 
 
-def lines_of(records, side):
-    return [json.dumps(answer) for answer in spec_bench_answers(records, side)]
+def lines_of(records, system):
+    return [json.dumps(answer) for answer in spec_bench_answers(records, system)]
 
 
 def test_its_speed_up_and_mean_accepted_tokens_come_out_of_our_lines():
@@ -29,18 +29,18 @@ def test_its_speed_up_and_mean_accepted_tokens_come_out_of_our_lines():
         lines_of(records, "lookup"), lines_of(records, "plain"), lambda text: ["<s>", *text.split()]
     )
     speeds = {
-        side: fmean(len(record["tokens"]) / record["seconds"] for record in records if record["side"] == side)
-        for side in ("plain", "lookup")
+        system: fmean(len(record["tokens"]) / record["seconds"] for record in records if record["system"] == system)
+        for system in ("plain", "lookup")
     }
     assert speedup == pytest.approx(speeds["lookup"] / speeds["plain"])
-    own = [record for record in records if record["side"] == "lookup"]
+    own = [record for record in records if record["system"] == "lookup"]
     assert accepted == pytest.approx(
         sum(len(record["tokens"]) for record in own) / sum(len(record["calls"]) for record in own)
     )
 
 
 def test_an_answer_has_the_fields_of_spec_bench_and_its_turns_in_order():
-    first, second = (dict(record) for record in invented_records(2, sides={"lookup": 0.4}))
+    first, second = (dict(record) for record in invented_records(2, systems={"lookup": 0.4}))
     second |= {"task": first["task"], "turn": 1, "category": first["category"]}
     [answer] = spec_bench_answers([second, first], "lookup", "smollm2-135m")
     assert list(answer) == ["question_id", "category", "answer_id", "model_id", "choices", "tstamp"]
@@ -55,7 +55,7 @@ def test_an_answer_has_the_fields_of_spec_bench_and_its_turns_in_order():
 
 
 def test_a_task_without_a_number_keeps_its_name_and_a_silent_peer_has_no_accept_lengths():
-    [record] = invented_records(1, sides={"transformers": None})
+    [record] = invented_records(1, systems={"transformers": None})
     [answer] = spec_bench_answers([record | {"task": "HumanEval/3"}], "transformers")
     assert answer["question_id"] == "HumanEval/3"
     assert answer["choices"][0]["accept_lengths"] == []
@@ -63,11 +63,11 @@ def test_a_task_without_a_number_keeps_its_name_and_a_silent_peer_has_no_accept_
 
 
 def test_what_was_measured_again_counts_once():
-    [record] = invented_records(1, sides={"plain": 0.0})
+    [record] = invented_records(1, systems={"plain": 0.0})
     [answer] = spec_bench_answers([record, record | {"seconds": 9.0}], "plain")
     assert answer["choices"][0]["wall_time"] == [9.0]
 
 
 def test_an_unknown_side_is_refused_with_the_sides_there_are():
-    with pytest.raises(ValueError, match=r"^no record is of side jacobi; the run has plain$"):
-        spec_bench_answers(invented_records(1, sides={"plain": 0.0}), "jacobi")
+    with pytest.raises(ValueError, match=r"^no record is of system jacobi; the run has plain$"):
+        spec_bench_answers(invented_records(1, systems={"plain": 0.0}), "jacobi")

@@ -72,7 +72,7 @@ def folder(tiny_folder) -> Path:
 def teacher(folder, tmp_path_factory) -> Path:
     """Texts of the tiny model."""
     room = tmp_path_factory.mktemp("teacher")
-    inputs = lines(room / "asked.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
+    inputs = lines(room / "prompts.jsonl", *({"prompt": f"the cat sat {number} times"} for number in range(10)))
     saltus_("collect", "text", "-f", inputs, "-m", folder, "-n", 24, "--out", room / "teacher")
     return room / "teacher"
 
@@ -249,7 +249,7 @@ def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher
 
     def trained(work: str, *more: object) -> dict[str, float]:
         saltus_("train", "mtpc", *training(file, folder, teacher, tmp_path / work, *more)[2:])
-        return load_checkpoint(tmp_path / work / "checkpoint.pt")["exams"][-1]
+        return load_checkpoint(tmp_path / work / "checkpoint.pt")["evaluations"][-1]
 
     trained("ff", "--set", "circuit=ff", "--steps", 12)
     still = ("--from", tmp_path / "ff" / "heads", "--set", "learning_rate=1e-9", "--steps", 1)
@@ -276,15 +276,15 @@ def test_richer_heads_start_with_the_distribution_of_poorer_ones(folder, teacher
 def test_the_curves_hold_every_step_and_every_evaluation(recipe, folder, teacher, tmp_path):
     work = tmp_path / "work"
     saltus_(*training(recipe, folder, teacher, work))
-    found, exams = scalars(work), load_checkpoint(work / "checkpoint.pt")["exams"]
+    found, evaluations = scalars(work), load_checkpoint(work / "checkpoint.pt")["evaluations"]
     assert [step for step, _ in found["loss"]] == list(range(1, 13))
-    assert [row["step"] for row in exams] == [4, 8, 12]
+    assert [row["step"] for row in evaluations] == [4, 8, 12]
     for name in ("greedy", "sampled"):
         values = found[f"held-out tokens per call/{name}"]
-        assert values == [(row["step"], pytest.approx(row[name])) for row in exams]
+        assert values == [(row["step"], pytest.approx(row[name])) for row in evaluations]
     assert [step for step, _ in found["query tokens per second"]] == [4, 8, 12]
     mean = sum(value for step, value in found["loss"] if step <= 4) / 4
-    assert mean == pytest.approx(exams[0]["loss"])
+    assert mean == pytest.approx(evaluations[0]["loss"])
 
 
 @pytest.mark.slow
@@ -308,8 +308,8 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_of_one_that_was_not(re
     one, other = (tmp_path / work / "drafter" / WEIGHTS_FILES["drafter"] for work in ("whole", "killed"))
     assert one.read_bytes() == other.read_bytes()
     assert (
-        load_checkpoint(killed / "checkpoint.pt")["exams"]
-        == load_checkpoint(tmp_path / "whole" / "checkpoint.pt")["exams"]
+        load_checkpoint(killed / "checkpoint.pt")["evaluations"]
+        == load_checkpoint(tmp_path / "whole" / "checkpoint.pt")["evaluations"]
     )
     assert scalars(killed)["loss"] == scalars(tmp_path / "whole")["loss"], "steps that are done again count once"
 
@@ -387,9 +387,9 @@ def test_damaged_files_are_one_line_with_their_name(recipe, folder, teacher, tmp
 
 
 def test_a_file_of_prompts_in_place_of_training_texts_is_not_called_damaged(recipe, folder, tmp_path):
-    asked = lines(tmp_path / "asked.jsonl", {"prompt": "the cat", "temperature": 0})
+    asked = lines(tmp_path / "prompts.jsonl", {"prompt": "the cat", "temperature": 0})
     said = complaint(*training(recipe, folder, asked, tmp_path / "work"))
-    assert "asked.jsonl, line 1 has no 'completion'; make training texts of it: saltus collect data --texts" in said
+    assert "prompts.jsonl, line 1 has no 'completion'; make training texts of it: saltus collect data --texts" in said
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_texts(tmp_path)
 

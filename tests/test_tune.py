@@ -143,7 +143,9 @@ def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog)
 
 @pytest.mark.slow
 def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path, monkeypatch):
-    inputs = lines(tmp_path / "asked.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]})
+    inputs = lines(
+        tmp_path / "prompts.jsonl", {"prompt": "the cat"}, {"messages": [{"role": "user", "content": "dog"}]}
+    )
     common = ["tune", "-m", folder, "-f", inputs, "-n", 6, "--rounds", 1, "--texts", 1]
     said = saltus_(*common, "--out", tmp_path / "out")
     assert "chosen: block" in said.stdout

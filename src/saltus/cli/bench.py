@@ -275,7 +275,7 @@ def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) ->
         "device": str(engine.network.model.device),
         "suite": suite,
         "tasks": tasks_fingerprint(list(run.tasks)),
-        "sides": [side.name for side in run.systems],
+        "systems": [system.name for system in run.systems],
         **settings,
     }
 
@@ -328,11 +328,11 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
     (folder / "results.json").write_text(dumps(results, indent=1) + "\n", encoding="utf-8")
     if results["suite"]["name"].startswith("spec-bench"):
         (folder / "model_answer").mkdir(exist_ok=True)
-        for side in results["methods"]:
+        for system in results["methods"]:
             lines = "".join(
-                dumps(answer) + "\n" for answer in spec_bench_answers(records, side, results["model"]["name"])
+                dumps(answer) + "\n" for answer in spec_bench_answers(records, system, results["model"]["name"])
             )
-            name = side.replace("/", "-").replace(":", "-")
+            name = system.replace("/", "-").replace(":", "-")
             (folder / "model_answer" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     try:
         from saltus.evaluation.reports.benchmark_plots import write_figures
@@ -348,6 +348,6 @@ def _write(results: dict[str, Any], records: list[dict[str, Any]], folder: Path)
 
 def _has_problems(results: Mapping[str, Any]) -> bool:
     """True if a method's text differs from plain's where it must not, or has problems."""
-    ours = [side for side in results["methods"].values() if side["kind"] == "method"]
+    ours = [system for system in results["methods"].values() if system["kind"] == "method"]
     exact = results["settings"]["rule"] == "match" or results["settings"]["temperature"] == 0
-    return any(side["problems"] or (exact and side["identical"] != side["texts"]) for side in ours)
+    return any(system["problems"] or (exact and system["identical"] != system["texts"]) for system in ours)

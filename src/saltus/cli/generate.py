@@ -50,7 +50,7 @@ def generate(
 
         saltus generate -t 0.8 --seed 3 --system "Answer in rhymes." "Who are you?"
 
-        saltus generate --prompts asked.jsonl --method jacobi+lookup --json
+        saltus generate --prompts prompts.jsonl --method jacobi+lookup --json
 
         cat novel.txt | saltus generate - --raw --max-new-tokens 64
 

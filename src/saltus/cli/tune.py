@@ -77,7 +77,7 @@ def tune(
 
         saltus tune
 
-        saltus tune --adapter adapter --prompts asked.jsonl --texts 8 --out tuned
+        saltus tune --adapter adapter --prompts prompts.jsonl --texts 8 --out tuned
 
     generate, chat and saltus.load use the saved settings if jacobi is given no options;
     benchmarks do not. Run it on a quiet machine.

@@ -84,7 +84,7 @@ class Benchmark:
             for system in self.systems:
                 answer, seconds = made[system.name]
                 written = system.to_answer(request, answer)
-                found.append({"asked": shown} | self._record(task, turn, system, request, written, seconds))
+                found.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
                 if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
         return found
@@ -111,7 +111,7 @@ class Benchmark:
         last = turn == len(task.prompt.turns or (0,)) - 1
         score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
         return {
-            "task": task.id, "category": task.category, "turn": turn, "side": system.name, "kind": system.kind,
+            "task": task.id, "category": task.category, "turn": turn, "system": system.name, "kind": system.kind,
             "prompt_tokens": len(request.prompt_tokens), "tokens": answer.tokens,
             "new_tokens": len(answer.tokens) if answer.new_tokens is None else answer.new_tokens,
             "pieces": answer.pieces, "finish_reason": answer.finish_reason, "seconds": seconds,
@@ -164,7 +164,7 @@ def open_records(
 ) -> BenchmarkRecords:
     """Start a run, or continue an interrupted run of the same plan at the same commit.
 
-    `plan` identifies the run; its "sides" are the systems. Errors: ValueError if the folder holds another run (unless
+    `plan` identifies the run and names its "systems". Errors: ValueError if the folder holds another run (unless
     `fresh`) or a damaged file.
     """
     if folder is None:
@@ -185,7 +185,7 @@ def open_records(
     if before is None:
         file.unlink(missing_ok=True)
         kept.write_text(json.dumps({**plan, "circumstances": run_info}, indent=1))
-    needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["sides"]) for task in tasks}
+    needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
     if records.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
         raise ValueError(

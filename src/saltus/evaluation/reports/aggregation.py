@@ -35,27 +35,27 @@ Sums = dict[str, np.ndarray]
 
 def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entry of each system in results.json, computed from the records only; plain comes first."""
-    sides = list(dict.fromkeys(record["side"] for record in records))
+    systems = list(dict.fromkeys(record["system"] for record in records))
     tasks = list(dict.fromkeys(record["task"] for record in records))
-    of_plain = {text_id(record): record for record in records if record["side"] == BASELINE}
-    sums = {side: _sum_by_task([r for r in records if r["side"] == side], tasks) for side in sides}
+    of_plain = {text_id(record): record for record in records if record["system"] == BASELINE}
+    sums = {system: _sum_by_task([r for r in records if r["system"] == system], tasks) for system in systems}
     category = {record["task"]: record["category"] for record in records}
     groups = {name: np.array([category[task] == name for task in tasks]) for name in dict.fromkeys(category.values())}
     found = {}
-    for side in sides:
-        own = [record for record in records if record["side"] == side]
+    for system in systems:
+        own = [record for record in records if record["system"] == system]
         reported = own[0]["calls"] is not None
         scored = next((record for record in own if record["score"]), None)
-        found[side] = {
+        found[system] = {
             "kind": own[0]["kind"],
-            **_rates_with_intervals(sums[side], sums[BASELINE], reported),
+            **_rates_with_intervals(sums[system], sums[BASELINE], reported),
             "acceptance_by_position": _acceptance_by_position(own) if reported else None,
             "identical": _count_identical(own, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
             "problems": _list_problems(own),
             "by_category": {
                 name: _rates_with_intervals(
-                    _select_tasks(sums[side], mask), _select_tasks(sums[BASELINE], mask), reported
+                    _select_tasks(sums[system], mask), _select_tasks(sums[BASELINE], mask), reported
                 )
                 | {"identical": _count_identical([r for r in own if r["category"] == name], of_plain)}
                 for name, mask in groups.items()

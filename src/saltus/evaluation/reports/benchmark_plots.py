@@ -91,7 +91,9 @@ def _new_figure(
 
 def _plot_speedup(results: Mapping[str, Any]) -> Any:
     """Dots with intervals: one row for each system over all texts; below, one for each category."""
-    shown = {side: one for side, one in results["methods"].items() if side != "plain" and one["speedup"] is not None}
+    shown = {
+        system: one for system, one in results["methods"].items() if system != "plain" and one["speedup"] is not None
+    }
     if not shown:
         return None
     paint = assign_colours(results["methods"])
@@ -109,12 +111,12 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.axvline(1, color=paint.get("plain", paint[next(iter(shown))]).light, lw=1.4, zorder=1)
-    for number, (side, one) in enumerate(shown.items()):
+    for number, (system, one) in enumerate(shown.items()):
         y = 11 + 22 * number
-        _draw_speedup(axes, one, y, paint[side], one["kind"], 7)
-        axes.annotate(_abbreviate(side), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
+        _draw_speedup(axes, one, y, paint[system], one["kind"], 7)
+        axes.annotate(_abbreviate(system), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", weight="bold",
-                      color=paint[side].light)  # fmt: skip
+                      color=paint[system].light)  # fmt: skip
         said = f"{one['speedup']:.2f} ×{_format_interval(one['ci95'].get('speedup'))}"
         axes.annotate(said, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                       va="center", size=8.5)  # fmt: skip
@@ -126,9 +128,9 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
         middle = start + (pitch * len(shown) + gap) / 2
         axes.annotate(_abbreviate(category), (0, middle), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", size=9.5)  # fmt: skip
-        for line, (side, one) in enumerate(shown.items()):
+        for line, (system, one) in enumerate(shown.items()):
             if part := one["by_category"].get(category):
-                _draw_speedup(axes, part, start + gap / 2 + pitch * (line + 0.5), paint[side], one["kind"], 4.6)
+                _draw_speedup(axes, part, start + gap / 2 + pitch * (line + 0.5), paint[system], one["kind"], 4.6)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.9), max(high, 1.1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
@@ -165,12 +167,12 @@ def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") ->
 def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
     """Notes below: systems with problems, or with texts other than plain's (no fault of a peer)."""
     ours, peers, problems = [], [], []
-    for side, one in results["methods"].items():
+    for system, one in results["methods"].items():
         if one["identical"] is not None and one["identical"] < one["texts"]:
             own = ours if one["kind"] == "method" else peers
-            own.append(f"{side} {one['texts'] - one['identical']} of {one['texts']}")
+            own.append(f"{system} {one['texts'] - one['identical']} of {one['texts']}")
         if one["problems"]:
-            problems.append(f"{side} {len(one['problems'])}")
+            problems.append(f"{system} {len(one['problems'])}")
     lines = [("other texts than plain’s: ", peers, MUTED), ("other texts than plain’s: ", ours, ALARM),
              ("problems: ", problems, ALARM)]  # fmt: skip
     for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
@@ -181,11 +183,11 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
 
 def _plot_calls(results: Mapping[str, Any]) -> Any:
     """Tokens per call against the cost of a call, with lines of equal speed."""
-    shown = {side: one for side, one in results["methods"].items() if one["tokens_per_call"] and one["ms_per_call"]}
+    shown = {system: one for system, one in results["methods"].items() if one["tokens_per_call"] and one["ms_per_call"]}
     if not shown:
         return None
     paint = assign_colours(results["methods"])
-    silent = [side for side in results["methods"] if side not in shown]
+    silent = [system for system in results["methods"] if system not in shown]
     subtitle = "prefill apart; lines through the points: 95 % intervals; lines across: equal speed"
     figure, axes = _new_figure(
         NARROW_WIDTH, 450, "What a call brings, and what it costs", subtitle, 56, 132, 62 if silent else 49
@@ -194,8 +196,8 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
         names = ", ".join(map(_abbreviate, silent[:3])) + (" …" if len(silent) > 3 else "")
         figure.text(14 / NARROW_WIDTH, 7 / 450, f"not reported by {names}", size=8.5, color=MUTED)
     bars = []
-    for side, one in shown.items():
-        x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[side]
+    for system, one in shown.items():
+        x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[system]
         for name, line in (
             ("ms_per_call", lambda b, y=y: (b, [y, y])),
             ("tokens_per_call", lambda b, x=x: ([x, x], b)),
@@ -209,8 +211,8 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low - 0.12 * (high - low)), high + 0.14 * max(high - low, 0.2))
     bars += _draw_equal_speed_lines(axes, shown.get("plain"))
-    points = {side: [(one["ms_per_call"], one["tokens_per_call"])] for side, one in shown.items()}
-    place_labels(axes, points, {side: paint[side].light for side in shown}, bars)
+    points = {system: [(one["ms_per_call"], one["tokens_per_call"])] for system, one in shown.items()}
+    place_labels(axes, points, {system: paint[system].light for system in shown}, bars)
     axes.set_xlabel("milliseconds per call", loc="right")
     axes.set_ylabel("tokens per call")
     return figure
@@ -243,9 +245,9 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
                         scalex=False, scaley=False)  # fmt: skip
         strong += ray if mine else []
         said = f"plain: {speed:.0f} tokens/s" if mine else f"{speed:g} tokens/s" if len(taken) < 3 else f"{speed:g}"
-        side = x >= right
-        axes.annotate(said, (x, y), xytext=(5, 0) if side else (0, 3), textcoords="offset points", size=8.5,
-                      ha="left" if side else "center", va="center" if side else "bottom",
+        outside = x >= right
+        axes.annotate(said, (x, y), xytext=(5, 0) if outside else (0, 3), textcoords="offset points", size=8.5,
+                      ha="left" if outside else "center", va="center" if outside else "bottom",
                       color=INK if mine else MUTED, weight="bold" if mine else "normal")  # fmt: skip
     if own:
         xs = [0, right]
@@ -260,24 +262,24 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
 
 def _plot_acceptance(results: Mapping[str, Any]) -> Any:
     """Lines over the position in the draft, named at their ends."""
-    shown = {side: one["acceptance_by_position"] for side, one in results["methods"].items()}
-    shown = {side: shares for side, shares in shown.items() if shares}
+    shown = {system: one["acceptance_by_position"] for system, one in results["methods"].items()}
+    shown = {system: shares for system, shares in shown.items() if shares}
     if not shown:
         return None
     paint = assign_colours(results["methods"])
     subtitle = "share of the calls with drafts in which the k-th drafted token was accepted"
     figure, axes = _new_figure(NARROW_WIDTH, 350, "How far drafts hold", subtitle, 56, 16)
     drawn = []
-    for side, shares in shown.items():
-        colour = paint[side]
+    for system, shares in shown.items():
+        colour = paint[system]
         places = list(range(1, len(shares) + 1))
         drawn += axes.plot(
             places, shares, color=colour.light, lw=2, marker=colour.marker, ms=5, mec=BACKGROUND, mew=0.8
         )
     axes.set_xlim(0.7, max(3, *map(len, shown.values())) + 0.3)
     axes.set_ylim(0, 1.1 * max(max(shares) for shares in shown.values()) or 1)
-    points = {side: list(enumerate(shares, start=1)) for side, shares in shown.items()}
-    place_labels(axes, points, {side: paint[side].light for side in shown}, drawn)
+    points = {system: list(enumerate(shares, start=1)) for system, shares in shown.items()}
+    place_labels(axes, points, {system: paint[system].light for system in shown}, drawn)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.grid(axis="y", color=LINE, lw=0.6)

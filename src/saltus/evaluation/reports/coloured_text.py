@@ -20,16 +20,20 @@ CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) != "\
 
 def most_tokens_per_call(results: Mapping[str, Any]) -> str | None:
     """The system with most tokens per call, except plain."""
-    sides = results["methods"]
-    able = {side: one["tokens_per_call"] for side, one in sides.items() if one["tokens_per_call"] and side != "plain"}
-    return max(able, key=lambda side: able[side]) if able else None
+    systems = results["methods"]
+    able = {
+        system: one["tokens_per_call"]
+        for system, one in systems.items()
+        if one["tokens_per_call"] and system != "plain"
+    }
+    return max(able, key=lambda system: able[system]) if able else None
 
 
 def typical_record(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> Mapping[str, Any] | None:
     """The record to show for a system: the one nearest to its mean tokens per call, except short texts."""
-    own = [record for record in records if record["side"] == system and record["calls"]]
+    own = [record for record in records if record["system"] == system and record["calls"]]
     if system is None or not own:
         return None
     mean = results["methods"][system]["tokens_per_call"]
@@ -45,7 +49,7 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
         return None
     from matplotlib.figure import Figure
 
-    plain = [other for other in records if other["side"] == "plain" and text_id(other) == text_id(record)]
+    plain = [other for other in records if other["system"] == "plain" and text_id(other) == text_id(record)]
     calls = len(plain[-1]["calls"]) if plain and plain[-1]["calls"] else None
     lines = list(wrap_pieces(record["pieces"], MAX_COLUMNS))
     cut = len(lines) > MAX_LINES
@@ -58,14 +62,14 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
     axes.set_ylim(high, 0)
     axes.axis("off")
     tokens, own = len(record["tokens"]), len(record["calls"])
-    axes.text(14, 12, f"{record['side']}: {tokens} tokens in {own} calls", size=12.5, weight="bold", va="top")
+    axes.text(14, 12, f"{record['system']}: {tokens} tokens in {own} calls", size=12.5, weight="bold", va="top")
     said = f"every colour is one call; underlined where it decided several tokens · task {record['task']}"
     said += f", {record['category']}" + (", the beginning" if cut else "")
     axes.text(14, 35, said, size=9, color=MUTED, va="top")
     decided = [call["decided"] for call in record["calls"]]
     for row, line in enumerate(lines):
         _draw_line(axes, line, 76 + 17 * row, decided)
-    _draw_call_counts(axes, record["side"], own, calls, assign_colours(results["methods"]))
+    _draw_call_counts(axes, record["system"], own, calls, assign_colours(results["methods"]))
     return figure
 
 

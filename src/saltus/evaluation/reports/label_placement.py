@@ -32,8 +32,8 @@ def place_labels(
     taken += [
         _box_around(axes.transData.transform(place) * scale, 6) for some in candidate_points.values() for place in some
     ]
-    for side, some in candidate_points.items():
-        wide = LETTER_WIDTH * len(side)
+    for system, some in candidate_points.items():
+        wide = LETTER_WIDTH * len(system)
         tried = []
         for number, place in enumerate(some):
             x, y = axes.transData.transform(place) * scale
@@ -47,8 +47,8 @@ def place_labels(
         _, _, rank, place, box = min(tried)
         taken.append(box)
         dx, dy, enters = OFFSETS[rank]
-        axes.annotate(side, place, xytext=(dx, dy), textcoords="offset points", ha=enters, va="center",
-                      weight="bold", color=text_colours[side], zorder=5)  # fmt: skip
+        axes.annotate(system, place, xytext=(dx, dy), textcoords="offset points", ha=enters, va="center",
+                      weight="bold", color=text_colours[system], zorder=5)  # fmt: skip
 
 
 def _boxes_along(points: Any, axes_box: Box) -> list[Box]:

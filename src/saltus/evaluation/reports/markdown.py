@@ -30,46 +30,47 @@ def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _systems_table(results: Mapping[str, Any]) -> Iterator[str]:
-    sides = results["methods"]
-    graded = next((side["accuracy_of"] for side in sides.values() if side["accuracy_of"]), None)
+    systems = results["methods"]
+    graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
     head = ["", "tokens a second", "speed-up", "prefill apart", "tokens a call", "ms a call", "same text"]
     yield from _table_head([*head, *([graded] if graded else [])])
-    for name, side in sides.items():
-        bounds = side["ci95"]["speedup"]
+    for name, system in systems.items():
+        bounds = system["ci95"]["speedup"]
         certain = "" if name == "plain" or not bounds else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
-        same = "other random numbers" if side["identical"] is None else f"{side['identical']} of {side['texts']}"
+        same = "other random numbers" if system["identical"] is None else f"{system['identical']} of {system['texts']}"
         cells = [
-            f"`{name}`", _format_number(side["tokens_per_second"], 1), f"{_format_number(side['speedup'])} ×{certain}",
-            f"{_format_number(side['decode_speedup'])} ×", _format_number(side["tokens_per_call"]),
-            _format_number(side["ms_per_call"], 1), same,
+            f"`{name}`", _format_number(system["tokens_per_second"], 1),
+            f"{_format_number(system['speedup'])} ×{certain}",
+            f"{_format_number(system['decode_speedup'])} ×", _format_number(system["tokens_per_call"]),
+            _format_number(system["ms_per_call"], 1), same,
         ]  # fmt: skip
         if graded:
-            cells.append(_format_number(None if side["accuracy"] is None else 100 * side["accuracy"], 1) + " %")
+            cells.append(_format_number(None if system["accuracy"] is None else 100 * system["accuracy"], 1) + " %")
         yield _table_row(cells)
     yield ""
 
 
 def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
-    sides = results["methods"]
-    others = [name for name in sides if name != "plain"]
-    categories = sides["plain"]["by_category"]
+    systems = results["methods"]
+    others = [name for name in systems if name != "plain"]
+    categories = systems["plain"]["by_category"]
     if len(categories) < 2 or not others:
         return
     yield "Speed-up by category, and tokens a call:"
     yield ""
     yield from _table_head(["texts", *(f"`{name}`" for name in others)])
     for name, plain in categories.items():
-        own = (sides[side]["by_category"][name] for side in others)
+        own = (systems[system]["by_category"][name] for system in others)
         cells = (f"{_format_number(one['speedup'])} × ({_format_number(one['tokens_per_call'])})" for one in own)
         yield _table_row([f"{name} ({plain['texts']})", *cells])
     yield ""
 
 
 def _problems(results: Mapping[str, Any]) -> Iterator[str]:
-    for name, side in results["methods"].items():
-        for problem in side["problems"]:
+    for name, system in results["methods"].items():
+        for problem in system["problems"]:
             yield f"- **`{name}`: {problem}**"
-    if any(side["problems"] for side in results["methods"].values()):
+    if any(system["problems"] for system in results["methods"].values()):
         yield ""
 
 

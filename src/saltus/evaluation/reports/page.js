@@ -4,9 +4,9 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const [play, time, clock, rate, prompt, tip, verdict] =
   ["play", "time", "clock", "rate", "prompt", "tip", "verdict"].map(get);
-const asked = get("asked");
+const promptText = get("prompt-text");
 const panes = ["left", "right"].map((id) => ({
-  root: get(id), side: get(id).querySelector("select"), text: get(id).querySelector(".text"),
+  root: get(id), system: get(id).querySelector("select"), text: get(id).querySelector(".text"),
   track: get(id).querySelector(".track"), count: get(id).querySelector(".count"), cover: null,
   answer: null, ends: [], sums: [], spans: [], shown: 0, cursor: -1,
 }));
@@ -17,14 +17,14 @@ const seconds = (ms) => `${(ms / 1000).toFixed(2)} s`;
 
 /** Put an answer into a pane, all runs in place; what is not written yet is merely hidden, so that nothing jumps. */
 function fill(pane) {
-  asked.textContent = data.tasks[prompt.value].asked;
-  const answer = data.tasks[prompt.value].by[pane.side.value];
-  pane.root.style.setProperty("--c", `var(--side-${data.sides[pane.side.value].colour})`);
+  promptText.textContent = data.tasks[prompt.value].prompt;
+  const answer = data.tasks[prompt.value].by[pane.system.value];
+  pane.root.style.setProperty("--c", `var(--side-${data.systems[pane.system.value].colour})`);
   pane.answer = answer || null;
   pane.ends = []; pane.sums = []; pane.shown = 0; pane.cursor = -1;
   pane.text.replaceChildren(); pane.track.replaceChildren();
   if (!answer) {
-    pane.spans = []; pane.text.textContent = "no answer of this side";
+    pane.spans = []; pane.text.textContent = "no answer of this system";
     return;
   }
   let at = 0, tokens = 0;
@@ -75,7 +75,7 @@ function show(moment) {
     pane.shown = count;
     const done = count === pane.ends.length;
     pane.root.classList.toggle("done", done && Boolean(pane.answer));
-    pane.count.textContent = !pane.answer ? "" : !pane.answer.calls && !done ? "shown when done: its calls are not told"
+    pane.count.textContent = !pane.answer ? "" : !pane.answer.calls && !done ? "shown when done: its calls are not reported"
       : `${plural(count ? pane.sums[count - 1] : 0, "token")}${pane.answer.calls ? ` · ${plural(count, "call")}` : ""}`
         + (done ? ` · ${seconds(pane.ends.at(-1))}` : "");
     if (pane.cover) pane.cover.setAttribute("x", 1000 * now / end);
@@ -90,7 +90,7 @@ function judge() {
   const [one, two] = panes;
   verdict.replaceChildren();
   if (!one.answer || !two.answer || now < end - .01) return;
-  const names = panes.map((pane) => data.sides[pane.side.value].name);
+  const names = panes.map((pane) => data.systems[pane.system.value].name);
   const strong = document.createElement("b");
   strong.textContent = `${(one.ends.at(-1) / two.ends.at(-1)).toFixed(2)} ×`;
   const same = one.answer.pieces.join("") === two.answer.pieces.join("");
@@ -153,7 +153,7 @@ function point(pane, index) {
   const call = pane.answer.calls?.[index];
   tip.textContent = call
     ? `call ${index + 1}: ${plural(call[0], "token")}, ${plural(call[1], "node")} checked, ${call[2].toFixed(1)} ms`
-    : `${plural(pane.answer.tokens, "token")} in ${seconds(pane.answer.seconds * 1000)}; calls are not told`;
+    : `${plural(pane.answer.tokens, "token")} in ${seconds(pane.answer.seconds * 1000)}; calls are not reported`;
   tip.hidden = false;
   const box = span.getClientRects()[0] || pane.text.getBoundingClientRect();
   const left = Math.min(Math.max(8, box.left), innerWidth - tip.offsetWidth - 8);
@@ -167,8 +167,8 @@ function hideTip() {
 }
 
 for (const pane of panes) {
-  data.sides.forEach((side, index) => pane.side.add(new Option(side.name, index)));
-  pane.side.addEventListener("change", choose);
+  data.systems.forEach((system, index) => pane.system.add(new Option(system.name, index)));
+  pane.system.addEventListener("change", choose);
   pane.text.addEventListener("pointerover", (event) => {
     const index = pane.spans.indexOf(event.target);
     if (index >= 0) point(pane, index);
@@ -189,8 +189,8 @@ data.tasks.forEach((task, index) => {
   const turns = data.tasks.filter((other) => other.task === task.task).length;
   prompt.add(new Option(`${task.task} · ${task.category}${turns > 1 ? ` · turn ${task.turn + 1}` : ""}`, index));
 });
-panes[0].side.value = Math.max(0, data.sides.findIndex((side) => side.name === "plain"));
-panes[1].side.value = Math.max(0, data.sides.findIndex((side) => side.name === data.best));
+panes[0].system.value = Math.max(0, data.systems.findIndex((system) => system.name === "plain"));
+panes[1].system.value = Math.max(0, data.systems.findIndex((system) => system.name === data.best));
 prompt.value = data.first;
 prompt.addEventListener("change", choose);
 play.addEventListener("click", () => (frame ? stop() : start()));

@@ -32,24 +32,24 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
     here = Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(here), autoescape=True, trim_blocks=True)
     environment.globals |= {"number": _number, "interval": _interval}
-    sides = results["methods"]
-    head = summarize_results(results) if records and sides else Summary("No text was finished before the run ended.")
+    systems = results["methods"]
+    head = summarize_results(results) if records and systems else Summary("No text was finished before the run ended.")
     shown = _replay_data(results, records, head.system)
     script = (here / "page.js").read_text(encoding="utf-8")
     return environment.get_template("page.html.jinja").render(
         results=results,
-        sides=sides,
+        systems=systems,
         head=head,
         style=Markup((here / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         digest="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        paint=assign_colours(sides),
+        paint=assign_colours(systems),
         palette=(PLAIN, *COLOURS),
         plots=_svg_plots(results, records),
-        categories=list(dict.fromkeys(name for one in sides.values() for name in one["by_category"])),
+        categories=list(dict.fromkeys(name for one in systems.values() for name in one["by_category"])),
         data=_escape_json(shown),
         shown=len(shown["tasks"]),
-        graded=any(one["accuracy"] is not None for one in sides.values()),
+        graded=any(one["accuracy"] is not None for one in systems.values()),
         facts=list(_run_facts(results)),
     )
 
@@ -112,17 +112,17 @@ def _replay_data(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> dict[str, Any]:
     """The data of the replay: answers of some tasks of every category, with their calls."""
-    sides = list(results["methods"])
-    paint = assign_colours(sides)
+    systems = list(results["methods"])
+    paint = assign_colours(systems)
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for record in records:
-        if record["side"] in sides:
+        if record["system"] in systems:
             inputs = text_id(record)
             about = {
                 "task": record["task"], "turn": record["turn"], "category": record["category"],
-                "asked": record.get("asked", "")[:MAX_QUESTION_LENGTH], "by": {},
+                "prompt": record.get("prompt", "")[:MAX_QUESTION_LENGTH], "by": {},
             }  # fmt: skip
-            found.setdefault(inputs, about)["by"][sides.index(record["side"])] = _replay_record(record)
+            found.setdefault(inputs, about)["by"][systems.index(record["system"])] = _replay_record(record)
     tasks, size = [], 0
     for name in _tasks_across_categories(found):
         turns = [text for inputs, text in found.items() if inputs[0] == name]
@@ -135,8 +135,8 @@ def _replay_data(
     kept = [record for record in records if any(record["task"] == name for name, _ in tasks)]
     start = typical_record(results, kept, system)
     first = next((n for n, text in enumerate(texts) if start and (text["task"], text["turn"]) == text_id(start)), 0)
-    named = [{"name": side, "colour": paint[side].name} for side in sides]
-    return {"sides": named, "tasks": texts, "best": system or (sides[-1] if sides else None), "first": first}
+    named = [{"name": system, "colour": paint[system].name} for system in systems]
+    return {"systems": named, "tasks": texts, "best": system or (systems[-1] if systems else None), "first": first}
 
 
 def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:

@@ -31,8 +31,8 @@ COLOURS = (
     Colour("teal", "#00747a", "#4cc9d0", "h"),
 )
 COLOUR_BY_SYSTEM = {
-    side: COLOURS[number]
-    for number, side in enumerate(
+    system: COLOURS[number]
+    for number, system in enumerate(
         ("lookup", "jacobi", "jacobi+lookup", "small_model", "transformers", "transformers-lookup",
          "transformers-assistant")
     )
@@ -42,8 +42,8 @@ COLOUR_BY_SYSTEM = {
 def assign_colours(systems: Iterable[str]) -> dict[str, Colour]:
     """The colour of each system: grey for plain, a fixed one for known systems, a free one for others."""
     names = list(systems)
-    given = {side: COLOUR_BY_SYSTEM[side] for side in names if side in COLOUR_BY_SYSTEM}
+    given = {system: COLOUR_BY_SYSTEM[system] for system in names if system in COLOUR_BY_SYSTEM}
     free = [colour for colour in COLOURS if colour not in given.values()] or list(COLOURS)
-    others = [side for side in names if side not in given and side != "plain"]
-    given |= {side: free[number % len(free)] for number, side in enumerate(others)}
-    return {side: PLAIN if side == "plain" else given[side] for side in names}
+    others = [system for system in names if system not in given and system != "plain"]
+    given |= {system: free[number % len(free)] for number, system in enumerate(others)}
+    return {system: PLAIN if system == "plain" else given[system] for system in names}

@@ -19,11 +19,11 @@ def spec_bench_answers(
     """
     tasks: dict[str, dict[int, Mapping[str, Any]]] = {}
     for record in records:
-        if record["side"] == system:
+        if record["system"] == system:
             tasks.setdefault(record["task"], {})[record["turn"]] = record  # measured again: the last one counts
     if not tasks:
-        known = ", ".join(dict.fromkeys(record["side"] for record in records)) or "no records at all"
-        raise ValueError(f"no record is of side {system}; the run has {known}")
+        known = ", ".join(dict.fromkeys(record["system"] for record in records)) or "no records at all"
+        raise ValueError(f"no record is of system {system}; the run has {known}")
     name = f"{model}-{system}" if model else system
     return [_answer(task, [turns[turn] for turn in sorted(turns)], name) for task, turns in tasks.items()]
 

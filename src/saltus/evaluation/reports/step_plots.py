@@ -133,9 +133,9 @@ def _plot_roofline(result: Mapping[str, Any]) -> Any:
     axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
     axes.set_ylabel("ms")
-    for row, side in ((rows[0], "center"), (rows[-1], "right")):
+    for row, alignment in ((rows[0], "center"), (rows[-1], "right")):
         axes.annotate(f"{row['efficiency']:.0%}", (row["nodes"], row["ms"]), xytext=(0, 8), textcoords="offset points",
-                      ha=side, size=9, color=INK)  # fmt: skip
+                      ha=alignment, size=9, color=INK)  # fmt: skip
     _label_line_ends_log(axes, nodes[-1], [
         (columns["ms"][-1], "measured\n(%: floor of it)", INK), (columns["memory_ms"][-1], "reading", BLUES[3]),
         (columns["compute_ms"][-1], "computing", "#c94c00"),

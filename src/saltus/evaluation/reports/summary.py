@@ -18,13 +18,13 @@ class Summary:
 
 def summarize_results(results: Mapping[str, Any]) -> Summary:
     """The fastest of our methods against plain decoding, or the fastest peer if there is no method."""
-    sides = results["methods"]
-    compared = {side: one for side, one in sides.items() if side != "plain" and one["speedup"] is not None}
-    ours = {side: one for side, one in compared.items() if one["kind"] == "method"}
+    systems = results["methods"]
+    compared = {system: one for system, one in systems.items() if system != "plain" and one["speedup"] is not None}
+    ours = {system: one for system, one in compared.items() if one["kind"] == "method"}
     able = ours or compared
     if not able:
         return Summary("Nothing was compared with plain decoding.")
-    best = max(able, key=lambda side: able[side]["speedup"])
+    best = max(able, key=lambda system: able[system]["speedup"])
     one = able[best]
     same = one["identical"] is not None and one["identical"] == one["texts"]
     low, high = one["ci95"].get("speedup") or (one["speedup"], one["speedup"])

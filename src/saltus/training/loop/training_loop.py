@@ -75,7 +75,7 @@ def train(
     """Train in place; returns the mean losses between checkpoints.
 
     `loss(step)` must depend on the step and the weights alone. A checkpoint holds the result of `evaluate`, with step
-    and loss, under "exams". `on_step(step, loss)` counts from 1. `settings` identify the run. With several processes
+    and loss, under "evaluations". `on_step(step, loss)` counts from 1. `settings` identify the run. With processes
     `loss` is a process's part, whose average over them is the step's loss; all have the same weights after each step,
     and a checkpoint, which the main one writes, is the same for any number of them. Errors: ValueError for a
     checkpoint of another run at this path, for a damaged one, and for a loss that is not finite.
@@ -85,7 +85,7 @@ def train(
         "schedule": {key: value for key, value in asdict(schedule).items() if key != "checkpoint_steps"}
     }
     state = load_checkpoint(checkpoint_path)
-    step, seconds, curve, exams = 0, 0.0, [], []
+    step, seconds, curve, evaluations = 0, 0.0, [], []
     if state is not None:
         if state["settings"] != settings:
             raise ValueError(
@@ -94,7 +94,8 @@ def train(
         module.load_state_dict(state["module"])
         for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
-        step, seconds, curve, exams = state["step"], state["seconds"], state["curve"], state.get("exams", [])
+        step, seconds, curve = state["step"], state["seconds"], state["curve"]
+        evaluations = state.get("evaluations", [])
     if float(processes.average(torch.tensor(float(step)))) != step:
         raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
     began, saved, total = time.perf_counter() - seconds, step, 0.0
@@ -115,10 +116,11 @@ def train(
                         f"the loss is {curve[-1]} at step {step}; take a lower rate than {schedule.learning_rate}"
                     )
                 metrics = evaluate()
-                exams.append({"step": step, "loss": curve[-1], **metrics})
+                evaluations.append({"step": step, "loss": curve[-1], **metrics})
                 seconds = time.perf_counter() - began
                 state = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
-                state |= {"settings": settings, "step": step, "seconds": seconds, "curve": curve, "exams": exams}
+                state |= {"settings": settings, "step": step, "seconds": seconds}
+                state |= {"curve": curve, "evaluations": evaluations}
                 if processes.is_main:
                     save_checkpoint(checkpoint_path, state)
                 processes.wait()
