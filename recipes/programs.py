@@ -125,7 +125,7 @@ def main() -> None:
     training, held_out = examples[: options.count], examples[options.count :]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "text").write_text("".join(program + BEGINS + answer + ENDS for _, program, answer in training))
-    for name, rows in (("asked", training[: options.prompts]), ("exam", held_out)):
+    for name, rows in (("prompts", training[: options.prompts]), ("held_out", held_out)):
         with (options.out / f"{name}.jsonl").open("w") as out:
             for kind, program, answer in rows:
                 row = {"source": kind, "prompt": program + BEGINS, "answer": answer, "stop": ENDS}

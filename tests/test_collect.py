@@ -50,7 +50,7 @@ def rows(folder: Path) -> list[dict]:
 def test_texts_are_those_that_the_engine_writes(folder, prompts_file, tmp_path):
     collect("-f", prompts_file, "-m", folder, "--out", tmp_path / "teacher", "--texts-per-file", 5)
     engine, found = saltus.load(folder), rows(tmp_path / "teacher")
-    assert [(row["source"], row["temperature"]) for row in found] == [("asked", 0.0), ("asked", 0.7)] * len(PROMPTS)
+    assert [(row["source"], row["temperature"]) for row in found] == [("prompts", 0.0), ("prompts", 0.7)] * len(PROMPTS)
     for number, row in enumerate(found):
         prompt, seed = PROMPTS[number // 2], text_seed(0, number // 2)
         answer = engine.generate(prompt, max_new_tokens=12, temperature=row["temperature"], seed=seed)

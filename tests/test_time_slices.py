@@ -78,3 +78,21 @@ def test_a_worker_ends_with_its_parent(slices, monkeypatch):
     slices.pause(0.0)
     with pytest.raises(EOFError):
         slices.pause_point()
+
+
+def _work(slices: TimeSlices) -> None:
+    slices.begin_waiting()
+    slices.end_waiting()
+
+
+def test_a_worker_that_is_killed_does_not_block_its_parent(slices):
+    slices.pause(0.0)
+    worker = get_context("spawn").Process(target=_work, args=(slices,))
+    worker.start()
+    slices.pause(60.0)
+    worker.kill()
+    worker.join()
+    started = time.monotonic()
+    slices.resume()
+    slices.pause(0.05)
+    assert time.monotonic() - started < 5

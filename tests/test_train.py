@@ -55,10 +55,10 @@ steps = 12
 checkpoint_steps = 4
 """
 ADAPTER = RECIPE.replace("drafter", "adapter").replace(
-    "layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
+    "layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
 )
 HEADS = RECIPE.replace("drafter", "heads").replace(
-    'layers = 1\nintermediate = 16\ntaps = [1]\nwindow = 4\nvocabulary = 120\nembedding = "th"',
+    'layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120\nembedding = "th"',
     'circuit = "hmm"\nrank = 3\nwindow = 4\nvocabulary = 120',
 )
 
@@ -442,6 +442,7 @@ def test_an_adapter_s_recipe_with_a_distillation_weight_is_refused(tmp_path):
         ("vocabulry=3", "did you mean vocabulary?"),
         ("rate=1e-4", "it is called learning_rate now"),
         ("lessons.texts=4", "it is called data.batch_size now"),
+        ("taps=[1]", "it is called hidden_state_layers now"),
         ("drafter.layrs=3", "did you mean drafter.layers?"),
         ("rank=3", "no setting rank"),
         ("layers", "write KEY=VALUE"),

@@ -37,23 +37,23 @@ def _tasks(suite: Mapping[str, Any]) -> str:
 def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     table.add_column("", style="bold cyan", overflow="fold")
-    graded = next((side["accuracy_of"] for side in systems.values() if side["accuracy_of"]), None)
+    graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
     columns = {
-        "tokens\na second": lambda side: _number(side["tokens_per_second"], 1),
+        "tokens\na second": lambda system: _number(system["tokens_per_second"], 1),
         "speed-up\n(95 %)": _speedup,
-        "prefill\napart": lambda side: _number(side["decode_speedup"]) if wide else None,
-        "tokens\na call": lambda side: _number(side["tokens_per_call"]),
-        "ms\na call": lambda side: _number(side["ms_per_call"], 1),
+        "prefill\napart": lambda system: _number(system["decode_speedup"]) if wide else None,
+        "tokens\na call": lambda system: _number(system["tokens_per_call"]),
+        "ms\na call": lambda system: _number(system["ms_per_call"], 1),
         "same\ntext": _same_text,
-        (graded or ""): lambda side: _percent(side["accuracy"]) if graded else None,
+        (graded or ""): lambda system: _percent(system["accuracy"]) if graded else None,
     }
     plain = next(iter(systems.values()))
     shown = {name: cell for name, cell in columns.items() if cell(plain) is not None}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
-    for name, side in systems.items():
+    for name, system in systems.items():
         table.add_row(
-            name if len(name) < 20 else "\n".join(_name_lines(name)), *(cell(side) for cell in shown.values())
+            name if len(name) < 20 else "\n".join(_name_lines(name)), *(cell(system) for cell in shown.values())
         )
     return table
 
@@ -102,11 +102,11 @@ def _name_lines(name: str) -> list[str]:
 
 
 def _print_problems(console: Console, systems: Mapping[str, Any], limit: int = 5) -> None:
-    for name, side in systems.items():
-        for problem in side["problems"][:limit]:
+    for name, system in systems.items():
+        for problem in system["problems"][:limit]:
             console.print(Text(f"{name}: {problem}", "red"))
-        if len(side["problems"]) > limit:
-            console.print(Text(f"{name}: … and {len(side['problems']) - limit} more problems", "red"))
+        if len(system["problems"]) > limit:
+            console.print(Text(f"{name}: … and {len(system['problems']) - limit} more problems", "red"))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

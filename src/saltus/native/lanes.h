@@ -66,8 +66,8 @@ static inline void restore_subnormals(unsigned before) {
 // Ask for weights that are needed in a while: for the second-level cache, which can have more lines on their way than the
 // first-level one (Zen 3 and 4: 24, or 10 GB/s a core).
 #define FETCH(address) __builtin_prefetch(address, 0, 2)
-// The same for packed weights: where tiles are multiplied meanwhile, they need what the first-level cache can have on its
-// way; elsewhere expansion takes longer than memory, and weights are best where it reads them.
+// The same for packed weights. With the matrix unit, the first-level cache's few requests are left to its tiles. Elsewhere
+// expansion takes longer than memory, and reads from the first-level cache.
 #ifdef AMX
 #define FETCH_PACKED(address) FETCH(address)
 #else

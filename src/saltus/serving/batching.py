@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -134,10 +135,7 @@ class Batcher:
                 rounds = rounds or run_batch(sequences, self.networks)
                 if next(rounds, StopIteration) is StopIteration:
                     rounds = None
-                seconds = time.perf_counter() - started
-                self._deliver(sequences, seconds)
-                if self.running and self.observer is not None:
-                    self.observer.called(seconds)
+                self._deliver(sequences, time.perf_counter() - started)
             except Exception as error:
                 log.exception("a call failed")
                 rounds = None
@@ -162,8 +160,7 @@ class Batcher:
         try:
             job = self.incoming.get(timeout=IDLE_AFTER)
         except queue.Empty:
-            if self.observer is not None:
-                self.observer.idle()
+            self._notify(lambda observer: observer.idle())
             job = self.incoming.get()
         if job is not None:
             self.waiting.append(job)
@@ -210,8 +207,7 @@ class Batcher:
         generator = counting_generator(setup, job.request.request, controller)
         job.sequence = SequenceState(_isolated(generator, job))
         job.unread = len(job.request.request.prompt)
-        if self.observer is not None:
-            self.observer.begins(job)
+        self._notify(lambda observer: observer.begins(job))
 
     def _read_next_piece(self, sequences: list[SequenceState]) -> None:
         """Read a piece of the oldest prompt that is not read yet; a text whose prompt is read joins the others."""
@@ -287,6 +283,8 @@ class Batcher:
             logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
             text = output.release(request.finished)
             job.deliver(Part(text, tuple(calls), logprobs, top, request.finish_reason, scores))
+        if self.running:
+            self._notify(lambda observer: observer.called(seconds))
 
     def _end(self, job: Job, sequences: list[SequenceState], error: ApiError | None = None) -> None:
         if error is not None:
@@ -302,9 +300,18 @@ class Batcher:
             sequences[:] = [one for one in sequences if one is not job.sequence]
             if error is None:
                 self._keep_prefix(job)
-                if self.observer is not None:
-                    self.observer.ends(job)
+                self._notify(lambda observer: observer.ends(job))
             job.sequence = None
+
+    def _notify(self, event: Callable[[TextObserver], None]) -> None:
+        """Call the observer; texts go on without one that fails."""
+        if (observer := self.observer) is None:
+            return
+        try:
+            event(observer)
+        except Exception:
+            log.exception("the observer of the texts has failed; the server goes on without it")
+            self.observer = None
 
     def _keep_prefix(self, job: Job) -> None:
         """Copy what a text has read into the tree of prefixes, if there is memory for it."""

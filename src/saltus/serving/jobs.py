@@ -78,5 +78,5 @@ class TextObserver(Protocol):
         ...
 
     def idle(self) -> None:
-        """Before the thread waits for new texts."""
+        """After some time without a text."""
         ...

@@ -6,6 +6,7 @@ are what a drafter is trained on, and the calls of the texts have computed both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -114,14 +115,15 @@ class Learner:
 
     def start(self, batcher: Batcher) -> None:
         """Start the process, and the thread that speaks with it."""
-        self.batcher, batcher.observer = batcher, self
         spawn = get_context("spawn")
         self.connection, child = spawn.Pipe()
         self.slices = TimeSlices(spawn)
+        self.batcher, batcher.observer = batcher, self
         self.process = spawn.Process(target=_train, args=(child, self._first_message(), self.slices), daemon=True)
         self.process.start()
         if hasattr(os, "setpriority") and self.process.pid is not None:
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, NICENESS)
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, NICENESS)
         child.close()
         self.thread = threading.Thread(target=self._run, name="saltus-learner", daemon=True)
         self.thread.start()
@@ -194,12 +196,13 @@ class Learner:
             "embeddings": _numbers(model.get_input_embeddings().weight),
             "unembedding": _numbers(model.get_output_embeddings().weight),
             "settings": self.plan.settings,
-            "threads": torch.get_num_threads(),
+            "threads": torch.get_num_threads() if self.on_cpu else 1,
         }
 
     def _run(self) -> None:
         idle = False
         try:
+            self.connection.recv()  # "ready"
             while not self.closed:
                 while self.waiting:
                     self.connection.send(self.waiting.popleft())
@@ -221,7 +224,9 @@ class Learner:
         except Exception:
             log.exception("learning has ended; the server goes on without it")
         finally:
+            self.batcher.observer = None
             self.between_pieces.set()
+            self.waiting.clear()
             self.process.kill()
 
     def _take(self, progress: Progress) -> None:
@@ -314,7 +319,8 @@ def _numbers(weight: torch.Tensor) -> Any:
 
 def _train(connection: Connection, training: dict[str, Any], time_slices: TimeSlices) -> None:
     """The process: it ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    for ending in (signal.SIGINT, signal.SIGTERM):  # they reach the parent too, which ends this process
+        signal.signal(ending, signal.SIG_IGN)
     return_freed_buffers(32 * MEGABYTE)
     os.environ.setdefault(*FEW_KERNELS)
     try:

@@ -60,9 +60,9 @@ class Service:
 
     def close(self, timeout: float) -> None:
         """Drop what still runs and end the threads."""
+        self.batcher.close(timeout)
         if self.learner is not None:
             self.learner.close()
-        self.batcher.close(timeout)
 
     async def chat(self, asked: ChatCompletionRequest) -> Answer:
         """The answer to a conversation."""

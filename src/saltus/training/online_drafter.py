@@ -269,13 +269,17 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
 
 
 def serve_training(connection: Any, training: Mapping[str, Any], time_slices: TimeSlices) -> None:
-    """The loop of a process that trains: it gets texts, and "advance", which it answers by a Progress; None ends it."""
+    """The loop of a process that trains: it says "ready", gets texts, and answers "advance" by a Progress.
+
+    None ends it.
+    """
     torch.set_num_threads(training["threads"])
     numbers = {name: torch.from_numpy(training[name]).view(torch.bfloat16) for name in ("embeddings", "unembedding")}
     running = OnlineDrafterTraining(
         training["initial"], settings=training["settings"], time_slices=time_slices, **numbers
     )
     time_slices.begin_waiting()
+    connection.send("ready")
     for message in iter(connection.recv, None):
         if isinstance(message, RecentText):
             running.add(message)

@@ -205,6 +205,7 @@ class HiddenStateCorpus:
 
 def load_hidden_states(folder: Path) -> HiddenStateCorpus:
     """States stay in their files until they are used. Errors: ValueError without shards, or for a damaged one."""
+    # the key "taps" is kept for shards that exist
     shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures", "coupling", "top_k", "top_p"))
     return HiddenStateCorpus(
         shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
