@@ -319,8 +319,7 @@ def _numbers(weight: torch.Tensor) -> Any:
 
 def _train(connection: Connection, training: dict[str, Any], time_slices: TimeSlices) -> None:
     """The process: it ends with its parent."""
-    for ending in (signal.SIGINT, signal.SIGTERM):  # they reach the parent too, which ends this process
-        signal.signal(ending, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     return_freed_buffers(32 * MEGABYTE)
     os.environ.setdefault(*FEW_KERNELS)
     try:
