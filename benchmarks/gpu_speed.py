@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.methods import available_methods, make_methods
+from saltus.methods import AUTO, available_methods
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.networks.loading.checkpoints import load_model
 
@@ -82,14 +82,16 @@ def calls(run: Any, share: float) -> None:
 
 
 def method_names(engine: Any) -> list[str]:
-    """Installed methods for causal models that need no model of their own, and two together."""
+    """Installed methods for causal models whose draft models come with the package, some pairs, and `auto`."""
+    single = [name for name in available_methods() if name not in ("plain", "assd")]
     found = []
-    for name in [*(name for name in available_methods() if name not in ("plain", "assd")), "jacobi+lookup"]:
+    for name in [*single, "jacobi+lookup", "ptp+lookup", "mtpc+lookup", AUTO]:
         try:
-            if not any(one.draft_models for one in make_methods(name, engine.decoder.options)):
-                found.append(name)
+            engine.decoder.setup(name)
         except ValueError as error:
             print(f"{name} is left out: {error}")
+        else:
+            found.append(name)
     return found
 
 

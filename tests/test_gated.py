@@ -46,7 +46,7 @@ def adapter_for(model, seed: int = 0, **settings) -> Adapter:
     with torch.no_grad():
         for weight in adapter.parameters():
             drawn = torch.randn(weight.shape, generator=dice) * (0.2 if weight.ndim == 1 else 0.5 * rank**-0.25)
-            weight.copy_((weight + drawn * min(weight.shape[-1], 8) ** -0.5).to(model.dtype))
+            weight.copy_((weight + drawn.to(weight.device) * min(weight.shape[-1], 8) ** -0.5).to(model.dtype))
     return adapter.eval()
 
 

@@ -82,6 +82,8 @@ class DFlashModel(nn.Module):
             if trainable
             else PackedDecoder(DecoderConfig(model_type="qwen3", **config), lambda: _qwen3(config))
         )
+        unread = torch.zeros(1, shape.hidden, dtype=unembedding.dtype, device=unembedding.device)
+        self.decoder.model.embed_tokens.weight = nn.Parameter(unread, requires_grad=False)  # inputs are embeddings
         self.decoder.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
         whole = len(tokens) == len(unembedding) and not trainable  # the target's own, and not a copy
         weight = unembedding if whole else select_rows(unembedding, tokens).clone()

@@ -86,6 +86,8 @@ class DraftModel(nn.Module):
             if trainable
             else PackedDecoder(DecoderConfig(model_type="llama", **config), lambda: _llama(config))
         )
+        unread = torch.zeros(1, shape.hidden, dtype=unembedding.dtype, device=unembedding.device)
+        self.llama.model.embed_tokens.weight = nn.Parameter(unread, requires_grad=False)  # inputs are embeddings
         self.llama.lm_head = nn.Linear(1, 1, bias=False)  # small, since its weight is given
         self.llama.lm_head.weight = nn.Parameter(unembedding[tokens].clone(), requires_grad=False)
         self.fuse = nn.Linear((len(shape.hidden_state_layers) + 2) * shape.hidden, shape.hidden, bias=False)

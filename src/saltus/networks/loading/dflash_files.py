@@ -25,6 +25,7 @@ from saltus.networks.loading.published_drafters import (
     check_weights,
     drafted_tokens,
     is_same,
+    place_like,
     read_config,
     read_weights,
     take_own_matrices,
@@ -74,7 +75,7 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
     mask = _read_mask(folder)
     if mask is not None:
         model.mask = mask.to(target.device)
-    return _with_weights(model, weights, folder).to(target.dtype).eval()
+    return place_like(_with_weights(model, weights, folder), target).eval()
 
 
 def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:

@@ -31,6 +31,7 @@ from saltus.networks.loading.metadata import (
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
 from saltus.networks.loading.published_circuits import is_published_circuit, load_published_circuit
+from saltus.networks.loading.published_drafters import place_like
 from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
@@ -130,6 +131,6 @@ def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Pat
     if missing:
         raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
     model.load_state_dict(weights, strict=False, assign=True)
-    model = model.to(target.dtype).eval()
+    model = place_like(model, target).eval()
     place_in_huge_pages(model.own_modules() if isinstance(model, DFlashModel) else model)
     return model

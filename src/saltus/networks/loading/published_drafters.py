@@ -62,6 +62,15 @@ def take_own_matrices(
     return found["embed_tokens.weight"], found["lm_head.weight"]
 
 
+def place_like(model: Any, target: Any) -> Any:
+    """A drafter's module in its target's dtype and on its device; rotary frequencies stay in float32."""
+    rotary = [(module, module.inv_freq) for module in model.modules() if hasattr(module, "inv_freq")]
+    model = model.to(target.device, target.dtype)
+    for module, frequencies in rotary:
+        module.inv_freq = frequencies.to(target.device)
+    return model
+
+
 def is_same(own: Tensor, of_target: Tensor) -> bool:
     """True if a weight of the folder is the target's, so that it can be shared."""
     if own.shape != of_target.shape:

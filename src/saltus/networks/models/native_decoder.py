@@ -32,7 +32,10 @@ def supports_native_decoder(model: Any) -> bool:
         (isinstance(model, PackedDecoder) or _is_unmodified_decoder(model))
         and model.config.hidden_act == "silu"
         and native.kernel("linear", model.dtype, model.device) is not None
-        and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
+        and all(
+            weight.is_contiguous() and weight.dtype == model.dtype and weight.device.type == "cpu"
+            for weight in model.parameters()
+        )
     )
 
 

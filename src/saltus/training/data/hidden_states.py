@@ -155,10 +155,11 @@ def _read_text(
         logits.append(outputs.logits[1 if start else 0 :])  # row 0 repeats the last decided token
         states.append(outputs.hidden_states[outputs.context_tokens_read if start else 0 :])
     intervals = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
+    rows = torch.cat(logits)
     for index, temperature in enumerate(temperatures):
-        own = uniform_intervals(torch.cat(logits), completion, temperature, coupling, truncation)
-        intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1)
-    features = torch.cat([*states, states[-1][-1:]])  # a placeholder for the last token, whose state is never used
+        own = uniform_intervals(rows, completion.to(rows.device), temperature, coupling, truncation)
+        intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1).cpu()
+    features = torch.cat([*states, states[-1][-1:]]).cpu()  # a placeholder for the last token, whose state is never used
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
     return {
         "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),

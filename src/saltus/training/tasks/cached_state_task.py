@@ -81,6 +81,7 @@ class CachedStateTask(WindowTrainingTask):
 
     def _set_module(self, module: Any) -> None:
         tokens = module.tokens
+        tokens = tokens.cpu()  # as the corpus is
         self.draft_indices = torch.full((int(max(self.corpus.tokens.max(), tokens.max())) + 1,), IGNORED_TOKEN)
         self.draft_indices[tokens] = torch.arange(len(tokens))
         self.module = module.to(self.target.device)

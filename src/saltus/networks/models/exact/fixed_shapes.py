@@ -64,6 +64,8 @@ class FixedShapeRunner:
 
     def __post_init__(self) -> None:
         self.pool = KVPagePool(self.num_layers, self.settings.page_size)
+        if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return FixedShapeKVCache(self.pool)
@@ -189,7 +191,8 @@ class FixedShapeRunner:
         if queries is not None:
             queries.clear()
         self.capture_stream = self.capture_stream or torch.cuda.Stream(self.device)
-        self.graph_memory_pool = self.graph_memory_pool or torch.cuda.graph_pool_handle()
+        if not self.pool.graphs:  # memory of graphs that are gone is not used again
+            self.graph_memory_pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self.device)
         self.capture_stream.wait_stream(current)
         with torch.cuda.stream(self.capture_stream):
@@ -202,6 +205,8 @@ class FixedShapeRunner:
                 graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"
             ):
                 out = self._run_static_inputs(inputs, queries)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self.use_cuda_graphs = False
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])

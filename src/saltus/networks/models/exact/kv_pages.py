@@ -6,6 +6,7 @@ CUDA graphs hold addresses. Those of the pool belong to no text, so a graph serv
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from saltus.networks.kv_cache.kv_cache import KVCache
 
 PADDING_PAGE = 0  # padding rows write their keys and values to its first slot; no text has it
 MIN_PAGES = 64  # of a pool, once a text needs one
+FIRST_SHARE = 0.1  # of a GPU's free memory, for the first buffers: graphs are captured anew when buffers move
+MAX_FIRST_PAGES = 1024  # of a GPU's first buffers
 
 
 @dataclass
@@ -40,7 +43,17 @@ class KVPagePool:
     ) -> None:
         """Allocate buffers for layers with such keys and values, unless they exist."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = (self._zeros(x.transpose(0, 1), self.num_pages) for x in (key, value))
+            rows = [x.transpose(0, 1) for x in (key, value)]
+            self._add_pages(max(self.num_pages, self._first_pages(rows)))
+            self.keys, self.values = (self._zeros(x, self.num_pages) for x in rows)
+
+    def _first_pages(self, rows: Sequence[Tensor]) -> int:
+        """How many pages the first buffers on a GPU should have; 0 elsewhere, where nothing holds their addresses."""
+        if rows[0].device.type != "cuda":
+            return 0
+        page = self.num_layers * self.page_size * sum(x[0].nbytes for x in rows)
+        free, _ = torch.cuda.mem_get_info(rows[0].device)
+        return min(int(FIRST_SHARE * free) // page, MAX_FIRST_PAGES)
 
     def take_pages(self, count: int) -> list[int]:
         """Remove pages from the free ones; the pool grows if there are too few. Errors: out of memory."""
@@ -60,6 +73,9 @@ class KVPagePool:
         self.graphs.clear()
         self.keys = self._resized(self.keys, num_pages)  # one after the other, so that less memory is held at once
         self.values = self._resized(self.values, num_pages)
+        self._add_pages(num_pages)
+
+    def _add_pages(self, num_pages: int) -> None:
         self.free_pages.extend(range(num_pages - 1, self.num_pages - 1, -1))
         self.num_pages = num_pages
 
