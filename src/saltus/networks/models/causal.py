@@ -23,6 +23,7 @@ from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
+from saltus.networks.models.gpu.gpu_decoder import GPUDecoder, supports_gpu_decoder
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.torch_decoder import TorchDecoder
@@ -84,8 +85,9 @@ class CausalNetwork:
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
         if fixed:
             graphs = self.device.type == "cuda"
+            decoder = GPUDecoder(self.model) if supports_gpu_decoder(self.model) else None
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, use_cuda_graphs=graphs
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder
             )
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
@@ -257,6 +259,8 @@ class CausalNetwork:
             if self.fixed_shape_runner is not None and not set(layers) <= set(self.hidden_state_layers):
                 self.fixed_shape_runner.pool.graphs.clear()  # they return fewer hidden states
             self.hidden_state_layers = tuple(sorted({*self.hidden_state_layers, *layers}))
+            if self.fixed_shape_runner is not None:
+                self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
 
     def _capture_hidden_states(self) -> _HiddenStateCapture:
         return _HiddenStateCapture(self.model.get_decoder(), self.hidden_state_layers)

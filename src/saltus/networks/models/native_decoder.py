@@ -29,7 +29,7 @@ SUPPORTED_DECODERS = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalL
 def supports_native_decoder(model: Any) -> bool:
     """True for an unmodified decoder of a supported type, on a machine with compiled kernels."""
     return (
-        (isinstance(model, PackedDecoder) or _is_unmodified_decoder(model))
+        (isinstance(model, PackedDecoder) or is_unmodified_decoder(model))
         and model.config.hidden_act == "silu"
         and native.kernel("linear", model.dtype, model.device) is not None
         and all(
@@ -39,7 +39,7 @@ def supports_native_decoder(model: Any) -> bool:
     )
 
 
-def _is_unmodified_decoder(model: Any) -> bool:
+def is_unmodified_decoder(model: Any) -> bool:
     """True for a decoder without hooks, replaced layers or own `forward`, which NativeDecoder would skip."""
 
     def is_unmodified(module: Any) -> bool:
@@ -47,6 +47,13 @@ def _is_unmodified_decoder(model: Any) -> bool:
         return not hooked and type(module).__module__.startswith(("torch.nn.", "transformers."))
 
     return type(model).__name__ in SUPPORTED_DECODERS and all(map(is_unmodified, model.modules()))
+
+
+def sliding_window(model: Any, layer: Any) -> int | None:
+    """How many of the last positions a layer sees; None: all."""
+    if hasattr(layer.self_attn, "sliding_window"):
+        return layer.self_attn.sliding_window
+    return getattr(model.config, "sliding_window", None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class NativeDecoder:
         products, rotations = [x for layer, _ in layers for x in layer], [x for _, layer in layers for x in layer]
         self.products = (native.Linear * len(products))(*products)
         self.rotations = (native.Rotary * len(rotations))(*rotations)
-        windows = [self._sliding_window(layer) for layer in self.base.layers]
+        windows = [sliding_window(model, layer) for layer in self.base.layers]
         self.sliding_windows = list(dict.fromkeys(windows))
         self.window_of_layer = (ctypes.c_int32 * len(layers))(*map(self.sliding_windows.index, windows))
         self.num_layers = len(layers)
@@ -159,11 +166,6 @@ class NativeDecoder:
             adapted = gate is not None and struct.rank > 0
             struct.place = self.gated_row_numbers.data_ptr() if adapted else None
             struct.gated = len(gate.rows) if adapted and gate is not None else 0
-
-    def _sliding_window(self, layer: Any) -> int | None:
-        if hasattr(layer.self_attn, "sliding_window"):
-            return layer.self_attn.sliding_window
-        return getattr(self.model.config, "sliding_window", None)
 
     def __call__(
         self,

@@ -159,7 +159,9 @@ def _read_text(
     for index, temperature in enumerate(temperatures):
         own = uniform_intervals(rows, completion.to(rows.device), temperature, coupling, truncation)
         intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1).cpu()
-    features = torch.cat([*states, states[-1][-1:]]).cpu()  # a placeholder for the last token, whose state is never used
+    features = torch.cat(
+        [*states, states[-1][-1:]]
+    ).cpu()  # a placeholder for the last token, whose state is never used
     texts = torch.tensor([[len(sample.prompt), features.shape[0], round(1000 * sample.temperature)]])
     return {
         "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),

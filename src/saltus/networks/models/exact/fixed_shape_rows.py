@@ -25,6 +25,7 @@ class FixedShapeSettings:
     prefill_chunk: int = 256  # rows of a call that reads a prompt
     page_size: int = 256  # positions
     pages_per_block: int = 2  # that one product of attention reads
+    varied_rows: bool = False  # rows round alike in calls of any size: a call has as few groups as it needs
 
     @classmethod
     def for_budget(cls, budget: int) -> FixedShapeSettings:
@@ -93,7 +94,10 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
     for text in texts:
         for start in range(0, text.num_prompt_rows, settings.prefill_chunk):
             chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
-            yield _call((chunk,), 1, settings.prefill_chunk, 1, settings)  # no logits are needed
+            groups, rows = 1, settings.prefill_chunk
+            if settings.varied_rows:
+                groups, rows = _power_of_two(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
+            yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
     by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
     for text in texts:
         call = 0  # rows of one text are evaluated in their order
@@ -107,8 +111,14 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
                 room.append(settings.rows_per_call // by)
             calls[call].append(part)
             room[call] -= groups
-    for parts in calls:
-        yield _call(tuple(parts), settings.rows_per_call // by, by, 0, settings)
+    for parts, rest in zip(calls, room, strict=True):
+        groups = settings.rows_per_call // by
+        yield _call(tuple(parts), _power_of_two(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+
+
+def _power_of_two(count: int) -> int:
+    """The next one: so that there are few graphs."""
+    return 1 << (count - 1).bit_length()
 
 
 def _call(

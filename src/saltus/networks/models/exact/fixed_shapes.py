@@ -15,10 +15,12 @@ takes its results for the queries alone; the model's own products have the shape
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,11 @@ from saltus.networks.models.exact.fixed_shape_rows import (
     split_into_calls,
 )
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.networks.models.gpu.gpu_decoder import GPUDecoder
 
 log = logging.getLogger("saltus")
+
+MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
 
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
 """Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
@@ -56,6 +61,8 @@ class FixedShapeRunner:
     settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     use_cuda_graphs: bool = False
     pool: KVPagePool = field(init=False)
+    decoder: GPUDecoder | None = None  # our own kernels, which run calls without queries in place of `run_model`
+    hidden_state_layers: tuple[int, ...] = ()  # that our kernels return, as CausalNetwork's
     adapter: Adapter | None = None  # of the query rows
     query_inputs: QueryInputs | None = None  # for this adapter
     static_inputs: dict[FixedShape, StaticInputs] = field(default_factory=dict)
@@ -66,6 +73,18 @@ class FixedShapeRunner:
         self.pool = KVPagePool(self.num_layers, self.settings.page_size)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    @property
+    def active_decoder(self) -> GPUDecoder | None:
+        """Our kernels, unless an adapter is attached, which they do not know."""
+        return self.decoder if self.adapter is None else None
+
+    @property
+    def active_settings(self) -> FixedShapeSettings:
+        """As few rows a call as a text needs, where rows round alike in calls of any size."""
+        if self.active_decoder is None:
+            return self.settings
+        return replace(self.settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
 
     def new_kv_cache(self) -> FixedShapeKVCache:
         return FixedShapeKVCache(self.pool)
@@ -116,12 +135,13 @@ class FixedShapeRunner:
     ) -> list[tuple[Tensor, Tensor]]:
         """Logits and hidden states of the output rows of each text, each [nodes + 1, …]."""
         self._copy_accepted_nodes(kv_caches)
+        settings = self.active_settings
         texts = [
-            make_rows(number, inputs, kv_cache, past, self.settings)
+            make_rows(number, inputs, kv_cache, past, settings)
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
         pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
-        for call in split_into_calls(texts, self.settings):
+        for call in split_into_calls(texts, settings):
             found = [start + np.flatnonzero(part.output_rows >= 0) for start, part in call.placed()]
             out = self._run_call(call)
             if sum(map(len, found)) == 0:
@@ -145,9 +165,9 @@ class FixedShapeRunner:
 
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
-        self.adapter, self.query_inputs = adapter, None
+        before, self.adapter, self.query_inputs = self.active_decoder, adapter, None
         for shape, has_queries in list(self.pool.graphs):
-            if has_queries:
+            if has_queries or before is not self.active_decoder:
                 del self.pool.graphs[shape, has_queries]
 
     def _run_call(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -156,6 +176,10 @@ class FixedShapeRunner:
         if shape not in self.static_inputs:
             self.static_inputs[shape] = StaticInputs(shape, self.settings.max_tree_depth, self.device)
         inputs, queries = self.static_inputs[shape], None
+        if self.decoder is not None and self.decoder.reserve_positions(
+            1 + max(int(p.positions.max()) for p in call.parts)
+        ):
+            self.pool.graphs.clear()
         if any(len(query_rows(part)) for part in call.parts):
             queries = self._allocated_query_inputs(shape)
         key = shape, queries is not None
@@ -180,6 +204,8 @@ class FixedShapeRunner:
         return self.query_inputs
 
     def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> tuple[Tensor, Tensor]:
+        if (decoder := self.active_decoder) is not None:
+            return decoder(inputs, self.pool, self.hidden_state_layers)
         call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
@@ -201,8 +227,9 @@ class FixedShapeRunner:
         current.wait_stream(self.capture_stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(
-                graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"
+            with (
+                _no_garbage_collection(),
+                torch.cuda.graph(graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"),
             ):
                 out = self._run_static_inputs(inputs, queries)
         except torch.OutOfMemoryError:
@@ -212,6 +239,18 @@ class FixedShapeRunner:
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
             self.pool.graphs[inputs.shape, queries is not None] = graph, *out
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs that nobody holds any more would end a capture if they were destroyed during it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _concatenated(pieces: Sequence[tuple[Tensor, Tensor]], which: int) -> Tensor:

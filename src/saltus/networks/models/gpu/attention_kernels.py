@@ -1,0 +1,159 @@
+"""Attend from rows of trees to pages of keys and values; a row's sums follow from its position and its own tokens.
+
+A row reads its keys in two parts, split where `first_recent_position` says: *recent* columns, which it gathers from
+their slots, since they may be nodes of a tree, and *old* ones, which lie in order in the pages of its text. Old columns
+are read by stretches of STRETCH positions, each by a program of its own for the rows of a group. One more program for
+each row adds its stretches in the order of positions to its recent columns. A stretch that a row does not see has
+weight zero, so neither the length of other texts nor the number of pages in a call changes a sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STRETCH = 128  # positions
+BLOCK = 64  # columns of a product
+JOINED = 4  # stretches that are read at once when they are added
+
+
+@triton.jit(do_not_specialize=["num_pages", "window"])  # one binary for all
+def _stretch(
+    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A stretch, a key head, a group: weighted values, the largest score and the sum of weights of each row and head."""
+    stretch, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
+    row, head = group * GROUP + tile % GROUP, kv_head * shared + tile // GROUP
+    used = tile < GROUP * shared
+    position = tl.load(positions + row, mask=used, other=0)
+    border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
+    first = stretch * STRETCH
+    if tl.max(border, 0) > first:
+        query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+        top = tl.full((TILE,), -1e30, dtype=tl.float32)
+        total = tl.zeros((TILE,), dtype=tl.float32)
+        weighted = tl.zeros((TILE, DIM), dtype=tl.float32)
+        for start in tl.static_range(0, STRETCH, BLOCK):
+            at = first + start + tl.arange(0, BLOCK)
+            page = tl.load(tables + group * num_pages + (first + start) // PAGE)
+            slot = page * PAGE + at % PAGE
+            place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+            scores = tl.dot(query, tl.trans(tl.load(keys + place)), input_precision="ieee") * scale
+            seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, -1e30)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            before = tl.exp(top - higher)
+            weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
+            value = tl.load(values + place)
+            weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
+            total = total * before + tl.sum(weights, 1)
+            top = higher
+        out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + stretch).to(tl.int64) * TILE + tile
+        tl.store(sums + out[:, None] * DIM + dim[None, :], weighted)
+        tl.store(tops + out, top)
+        tl.store(totals + out, total)
+
+
+@triton.jit(do_not_specialize=["num_stretches", "window"])  # one binary for all
+def _join(
+    queries, keys, values, recent, positions, sums, tops, totals, out, num_stretches, scale, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    PADDED: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """A row, a key head: its recent columns, then its stretches."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    lane, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    used, head = lane < shared, kv_head * shared + lane
+    query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+    position = tl.load(positions + row)
+    border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
+    top = tl.full((PADDED,), -1e30, dtype=tl.float32)
+    total = tl.zeros((PADDED,), dtype=tl.float32)
+    weighted = tl.zeros((PADDED, DIM), dtype=tl.float32)
+    for start in tl.static_range(0, 2 * DEPTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        slot = tl.load(recent + row * 2 * DEPTH + column)
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+        scores = tl.dot(query, tl.trans(tl.load(keys + place)), input_precision="ieee") * scale
+        seen = (border + column <= position) & (border + column > position - window)
+        scores = tl.where(seen[None, :], scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        before = tl.exp(top - higher)
+        weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        value = tl.load(values + place)
+        weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
+        total = total * before + tl.sum(weights, 1)
+        top = higher
+    group, part = row // GROUP, tl.arange(0, JOINED)
+    own = lane * GROUP + row % GROUP  # in a stretch's tile
+    count = (border + STRETCH - 1) // STRETCH
+    first = tl.maximum(position - window + 1, 0) // STRETCH // JOINED * JOINED
+    start = first
+    while start < count:
+        exists = (start + part) < count
+        stretch = ((group * KV_HEADS + kv_head) * num_stretches + start + part).to(tl.int64)
+        at = stretch[:, None] * TILE + own[None, :]
+        read = exists[:, None] & used[None, :]
+        other = tl.load(tops + at, mask=read, other=-1e30)
+        higher = tl.maximum(top, tl.max(other, 0))
+        before, factor = tl.exp(top - higher), tl.exp(other - higher[None, :])
+        factor = tl.where(read, factor, 0.0)
+        found = tl.load(sums + at[:, :, None] * DIM + dim[None, None, :], mask=read[:, :, None], other=0.0)
+        weighted = weighted * before[:, None] + tl.sum(found * factor[:, :, None], 0)
+        total = total * before + tl.sum(tl.load(totals + at, mask=read, other=0.0) * factor, 0)
+        top = higher
+        start += JOINED
+    place = (row * HEADS + head)[:, None] * DIM + dim[None, :]
+    tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=used[:, None])
+
+
+class StretchSums(NamedTuple):
+    """What stretches leave for `_join`, [groups, kv_heads, stretches, tile] and dim: one layer after another uses it."""
+
+    weighted: Tensor
+    tops: Tensor
+    totals: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor, kv_heads: int, groups: int, rows_per_group: int, positions: int) -> StretchSums:
+        """For queries [rows, heads, dim] like these, and groups that attend to so many positions."""
+        heads, dim = like.shape[1:]
+        tile = max(16, triton.next_power_of_2(rows_per_group * heads // kv_heads))
+        tops = like.new_empty(groups, kv_heads, triton.cdiv(positions, STRETCH), tile, dtype=torch.float32)
+        return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, tables: Tensor, recent: Tensor, positions: Tensor,
+    sums: StretchSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """out [rows, heads, dim] of queries of the same shape; the rows of a group belong to one text.
+
+    keys, values [slots, kv_heads, dim]; tables [groups, pages]; recent [rows, 2 · depth] slots of the positions from
+    `first_recent_position` on; positions [rows]; `scale` multiplies scores; `window` is the number of last positions
+    that a row sees, None: all.
+    """
+    (groups, pages), (rows, wide) = tables.shape, recent.shape
+    heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
+    stretches, tile = sums.tops.shape[2:]
+    assert page % STRETCH == 0 and wide % BLOCK == 0
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile,
+                 "DEPTH": wide // 2, "STRETCH": STRETCH, "BLOCK": BLOCK}  # fmt: skip
+    last = window or 1 << 30
+    _stretch[(stretches, kv_heads, groups)](
+        queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants, num_warps=4,
+    )  # fmt: skip
+    shared = max(16, triton.next_power_of_2(heads // kv_heads))
+    _join[(rows, kv_heads)](
+        queries, keys, values, recent, positions, *sums, out, stretches, scale, last,
+        PADDED=shared, JOINED=JOINED, **constants, num_warps=4,
+    )  # fmt: skip
