@@ -61,7 +61,7 @@ def calls(run: Any, share: float) -> None:
     """Calls of several texts and trees, early and late in a text, and without graphs, against the roofline."""
     network, draws = run.engine("bfloat16").network, np.random.default_rng(0)
     runner, vocab = network.fixed_shape_runner, network.model.config.vocab_size
-    jobs = [(length, texts, nodes, True) for length in (200, 1000, 3000) for texts, nodes in CALLS]
+    jobs = [(length, texts, nodes, True) for length in (200, 1000, 3000, 8000) for texts, nodes in CALLS]
     jobs += [(200, texts, nodes, False) for texts, nodes in CALLS[::4]]
     for length, texts, nodes, captured in (
         jobs if run.cuda else [(40, texts, nodes, False) for texts, nodes in CALLS[:5]]

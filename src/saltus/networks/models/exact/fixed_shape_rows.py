@@ -96,7 +96,7 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
             groups, rows = 1, settings.prefill_chunk
             if settings.varied_rows:
-                groups, rows = _power_of_two(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
+                groups, rows = _size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
             yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
     by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
     for text in texts:
@@ -113,12 +113,13 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             room[call] -= groups
     for parts, rest in zip(calls, room, strict=True):
         groups = settings.rows_per_call // by
-        yield _call(tuple(parts), _power_of_two(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+        yield _call(tuple(parts), _size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
 
 
-def _power_of_two(count: int) -> int:
-    """The next one: so that there are few graphs."""
-    return 1 << (count - 1).bit_length()
+def _size_class(count: int) -> int:
+    """The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, …, so that there are few graphs."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power >= 16 and count <= power * 3 // 4 else power
 
 
 def _call(

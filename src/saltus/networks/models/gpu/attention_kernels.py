@@ -16,18 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saltus.networks.models.gpu.launching import begin, launch_options
+
 STRETCH = 128  # positions
-BLOCK = 64  # columns of a product
-JOINED = 4  # stretches that are read at once when they are added
+BLOCK = 64  # recent columns of a product
+JOINED = 16  # stretches that are read at once when they are added
+JOINED_DIMS = 32  # of a head, that a program adds
 
 
 @triton.jit(do_not_specialize=["num_pages", "window"])  # one binary for all
 def _stretch(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A stretch, a key head, a group: weighted values, the largest score and the sum of weights of each row and head."""
+    begin(OVERLAP)
     stretch, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared: tl.constexpr = HEADS // KV_HEADS
     tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
@@ -37,29 +41,21 @@ def _stretch(
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
     first = stretch * STRETCH
     if tl.max(border, 0) > first:
+        at = first + tl.arange(0, STRETCH)
+        slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+        key, value = tl.load(keys + place), tl.load(values + place)
         query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
-        top = tl.full((TILE,), -1e30, dtype=tl.float32)
-        total = tl.zeros((TILE,), dtype=tl.float32)
-        weighted = tl.zeros((TILE, DIM), dtype=tl.float32)
-        for start in tl.static_range(0, STRETCH, BLOCK):
-            at = first + start + tl.arange(0, BLOCK)
-            page = tl.load(tables + group * num_pages + (first + start) // PAGE)
-            slot = page * PAGE + at % PAGE
-            place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
-            scores = tl.dot(query, tl.trans(tl.load(keys + place)), input_precision="ieee") * scale
-            seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, -1e30)
-            higher = tl.maximum(top, tl.max(scores, 1))
-            before = tl.exp(top - higher)
-            weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-            value = tl.load(values + place)
-            weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
-            total = total * before + tl.sum(weights, 1)
-            top = higher
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -1e30)
+        top = tl.max(scores, 1)
+        weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
         out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + stretch).to(tl.int64) * TILE + tile
-        tl.store(sums + out[:, None] * DIM + dim[None, :], weighted)
+        weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        tl.store(sums + out[:, None] * DIM + dim[None, :], weighted, mask=used[:, None])
         tl.store(tops + out, top)
-        tl.store(totals + out, total)
+        tl.store(totals + out, tl.sum(weights, 1))
 
 
 @triton.jit(do_not_specialize=["num_stretches", "window"])  # one binary for all
@@ -67,52 +63,52 @@ def _join(
     queries, keys, values, recent, positions, sums, tops, totals, out, num_stretches, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     PADDED: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
+    DIMS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A row, a key head: its recent columns, then its stretches."""
+    """A row, a key head, some dimensions: its recent columns, then its stretches."""
+    begin(OVERLAP)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
-    lane, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, DIM), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     used, head = lane < shared, kv_head * shared + lane
     query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
     position = tl.load(positions + row)
     border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
     top = tl.full((PADDED,), -1e30, dtype=tl.float32)
     total = tl.zeros((PADDED,), dtype=tl.float32)
-    weighted = tl.zeros((PADDED, DIM), dtype=tl.float32)
+    weighted = tl.zeros((PADDED, DIMS), dtype=tl.float32)
     for start in tl.static_range(0, 2 * DEPTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         slot = tl.load(recent + row * 2 * DEPTH + column)
-        place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
-        scores = tl.dot(query, tl.trans(tl.load(keys + place)), input_precision="ieee") * scale
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM
+        value = tl.load(values + place + own_dim[None, :])
+        scores = tl.dot(query, tl.trans(tl.load(keys + place + dim[None, :])), input_precision="ieee") * scale
         seen = (border + column <= position) & (border + column > position - window)
         scores = tl.where(seen[None, :], scores, -1e30)
         higher = tl.maximum(top, tl.max(scores, 1))
         before = tl.exp(top - higher)
         weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        value = tl.load(values + place)
         weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
         total = total * before + tl.sum(weights, 1)
         top = higher
     group, part = row // GROUP, tl.arange(0, JOINED)
-    own = lane * GROUP + row % GROUP  # in a stretch's tile
+    tile = lane * GROUP + row % GROUP  # the row's places in a stretch
     count = (border + STRETCH - 1) // STRETCH
-    first = tl.maximum(position - window + 1, 0) // STRETCH // JOINED * JOINED
-    start = first
+    start = tl.maximum(position - window + 1, 0) // STRETCH // JOINED * JOINED
     while start < count:
-        exists = (start + part) < count
         stretch = ((group * KV_HEADS + kv_head) * num_stretches + start + part).to(tl.int64)
-        at = stretch[:, None] * TILE + own[None, :]
-        read = exists[:, None] & used[None, :]
+        at = stretch[:, None] * TILE + tile[None, :]
+        read = ((start + part) < count)[:, None] & used[None, :]
+        found = tl.load(sums + at[:, :, None] * DIM + own_dim[None, None, :], mask=read[:, :, None], other=0.0)
         other = tl.load(tops + at, mask=read, other=-1e30)
         higher = tl.maximum(top, tl.max(other, 0))
-        before, factor = tl.exp(top - higher), tl.exp(other - higher[None, :])
-        factor = tl.where(read, factor, 0.0)
-        found = tl.load(sums + at[:, :, None] * DIM + dim[None, None, :], mask=read[:, :, None], other=0.0)
+        before = tl.exp(top - higher)
+        factor = tl.where(read, tl.exp(other - higher[None, :]), 0.0)
         weighted = weighted * before[:, None] + tl.sum(found * factor[:, :, None], 0)
         total = total * before + tl.sum(tl.load(totals + at, mask=read, other=0.0) * factor, 0)
         top = higher
         start += JOINED
-    place = (row * HEADS + head)[:, None] * DIM + dim[None, :]
+    place = (row * HEADS + head)[:, None] * DIM + own_dim[None, :]
     tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=used[:, None])
 
 
@@ -146,14 +142,16 @@ def attend(
     heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
     stretches, tile = sums.tops.shape[2:]
     assert page % STRETCH == 0 and wide % BLOCK == 0
-    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile,
-                 "DEPTH": wide // 2, "STRETCH": STRETCH, "BLOCK": BLOCK}  # fmt: skip
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile, "DEPTH": wide // 2,
+        "STRETCH": STRETCH, "num_warps": 4, **launch_options(queries.device),
+    }  # fmt: skip
     last = window or 1 << 30
     _stretch[(stretches, kv_heads, groups)](
-        queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants, num_warps=4,
-    )  # fmt: skip
-    shared = max(16, triton.next_power_of_2(heads // kv_heads))
-    _join[(rows, kv_heads)](
+        queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants
+    )
+    padded, dims = max(16, triton.next_power_of_2(heads // kv_heads)), min(dim, JOINED_DIMS)
+    _join[(rows, kv_heads, dim // dims)](
         queries, keys, values, recent, positions, *sums, out, stretches, scale, last,
-        PADDED=shared, JOINED=JOINED, **constants, num_warps=4,
+        PADDED=padded, BLOCK=BLOCK, JOINED=JOINED, DIMS=dims, **constants,
     )  # fmt: skip

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saltus.networks.models.gpu.launching import begin, launch_options
+
 MAX_TILE_ROWS = 128
-PROGRAMS = 264  # that a product should have, where its sizes allow: two for each processor of a large GPU
+PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
 MAX_TILE_BYTES = 200_000  # of shared memory that a program may use
 MIN_STEPS = 3  # of BLOCK_K columns, in each part of a sum
 
@@ -36,7 +38,7 @@ def blocks_of(outputs: int, inputs: int, parts: bool = True) -> Blocks:
     depth = 128 if inputs % 128 == 0 else 64
     tiles, steps = -(-outputs // 64), -(-inputs // depth)
     count = max(1, min(round(PROGRAMS / tiles), steps // MIN_STEPS)) if parts else 1
-    return Blocks(64, depth, count)
+    return Blocks(64, depth, count, stages=4 if count > 1 else 5)
 
 
 def tile_rows(rows: int) -> int:
@@ -53,9 +55,10 @@ def padded_rows(rows: int) -> int:
 def _linear(
     x, weight, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, n]: the part's sums, in the dtype of `out`."""
+    begin(OVERLAP)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_K)
@@ -82,8 +85,10 @@ def _linear(
 def _gate_and_up(
     x, gate, up, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[row, n] = SiLU(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
+    begin(OVERLAP)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     inside = columns < N
@@ -137,4 +142,4 @@ def _launch(
     """Run a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
     stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()
     stages = max(1, min(blocks.stages, MAX_TILE_BYTES // stage))
-    kernel[grid](x, *args, **constants, num_warps=blocks.warps, num_stages=stages)
+    kernel[grid](x, *args, **constants, num_warps=blocks.warps, num_stages=stages, **launch_options(x.device))
