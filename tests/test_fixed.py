@@ -17,7 +17,7 @@ from saltus.engine.engine import MAX_BUDGET
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import fixed_shape_attention, kv_pages
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
-from saltus.networks.models.exact.fixed_shapes import why_not_fixed_shapes
+from saltus.networks.models.exact.fixed_shapes import CallOutputs, why_not_fixed_shapes
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -272,7 +272,7 @@ def replayed(monkeypatch):
         calls = []
 
         def recorded(inputs, queries):
-            out = tuple(x.clone() for x in evaluate(inputs, queries))
+            out = CallOutputs(*(x.clone() for x in evaluate(inputs, queries)))
             calls.append((inputs, queries, pool.keys.data_ptr(), out))
             return out
 

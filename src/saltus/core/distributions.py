@@ -82,8 +82,10 @@ class TargetDistributions:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
-                (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
-                ids = self.outputs.token_ids
+                found, ids = self.outputs.likeliest, self.outputs.token_ids
+                token = -1 if found is None else int(found[node + 1])
+                if token < 0:
+                    (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
                 self._picks[node] = token if ids is None else int(ids[token])
             elif (token := self._race_winner(node)) is not None:
                 self._picks[node] = token

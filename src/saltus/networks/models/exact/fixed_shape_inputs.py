@@ -31,16 +31,19 @@ class StaticInputs:
     def fill(self, call: Call) -> None:
         """Write the rows of a call in one copy; padding rows are token 0 at position 0 of the padding page."""
         (groups, by, pages, _), recent = self.shape, 2 * self.max_tree_depth
-        rows = np.zeros((3, groups * by), dtype=np.int64)
-        recent_slots = np.zeros((groups * by, recent), dtype=np.int64)
-        tables = np.full((groups, pages), PADDING_PAGE)
+        source = torch.zeros(len(self.packed), dtype=torch.long, pin_memory=self.packed.device.type == "cuda")
+        staged, num_rows = source.numpy(), groups * by
+        rows = staged[: 3 * num_rows].reshape(3, num_rows)
+        recent_slots = staged[3 * num_rows : (3 + recent) * num_rows].reshape(num_rows, recent)
+        tables = staged[(3 + recent) * num_rows :].reshape(groups, pages)
+        tables[:] = PADDING_PAGE
         for start, part in call.placed():
             own = slice(start, start + len(part))
             rows[:, own] = part.tokens, part.positions, part.kv_cache.slots(part.entries)
             recent_slots[own] = part.kv_cache.slots(part.recent_entries)
             table = part.kv_cache.pages[:pages]
             tables[start // by : -(-own.stop // by), : len(table)] = table
-        self.packed.copy_(torch.from_numpy(np.concatenate([x.ravel() for x in (rows, recent_slots, tables)])))
+        self.packed.copy_(source, non_blocking=True)  # torch keeps pinned memory until it is copied
 
     def clear(self) -> None:
         """Make all rows padding."""

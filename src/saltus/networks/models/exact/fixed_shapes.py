@@ -21,10 +21,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
@@ -49,6 +50,37 @@ MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
 RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
 """Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
 states."""
+
+
+class CallOutputs(NamedTuple):
+    """What a call leaves for each row."""
+
+    logits: Float[Tensor, "rows vocab"]
+    states: Float[Tensor, "rows states"] | None
+    greatest: Float[Tensor, "2 rows"]  # float64: the token of the first greatest logit, and that logit
+
+    @classmethod
+    def of(cls, logits: Tensor, states: Tensor) -> CallOutputs:
+        """With the greatest logits, found on the device, so that greedy decoding copies two numbers a row."""
+        tokens = logits.argmax(-1, keepdim=True)
+        return cls(logits, states, torch.cat([tokens, logits.gather(-1, tokens)], -1).double().T.contiguous())
+
+    @classmethod
+    def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:
+        if len(pieces) == 1:
+            return pieces[0]
+        logits, states, greatest = zip(*pieces, strict=True)
+        return cls(torch.cat(logits), None if states[0] is None else torch.cat(states), torch.cat(greatest, 1))
+
+    def copy_rows(self, rows: slice, output_states: bool) -> CallOutputs:
+        states = self.states[rows].clone() if output_states and self.states is not None else None
+        return CallOutputs(self.logits[rows].clone(), states, self.greatest[:, rows].clone())
+
+    @property
+    def likeliest(self) -> np.ndarray:
+        """As in ForwardOutputs; `greatest` must be on the CPU."""
+        tokens, logits = self.greatest.numpy()
+        return np.where(np.isfinite(logits), tokens, -1).astype(np.int64)
 
 
 @dataclass
@@ -113,12 +145,10 @@ class FixedShapeRunner:
         for inputs, kv_cache in zip(batch, kv_caches, strict=True):
             kv_cache.token_history.tokens = inputs.canvas.decided_prefix.copy()
             kv_cache.token_history.pending_tree = inputs if inputs.tokens else None
-        if self.device.type == "cuda":  # seconds include the whole call
-            torch.cuda.current_stream(self.device).synchronize()
         seconds, rows = time.perf_counter() - started, sum(read) + sum(len(inputs.tokens) for inputs in batch)
         return [
-            ForwardOutputs(logits, states if inputs.output_hidden_states else None, seconds, count, rows)
-            for inputs, count, (logits, states) in zip(batch, read, outputs, strict=True)
+            ForwardOutputs(own.logits, own.states, seconds, count, rows, likeliest=own.likeliest)
+            for count, own in zip(read, outputs, strict=True)
         ]
 
     def _check_tree(self, inputs: ForwardInputs) -> None:
@@ -132,26 +162,28 @@ class FixedShapeRunner:
 
     def _forward(
         self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache], past_lengths: Sequence[int]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Logits and hidden states of the output rows of each text, each [nodes + 1, …]."""
+    ) -> list[CallOutputs]:
+        """The output rows of each text, nodes + 1 of them. Waits for the device."""
         self._copy_accepted_nodes(kv_caches)
         settings = self.active_settings
         texts = [
             make_rows(number, inputs, kv_cache, past, settings)
             for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
         ]
-        pieces: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batch]
+        pieces: list[list[CallOutputs]] = [[] for _ in batch]
         for call in split_into_calls(texts, settings):
-            found = [start + np.flatnonzero(part.output_rows >= 0) for start, part in call.placed()]
             out = self._run_call(call)
-            if sum(map(len, found)) == 0:
-                continue
-            index = torch.from_numpy(np.concatenate(found)).to(self.device)
-            selected = [x.index_select(0, index) for x in out]  # copied, since the next call overwrites the outputs
-            sizes = [len(rows) for rows in found]
-            for part, *piece in zip(call.parts, *(x.split(sizes) for x in selected), strict=True):
-                pieces[part.text].append((piece[0], piece[1]))
-        return [own[0] if len(own) == 1 else (_concatenated(own, 0), _concatenated(own, 1)) for own in pieces]
+            for start, part in call.placed():
+                rows = np.flatnonzero(part.output_rows >= 0)
+                if len(rows):  # copied, since the next call overwrites the outputs; they are the last rows of a part
+                    own, states = slice(start + int(rows[0]), start + len(part)), part.inputs.output_hidden_states
+                    pieces[part.text].append(out.copy_rows(own, states))
+        joined = [CallOutputs.concatenated(own) for own in pieces]
+        greatest = torch.cat([outputs.greatest for outputs in joined], 1).cpu()
+        return [
+            outputs._replace(greatest=own)
+            for outputs, own in zip(joined, greatest.split([len(one.logits) for one in joined], 1), strict=True)
+        ]
 
     def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
         """Copy the entries of accepted nodes to those of their positions."""
@@ -170,8 +202,8 @@ class FixedShapeRunner:
             if has_queries or before is not self.active_decoder:
                 del self.pool.graphs[shape, has_queries]
 
-    def _run_call(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of all rows; the next call overwrites them."""
+    def _run_call(self, call: Call) -> CallOutputs:
+        """The outputs of all rows; the next call overwrites them."""
         shape = call.shape
         if shape not in self.static_inputs:
             self.static_inputs[shape] = StaticInputs(shape, self.settings.max_tree_depth, self.device)
@@ -191,9 +223,9 @@ class FixedShapeRunner:
             queries.fill(call, self.adapter)
         if not self.use_cuda_graphs:
             return self._run_static_inputs(inputs, queries)
-        graph, *out = self.pool.graphs[key]
+        graph, out = self.pool.graphs[key]
         graph.replay()
-        return out[0], out[1]
+        return out
 
     def _allocated_query_inputs(self, shape: FixedShape) -> QueryInputs:
         """Those of decoding calls; prompts have no queries."""
@@ -203,13 +235,14 @@ class FixedShapeRunner:
             self.query_inputs = QueryInputs(shape, self.adapter.hidden_size, dtype, self.device)
         return self.query_inputs
 
-    def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> tuple[Tensor, Tensor]:
+    def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> CallOutputs:
         if (decoder := self.active_decoder) is not None:
-            return decoder(inputs, self.pool, self.hidden_state_layers)
+            return CallOutputs.of(*decoder(inputs, self.pool, self.hidden_state_layers))
         call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
         with attention.attention_context(call):
             gate = None if queries is None else queries.gate
-            return self.run_model(inputs.tokens[None], inputs.positions[None], inputs.shape.num_logits, gate)
+            out = self.run_model(inputs.tokens[None], inputs.positions[None], inputs.shape.num_logits, gate)
+            return CallOutputs.of(*out)
 
     def _capture_cuda_graph(self, inputs: StaticInputs, queries: QueryInputs | None) -> None:
         """Capture a call, after two idle calls that load kernels and allocate memory."""
@@ -238,7 +271,7 @@ class FixedShapeRunner:
             self.use_cuda_graphs = False
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
-            self.pool.graphs[inputs.shape, queries is not None] = graph, *out
+            self.pool.graphs[inputs.shape, queries is not None] = graph, out
 
 
 @contextlib.contextmanager
@@ -251,10 +284,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _concatenated(pieces: Sequence[tuple[Tensor, Tensor]], which: int) -> Tensor:
-    return torch.cat([piece[which] for piece in pieces])
 
 
 def why_not_fixed_shapes(model: Any) -> str | None:
