@@ -72,6 +72,11 @@ class Run:
         if self.args.out:
             self.args.out.write_text(json.dumps(self.found, indent=1, default=str))
 
+    def fail(self, which: str, error: Exception) -> None:
+        """To be called where the error was caught."""
+        traceback.print_exc()
+        self.note("failed", which=which, error=f"{type(error).__name__}: {error}")
+
     def engine(self, dtype: str, **settings) -> Any:
         """By fixed shapes on any device."""
         engine = saltus.load(self.folder, "plain", device=self.args.device, dtype=dtype, weights="bf16", **settings)
@@ -103,8 +108,7 @@ def main() -> None:
         try:
             part(run, share)
         except Exception as error:  # the other parts are worth having
-            traceback.print_exc()
-            run.note("failed", which=part.__name__, error=f"{type(error).__name__}: {error}")
+            run.fail(part.__name__, error)
     print("\n".join(["", "=" * 100, *exactness_lines(run), *speed_lines(run)]))
     counted = run.found.get("texts", [])
     differs = any(row["same"] < row["texts"] for row in counted) or any(
@@ -214,7 +218,12 @@ def texts(run: Run, share: float) -> None:
             for name, counted in found.items():
                 if len(plain) < len(batch) or not run.left(end):
                     break
-                for one, made in zip(plain, engine.generate(batch, method=name, **settings), strict=True):
+                try:
+                    written = engine.generate(batch, method=name, **settings)
+                except Exception as error:  # the other methods are worth having
+                    run.fail(f"texts by {name}", error)
+                    continue
+                for one, made in zip(plain, written, strict=True):
                     counted["texts"] += 1
                     counted["tokens"] += len(made.tokens)
                     counted["calls"] += made.statistics.calls

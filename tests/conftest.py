@@ -12,6 +12,10 @@ import hypothesis
 import jaxtyping
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # kernels in Triton are interpreted
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,

@@ -25,7 +25,7 @@ def batch_drafter(dtype: torch.dtype, kernels: bool = True) -> tuple[CausalNetwo
     network.model.to(dtype)
     network = DraftNetwork(network.model, target)
     if not kernels:
-        network.context_layers.native_decoder = network.native_pass = None
+        network.context_layers.native_decoder = network.whole_pass = None
     return target, network
 
 
@@ -33,7 +33,7 @@ def counted_passes(network: DraftNetwork, monkeypatch) -> list[int]:
     """The rows of each pass from now on."""
     rows = []
     runner, name = (
-        (network.context_layers, "_forward") if network.native_pass is None else (network.native_pass, "_evaluate")
+        (network.context_layers, "_forward") if network.whole_pass is None else (network.whole_pass, "_evaluate")
     )
     run = getattr(runner, name)
 
@@ -78,10 +78,10 @@ def test_the_kernel_pass_predicts_what_torch_predicts(dtype, packed: bool):
         model = by_kernel.model
         model.embeddings[0] = PackedWeight.from_blocks(quantized_blocks(model.embeddings[0], Q8_0), Q8_0)
         by_kernel = DraftNetwork(model, target)
-    if by_kernel.native_pass is None:
+    if by_kernel.whole_pass is None:
         pytest.skip("this machine has no kernels for this number format")
     by_torch = DraftNetwork(by_kernel.model, target)
-    by_torch.native_pass = by_torch.context_layers.native_decoder = None
+    by_torch.whole_pass = by_torch.context_layers.native_decoder = None
     text, uniforms = np.random.default_rng(4).integers(5, 250, 40), (0.2, 0.7, 0.4)
     asked = question(text, states(target, text)[:-1], uniforms)
     found, expected = (one.forward([asked], [one.new_kv_cache()])[0] for one in (by_kernel, by_torch))

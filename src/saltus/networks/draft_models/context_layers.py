@@ -31,7 +31,11 @@ class ContextKVCache:
 
     first_position: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    kv_cache: KVCache = field(default_factory=KVCache)
+    new_kv_cache: Callable[[], Any] = KVCache
+    kv_cache: Any = field(init=False)  # a KVCache, or pages on a GPU
+
+    def __post_init__(self) -> None:
+        self.kv_cache = self.new_kv_cache()
 
     def reuse_prefix(self, tokens: np.ndarray, first_given_position: int) -> int:
         """The position up to which the cache is reused, given new hidden states from `first_given_position` on.
@@ -43,7 +47,7 @@ class ContextKVCache:
         shared = self.first_position + (int(differs[0]) if len(differs) else len(known))
         past = min(shared, len(tokens) - 1)
         if past < first_given_position:
-            self.first_position, self.kv_cache, past = first_given_position, KVCache(), first_given_position
+            self.first_position, self.kv_cache, past = first_given_position, self.new_kv_cache(), first_given_position
         return past
 
     @property

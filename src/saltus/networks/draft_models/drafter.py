@@ -27,6 +27,7 @@ from saltus.networks.draft_models.context_layers import (
     DraftRows,
     unread_states,
 )
+from saltus.networks.draft_models.gpu_draft_pass import GPUDraftPass
 from saltus.networks.draft_models.native_draft_pass import NativeDraftPass
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
 from saltus.networks.draft_models.timed_outputs import timed_outputs
@@ -171,8 +172,11 @@ class DraftNetwork:
         self.predictor = QueryPredictor(self.model)
         self.correction = self.predictor.correction
         self.query_vectors: dict[tuple[int, float], Tensor] = {}  # by number of queries and temperature
-        supported = NativeDraftPass.supports(self.model, self.context_layers)
-        self.native_pass = NativeDraftPass(self.model, self.context_layers) if supported else None
+        self.whole_pass: NativeDraftPass | GPUDraftPass | None = None
+        if NativeDraftPass.supports(self.model, self.context_layers):
+            self.whole_pass = NativeDraftPass(self.model, self.context_layers)
+        elif GPUDraftPass.supports(self.model):
+            self.whole_pass = GPUDraftPass(self.model)
 
     def _query_vectors(self, uniforms: Sequence[float], temperature: float) -> Float[Tensor, "queries hidden"]:
         """What is added to the last context input of each query; without uniforms always the same."""
@@ -191,7 +195,8 @@ class DraftNetwork:
         return found
 
     def new_kv_cache(self) -> ContextKVCache:
-        return ContextKVCache()
+        paged = isinstance(self.whole_pass, GPUDraftPass)
+        return ContextKVCache(new_kv_cache=self.whole_pass.new_kv_cache) if paged else ContextKVCache()
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
@@ -205,8 +210,8 @@ class DraftNetwork:
         """The rows of all texts in one pass; their drafts are predicted one after another."""
         pairs = list(zip(batch, kv_caches, strict=True))
         texts = [self._rows(*pair) for pair in pairs]
-        if self.native_pass is not None:
-            drafted = self.native_pass(texts)
+        if self.whole_pass is not None:
+            drafted = self.whole_pass(texts)
             found = [(one.logits, one.hidden_states) for one in drafted]
             predictions = [self.predictor.of_likely_tokens(one.likely[1:], one.projected[1:]) for one in drafted]
         else:

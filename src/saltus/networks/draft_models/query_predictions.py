@@ -24,7 +24,7 @@ class QueryPredictor:
         self.model, self.device = model, model.tokens.device
         self.token_ids = model.tokens.cpu().numpy()
         self.correction = None if model.correction is None else self._numpy_correction(model.correction)
-        self.path_kernel = self._path_kernel() if self.device.type == "cpu" else None
+        self.path_kernel = self._path_kernel()
 
     def __call__(self, logits: Tensor, hidden_states: Tensor) -> PositionPredictions:
         """The predictions of queries, given their logits over the drafted tokens and their last hidden states."""
@@ -45,8 +45,10 @@ class QueryPredictor:
         left, second_left, output = (layer.weight.detach().cpu().float().numpy() for layer in weights)
         unembedding = self.model.lm_head.weight.detach().cpu().float().numpy()
 
+        embeddings = self.model.embeddings[0].cpu()  # also of a drafter on a GPU: drafts are put together here
+
         def embed(token: int) -> np.ndarray:
-            one = nn.functional.embedding(torch.tensor([token], device=self.device), self.model.embeddings[0])
+            one = nn.functional.embedding(torch.tensor([token]), embeddings)
             return rms_normalized(one.float())[0].cpu().numpy()
 
         project = partial(rows_linear, module.state)
@@ -60,7 +62,7 @@ class QueryPredictor:
             embedded = embedded.to(module.left.weight.dtype)
             left, second_left = (rows_linear(layer, embedded) for layer in (module.left, module.second_left))
             tables = [torch.from_numpy(self.correction.right), left, second_left]
-        return path_kernel(self.token_ids, self.correction, tables)
+        return path_kernel(self.token_ids, self.correction, [table.cpu() for table in tables])
 
 
 def rows_linear(layer: nn.Linear, x: Tensor) -> Tensor:

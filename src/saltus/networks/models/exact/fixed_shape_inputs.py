@@ -73,6 +73,7 @@ class QueryInputs:
         num_decided, depths = np.ones(groups, dtype=np.int64), np.zeros(self.node_depths.shape, dtype=np.int64)
         for start, part in call.placed():
             inputs, own = part.inputs, slice(start // by, -(-(start + len(part)) // by))
+            assert inputs is not None, "drafters have no queries of adapters"
             num_decided[own] = len(inputs.canvas.decided_prefix)
             depths[own, : len(inputs.depths)] = inputs.depths
             temperatures[start : start + len(part)] = inputs.temperature
@@ -113,4 +114,5 @@ class QueryInputs:
 
 def query_rows(part: TextRows) -> Int[np.ndarray, "queries"]:
     """Which rows are queries."""
+    assert part.inputs is not None
     return np.flatnonzero(part.output_rows > part.inputs.num_draft_tokens)

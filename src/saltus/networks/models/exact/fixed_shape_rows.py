@@ -56,7 +56,7 @@ class TextRows:
     """The rows of one text, or those of them that share a call. Parents come before children."""
 
     text: int  # its number in the batch
-    inputs: ForwardInputs
+    inputs: ForwardInputs | None  # None: of a drafter
     kv_cache: FixedShapeKVCache
     num_prompt_rows: int  # the first ones, which belong to the prompt without its last token
     tokens: Int[np.ndarray, "rows"]
@@ -96,7 +96,7 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
             groups, rows = 1, settings.prefill_chunk
             if settings.varied_rows:
-                groups, rows = _size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
+                groups, rows = size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
             yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
     by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
     for text in texts:
@@ -113,10 +113,10 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             room[call] -= groups
     for parts, rest in zip(calls, room, strict=True):
         groups = settings.rows_per_call // by
-        yield _call(tuple(parts), _size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+        yield _call(tuple(parts), size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
 
 
-def _size_class(count: int) -> int:
+def size_class(count: int) -> int:
     """The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, …, so that there are few graphs."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 16 and count <= power * 3 // 4 else power

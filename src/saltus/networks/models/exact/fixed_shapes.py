@@ -15,11 +15,9 @@ takes its results for the queries alone; the model's own products have the shape
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -41,6 +39,7 @@ from saltus.networks.models.exact.fixed_shape_rows import (
     split_into_calls,
 )
 from saltus.networks.models.exact.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.networks.models.gpu.cuda_graphs import GraphCapture
 from saltus.networks.models.gpu.gpu_decoder import GPUDecoder
 
 log = logging.getLogger("saltus")
@@ -98,11 +97,11 @@ class FixedShapeRunner:
     adapter: Adapter | None = None  # of the query rows
     query_inputs: QueryInputs | None = None  # for this adapter
     static_inputs: dict[FixedShape, StaticInputs] = field(default_factory=dict)
-    graph_memory_pool: Any = None  # shared by the graphs, which are replayed one at a time
-    capture_stream: Any = None  # one for all captures, since matrix libraries keep a workspace for each stream
+    capture: GraphCapture = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = KVPagePool(self.num_layers, self.settings.page_size)
+        self.capture = GraphCapture(self.device)
         if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -176,7 +175,7 @@ class FixedShapeRunner:
             for start, part in call.placed():
                 rows = np.flatnonzero(part.output_rows >= 0)
                 if len(rows):  # copied, since the next call overwrites the outputs; they are the last rows of a part
-                    own, states = slice(start + int(rows[0]), start + len(part)), part.inputs.output_hidden_states
+                    own, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
                     pieces[part.text].append(out.copy_rows(own, states))
         joined = [CallOutputs.concatenated(own) for own in pieces]
         greatest = torch.cat([outputs.greatest for outputs in joined], 1).cpu()
@@ -245,45 +244,21 @@ class FixedShapeRunner:
             return CallOutputs.of(*out)
 
     def _capture_cuda_graph(self, inputs: StaticInputs, queries: QueryInputs | None) -> None:
-        """Capture a call, after two idle calls that load kernels and allocate memory."""
+        """Capture a call, or go on without graphs."""
         inputs.clear()
         if queries is not None:
             queries.clear()
-        self.capture_stream = self.capture_stream or torch.cuda.Stream(self.device)
-        if not self.pool.graphs:  # memory of graphs that are gone is not used again
-            self.graph_memory_pool = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream(self.device)
-        self.capture_stream.wait_stream(current)
-        with torch.cuda.stream(self.capture_stream):
-            for _ in range(2):
-                self._run_static_inputs(inputs, queries)
-        current.wait_stream(self.capture_stream)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with (
-                _no_garbage_collection(),
-                torch.cuda.graph(graph, self.graph_memory_pool, self.capture_stream, capture_error_mode="thread_local"),
-            ):
-                out = self._run_static_inputs(inputs, queries)
+            captured = self.capture.capture(
+                lambda: self._run_static_inputs(inputs, queries), others_exist=bool(self.pool.graphs)
+            )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self.use_cuda_graphs = False
             log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
         else:
-            self.pool.graphs[inputs.shape, queries is not None] = graph, out
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Graphs that nobody holds any more would end a capture if they were destroyed during it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+            self.pool.graphs[inputs.shape, queries is not None] = captured
 
 
 def why_not_fixed_shapes(model: Any) -> str | None:

@@ -115,6 +115,11 @@ class FixedShapeKVCache:
         """Those of all texts; None before the first call."""
         return self.pool.keys
 
+    @property
+    def values(self) -> Tensor | None:
+        """Those of all texts; None before the first call."""
+        return self.pool.values
+
     def reuse_prefix(self, tokens: Int[np.ndarray, "tokens"]) -> int:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
         if self.token_history.pending_tree is not None:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, launch_options
+from saltus.networks.models.gpu.launching import begin, kernel, launch_options
 
 STRETCH = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -24,13 +24,13 @@ JOINED = 16  # stretches that are read at once when they are added
 JOINED_DIMS = 32  # of a head, that a program adds
 
 
-@triton.jit(do_not_specialize=["num_pages", "window"])  # one binary for all
+@kernel("num_pages", "window")
 def _stretch(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A stretch, a key head, a group: weighted values, the largest score and the sum of weights of each row and head."""
+    """A stretch, a key head, a group: for each row and head weighted values, the largest score, the sum of weights."""
     begin(OVERLAP)
     stretch, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared: tl.constexpr = HEADS // KV_HEADS
@@ -58,7 +58,7 @@ def _stretch(
         tl.store(totals + out, tl.sum(weights, 1))
 
 
-@triton.jit(do_not_specialize=["num_stretches", "window"])  # one binary for all
+@kernel("num_stretches", "window")
 def _join(
     queries, keys, values, recent, positions, sums, tops, totals, out, num_stretches, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -113,7 +113,7 @@ def _join(
 
 
 class StretchSums(NamedTuple):
-    """What stretches leave for `_join`, [groups, kv_heads, stretches, tile] and dim: one layer after another uses it."""
+    """What stretches leave for `_join`, [groups, kv_heads, stretches, tile] and dim; the layers use it in turn."""
 
     weighted: Tensor
     tops: Tensor

@@ -78,11 +78,11 @@ class GPUDecoder:
         self.model, self.base = model, model.model
         self.dim = self.base.layers[0].self_attn.head_dim
         self.layers = [self._merged(layer) for layer in self.base.layers]
-        first, head = self.layers[0], model.lm_head.weight
+        first = self.layers[0]
         self.qkv_blocks, self.o_blocks, self.down_blocks = (
             blocks_of(*weight.shape) for weight in (first.qkv, first.o, first.down)
         )
-        self.gate_blocks, self.head_blocks = (blocks_of(*weight.shape, parts=False) for weight in (first.gate, head))
+        self.gate_blocks = blocks_of(*first.gate.shape, parts=False)
         self.angles = self._angles(FIRST_ANGLES)
 
     def _merged(self, layer: Any) -> _Layer:
@@ -119,12 +119,27 @@ class GPUDecoder:
 
         Memory is taken as it is needed, so that the graphs of all shapes share it.
         """
+        from saltus.networks.models.gpu import linear_kernels
+
+        rows, weights = inputs.shape.num_rows, self.base.embed_tokens.weight
+        hidden = weights.new_empty(linear_kernels.padded_rows(rows), self.model.config.hidden_size)
+        torch.index_select(weights, 0, inputs.tokens, out=hidden[:rows])
+        x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers)
+        first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
+        states = torch.cat([*(each[first:] for each in collected), x[first:rows]], -1)
+        return self.product(x[first:], self.model.lm_head.weight, rows - first), states
+
+    def run_layers(
+        self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The normalised last hidden states of rows, and their states after some layers.
+
+        `hidden` [padded rows, hidden size] are the inputs of the first layer, and overwritten.
+        """
         from saltus.networks.models.gpu import attention_kernels, linear_kernels, row_kernels
 
-        shape, config, weights = inputs.shape, self.model.config, self.base.embed_tokens.weight
-        rows, wide = shape.num_rows, linear_kernels.padded_rows(shape.num_rows)
-        hidden = weights.new_empty(wide, config.hidden_size)
-        torch.index_select(weights, 0, inputs.tokens, out=hidden[:rows])
+        shape, config = inputs.shape, self.model.config
+        rows, wide = shape.num_rows, len(hidden)
         key = hidden.new_empty(config.num_key_value_heads, 1, self.dim)
         pool.allocate(key, key)
         assert pool.keys is not None and pool.values is not None
@@ -156,17 +171,15 @@ class GPUDecoder:
             linear_kernels.gate_and_up(x, layer.gate, layer.up, active, self.gate_blocks, rows)
             parts = linear_kernels.linear_parts(active, layer.down, self.down_blocks, rows)
         row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
-        first = rows - shape.num_logits if shape.num_logits else 0
-        states = torch.cat([*(each[first:] for each in collected), x[first:rows]], -1)
-        return self._logits(x[first:], rows - first), states
+        return x, collected
 
-    def _logits(self, x: Tensor, rows: int) -> Tensor:
-        """Of the first rows of x; a tile may read beyond them, so they are copied where there is nothing to read."""
+    def product(self, x: Tensor, weight: Tensor, rows: int) -> Tensor:
+        """The first rows of x times a weight; a tile may read beyond them, so they are copied where x ends before."""
         from saltus.networks.models.gpu import linear_kernels
 
-        weight, wide = self.model.lm_head.weight, linear_kernels.padded_rows(rows)
+        wide = linear_kernels.padded_rows(rows)
         if len(x) < wide:
             x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
-        logits = x.new_empty(rows, len(weight))
-        linear_kernels.linear(x, weight, logits, self.head_blocks, rows)
-        return logits
+        out = x.new_empty(rows, len(weight))
+        linear_kernels.linear(x, weight, out, linear_kernels.blocks_of(*weight.shape, parts=False), rows)
+        return out

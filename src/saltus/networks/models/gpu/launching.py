@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,7 +15,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 OVERLAPS_FROM = (9, 0)  # compute capability with programmatic dependent launch
 
 
-@triton.jit
+def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
+    """A kernel of which there is one binary for all values of the arguments named here, so that none rounds otherwise.
+
+    Import hooks that check types wrap functions; Triton needs the one that was written.
+    """
+    return lambda function: triton.jit(inspect.unwrap(function), do_not_specialize=list(shared))
+
+
+@kernel()
 def begin(OVERLAP: tl.constexpr):
     """First statement of every kernel: let the next one start, and wait for what the one before wrote."""
     if OVERLAP:

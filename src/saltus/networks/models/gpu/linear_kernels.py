@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, launch_options
+from saltus.networks.models.gpu.launching import begin, kernel, launch_options
 
 MAX_TILE_ROWS = 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
@@ -51,7 +51,7 @@ def padded_rows(rows: int) -> int:
     return -(-rows // tile_rows(rows)) * tile_rows(rows)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for all
+@kernel("num_rows")
 def _linear(
     x, weight, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -81,7 +81,7 @@ def _linear(
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & (rows[None, :] < num_rows))
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for all
+@kernel("num_rows")
 def _gate_and_up(
     x, gate, up, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
@@ -137,9 +137,9 @@ def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, blocks: Blocks
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], blocks: Blocks, weights: int, x: Tensor, *args: Any, **constants: int
+    run: Any, grid: tuple[int, ...], blocks: Blocks, weights: int, x: Tensor, *args: Any, **constants: int
 ) -> None:
-    """Run a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
+    """Start a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
     stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()
     stages = max(1, min(blocks.stages, MAX_TILE_BYTES // stage))
-    kernel[grid](x, *args, **constants, num_warps=blocks.warps, num_stages=stages, **launch_options(x.device))
+    run[grid](x, *args, **constants, num_warps=blocks.warps, num_stages=stages, **launch_options(x.device))

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, launch_options
+from saltus.networks.models.gpu.launching import begin, kernel, launch_options
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon"])  # one binary for all
+@kernel("num_rows", "epsilon")
 def _add_and_norm(
     parts, hidden, weight, out, num_rows, epsilon,
     SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -35,7 +35,7 @@ def _add_and_norm(
     tl.store(out + row * SIZE + at, scale * normed.to(dtype).to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "epsilon"])  # one binary for all
+@kernel("num_rows", "epsilon")
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, cosines, sines, positions, slots, queries, keys, values, num_rows, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,

@@ -1,0 +1,66 @@
+"""Capture calls as CUDA graphs, whose memory they share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+Outputs = TypeVar("Outputs")
+
+
+@dataclass
+class GraphCapture:
+    """The stream and the memory of all graphs that are replayed one at a time."""
+
+    device: torch.device
+    memory_pool: Any = field(init=False, default=None)
+    stream: Any = field(init=False, default=None)  # one for all, since matrix libraries keep a workspace for each
+
+    def capture(self, run: Callable[[], Outputs], others_exist: bool) -> tuple[Any, Outputs]:
+        """A graph of `run` and its outputs, after two idle runs that load kernels and allocate memory.
+
+        Unless others exist that share its memory, it gets new memory: that of graphs that are gone may be in use.
+        Errors: RuntimeError for what cannot be captured.
+        """
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        if not others_exist:
+            self.memory_pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                run()
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, self.memory_pool, self.stream, capture_error_mode="thread_local"),
+        ):
+            outputs = run()
+        return graph, outputs
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs that nobody holds any more would end a capture if they were destroyed during it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies in the memory of the host, by one wait for the device."""
+    if tensors[0].device.type != "cuda":
+        return list(tensors)
+    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies

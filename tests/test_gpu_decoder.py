@@ -1,0 +1,161 @@
+"""Our kernels in Triton, run by its interpreter where there is no GPU: right, and alike for a row in every call."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from architectures import random_tree, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.networks.draft_models.context_layers import ContextKVCache, DraftRows
+from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
+from saltus.networks.draft_models.gpu_draft_pass import GPUDraftPass
+from saltus.networks.models.causal import CausalNetwork
+from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings, size_class
+from saltus.networks.models.gpu import linear_kernels
+from saltus.networks.models.gpu.gpu_decoder import GPUDecoder, fits_kernels
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+BOUND = 0.03 if CUDA else 1e-5  # of the error's norm over the logits'
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 1024,
+}  # fmt: skip
+SETTINGS = FixedShapeSettings(page_size=128, pages_per_block=1, prefill_chunk=64, rows_per_group=4)
+TREE = random_tree(7)
+
+pytestmark = pytest.mark.slow
+
+
+def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
+    """A tiny model run by our kernels, and the same one as Transformers computes it in float32."""
+    model = tiny(name, **SIZES | changes).to(DTYPE)
+    plain = CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, free_shapes=True)
+    model = model.to(DEVICE)
+    assert fits_kernels(model)
+    network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)
+    network.fixed_shape_runner.decoder = GPUDecoder(model)
+    return network, plain
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return decoded("Llama")
+
+
+@torch.inference_mode()
+def logits(network, tokens, tree=(), kv_cache=None, **more) -> torch.Tensor:
+    inputs = ForwardInputs(continuation(tokens, 60), *tree, **more)
+    outputs = network.forward([inputs], [kv_cache or network.new_kv_cache()])[0]
+    return outputs.logits.float().cpu()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+def test_logits_are_those_of_transformers(name):
+    network, plain = decoded(name, **{"sliding_window": 90} if name == "Mistral" else {})
+    tokens = text(100)
+    for length in (5, 99):  # recent columns alone, and a stretch of the pages
+        found, expected = logits(network, tokens[:length], TREE), logits(plain, tokens[:length], TREE)
+        assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
+
+
+def test_a_row_has_the_same_bits_as_text_and_as_a_node_alone_and_in_a_batch(llama):
+    network, tokens = llama[0], text(140)
+    kv_cache, plain = network.new_kv_cache(), []
+    for length in range(126, 131):  # across the border of a page
+        plain.append(logits(network, tokens[:length], kv_cache=kv_cache)[0])
+    chain = tuple(tokens[126:130].tolist()), tuple(range(-1, 3))
+    assert torch.equal(logits(network, tokens[:126], chain), torch.stack(plain))
+    others = [ForwardInputs(continuation(text(length, seed=length), 60), *TREE) for length in (3, 40)]
+    batch = [others[0], ForwardInputs(continuation(tokens[:126], 60), *chain), others[1]]
+    together = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    assert torch.equal(together[1].logits.float().cpu(), torch.stack(plain))
+
+
+def test_accepted_nodes_are_read_from_where_text_is_read(llama):
+    network, tokens = llama[0], text(60)
+    kv_cache = network.new_kv_cache()
+    wrong_then_right = (7, int(tokens[40]), 9, int(tokens[41])), (-1, -1, 0, 1)
+    logits(network, tokens[:40], wrong_then_right, kv_cache)
+    assert torch.equal(logits(network, tokens[:42], kv_cache=kv_cache), logits(network, tokens[:42]))
+
+
+@torch.inference_mode()
+def test_hidden_states_after_a_layer_and_the_greatest_logits_come_along(llama):
+    network, tokens = llama[0], text(20)
+    network.add_hidden_state_layers((1,))
+    inputs = ForwardInputs(continuation(tokens, 9), *TREE, output_hidden_states=True)
+    outputs = network.forward([inputs], [network.new_kv_cache()])[0]
+    assert outputs.hidden_states.shape == (8, 2 * SIZES["hidden_size"])
+    assert outputs.likeliest.tolist() == outputs.logits.float().cpu().numpy().argmax(-1).tolist()
+    head = network.model.lm_head.weight
+    again = outputs.hidden_states[:, SIZES["hidden_size"] :].float() @ head.float().T
+    assert ((again - outputs.logits.float()).norm() / again.norm()) < BOUND
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "parts"), [(70, 64, 1), (96, 640, 3)])
+def test_a_product_is_right_and_its_rows_do_not_depend_on_their_number(outputs, inputs, parts):
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(DEVICE, DTYPE)
+    x = torch.randn(128, inputs, generator=generator).to(DEVICE, DTYPE)
+    blocks = linear_kernels.blocks_of(outputs, inputs)._replace(parts=parts)
+    whole = linear_kernels.linear_parts(x, weight, blocks, 128)
+    expected = x.double() @ weight.double().T
+    assert ((whole.double().sum(0) - expected).norm() / expected.norm()) < 1e-5
+    for rows in (1, 17, 40):
+        assert torch.equal(linear_kernels.linear_parts(x, weight, blocks, rows), whole[:, :rows])
+
+
+def test_size_classes_are_few_and_never_too_small():
+    classes = {count: size_class(count) for count in range(1, 65)}
+    assert all(one >= count for count, one in classes.items())
+    assert sorted(set(classes.values())) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
+
+
+@pytest.fixture(scope="module")
+def drafter() -> DraftModel:
+    torch.manual_seed(0)
+    shape = DrafterShape(64, 128, (1,), layers=2, heads=2, kv_heads=1, reads_uniforms=False, correction=16)
+    embeddings, tokens = torch.randn(90, 64), torch.arange(3, 80)
+    model = DraftModel(shape, tokens, embeddings, embeddings).eval()
+    torch.nn.init.normal_(model.correction.output.weight, std=0.2)
+    return model.to(DTYPE).to(DEVICE)
+
+
+@torch.inference_mode()
+def test_a_drafters_pass_is_that_of_its_network(drafter):
+    drafter = copy.deepcopy(drafter)
+    drafter.embeddings = [drafter.embeddings[0].to(DEVICE, DTYPE)]
+    network = DraftNetwork(drafter, None)
+    network.whole_pass = None
+    ours = GPUDraftPass(copy.deepcopy(drafter), use_cuda_graphs=CUDA)
+    caches = {False: [ContextKVCache(), ContextKVCache()],
+              True: [ContextKVCache(new_kv_cache=ours.new_kv_cache) for _ in range(2)]}  # fmt: skip
+    past = [0, 0]
+    for contexts in ((9, 2), (1, 3)):
+        rows = {}
+        for paged, own in caches.items():
+            rows[paged] = [
+                DraftRows(
+                    torch.randn(count, 128, generator=torch.Generator().manual_seed(count)).to(DEVICE, DTYPE),
+                    np.arange(count) + 5, network._query_vectors((float("nan"),) * queries, 0.0).to(DTYPE),
+                    kv_cache, start,
+                )
+                for count, start, kv_cache, queries in zip(contexts, past, own, (6, 4), strict=True)
+            ]  # fmt: skip
+        past = [start + count for start, count in zip(past, contexts, strict=True)]
+        expected, found = network._run(rows[False]), ours(rows[True])
+        for (wanted, states), one in zip(expected, found, strict=True):
+            assert ((one.logits.float() - wanted.float().cpu()).norm() / wanted.float().norm().cpu()) < BOUND
+            assert ((one.hidden_states.float() - states.float()).norm() / states.float().norm()) < BOUND
+            own = states.float() @ drafter.correction.state.weight.float().T
+            assert np.linalg.norm(one.projected - own.cpu().numpy()) < BOUND * np.linalg.norm(own.cpu().numpy())
+            assert len(one.likely) == len(wanted)
+    alone = ours([replace(rows[True][0])])[0]
+    assert torch.equal(alone.logits, found[0].logits)
