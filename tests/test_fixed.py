@@ -253,6 +253,13 @@ def test_calls_attend_to_few_numbers_of_pages(entries, expected):
 # Graphs
 
 
+def test_the_greatest_logits_are_found_in_any_dtype_and_vocabulary():
+    logits = torch.zeros(3, 50_000, dtype=torch.bfloat16)
+    logits[0, 40_001], logits[0, 40_003], logits[1, 299], logits[2, 7] = 2, 2, 1, torch.nan
+    found = CallOutputs.of(logits, logits[:, :4]).likeliest
+    assert found.tolist() == [40_001, 299, -1]
+
+
 @pytest.fixture
 def replayed(monkeypatch):
     """Stand in for CUDA: a graph repeats the call that was captured, into the tensors that came out of it."""

@@ -62,7 +62,8 @@ class CallOutputs(NamedTuple):
     def of(cls, logits: Tensor, states: Tensor) -> CallOutputs:
         """With the greatest logits, found on the device, so that greedy decoding copies two numbers a row."""
         tokens = logits.argmax(-1, keepdim=True)
-        return cls(logits, states, torch.cat([tokens, logits.gather(-1, tokens)], -1).double().T.contiguous())
+        greatest = torch.cat([tokens.double(), logits.gather(-1, tokens).double()], -1)  # bfloat16 would round tokens
+        return cls(logits, states, greatest.T.contiguous())
 
     @classmethod
     def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, kernel, launch_options
+from saltus.networks.models.gpu.launching import kernel
 
 STRETCH = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -28,10 +28,9 @@ JOINED_DIMS = 32  # of a head, that a program adds
 def _stretch(
     queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """A stretch, a key head, a group: for each row and head weighted values, the largest score, the sum of weights."""
-    begin(OVERLAP)
     stretch, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     shared: tl.constexpr = HEADS // KV_HEADS
     tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
@@ -63,10 +62,9 @@ def _join(
     queries, keys, values, recent, positions, sums, tops, totals, out, num_stretches, scale, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
     PADDED: tl.constexpr, DEPTH: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr, JOINED: tl.constexpr,
-    DIMS: tl.constexpr, OVERLAP: tl.constexpr,
+    DIMS: tl.constexpr,
 ):  # fmt: skip
     """A row, a key head, some dimensions: its recent columns, then its stretches."""
-    begin(OVERLAP)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     shared: tl.constexpr = HEADS // KV_HEADS
     lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, DIM), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
@@ -144,7 +142,7 @@ def attend(
     assert page % STRETCH == 0 and wide % BLOCK == 0
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile, "DEPTH": wide // 2,
-        "STRETCH": STRETCH, "num_warps": 4, **launch_options(queries.device),
+        "STRETCH": STRETCH, "num_warps": 4,
     }  # fmt: skip
     last = window or 1 << 30
     _stretch[(stretches, kv_heads, groups)](

@@ -6,16 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, kernel, launch_options
+from saltus.networks.models.gpu.launching import kernel
 
 
 @kernel("epsilon")
 def _normalize_features(
     states, embeddings, tokens, out, epsilon,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A part of a row: one of its hidden states or, last, its token's embedding, over its root mean square."""
-    begin(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PADDED)
     inside = at < SIZE
@@ -31,10 +30,9 @@ def _normalize_features(
 @kernel("num_rows")
 def _draft_inputs(
     parts, sources, queries, out, num_rows,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = Σ parts[source of the row] + queries[row]; the vector of a context position is zero."""
-    begin(OVERLAP)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = at < SIZE
     source = tl.load(sources + row)
@@ -52,7 +50,7 @@ def normalize_features(states: Tensor, embeddings: Tensor, tokens: Tensor, out: 
     parts = out.shape[1] // size
     _normalize_features[(rows, parts)](
         states, embeddings, tokens, out, epsilon,
-        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=parts, num_warps=4, **launch_options(out.device),
+        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=parts, num_warps=4,
     )  # fmt: skip
 
 
@@ -61,5 +59,5 @@ def draft_inputs(parts: Tensor, sources: Tensor, queries: Tensor, out: Tensor) -
     count, rows, size = parts.shape
     _draft_inputs[(rows,)](
         parts, sources, queries, out, rows,
-        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=count, num_warps=4, **launch_options(out.device),
+        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=count, num_warps=4,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, kernel, launch_options
+from saltus.networks.models.gpu.launching import kernel
 
 MAX_TILE_ROWS = 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
@@ -55,10 +55,9 @@ def padded_rows(rows: int) -> int:
 def _linear(
     x, weight, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """out[part, row, n]: the part's sums, in the dtype of `out`."""
-    begin(OVERLAP)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, rows = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_K)
@@ -85,10 +84,8 @@ def _linear(
 def _gate_and_up(
     x, gate, up, out, num_rows,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[row, n] = SiLU(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
-    begin(OVERLAP)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     inside = columns < N
@@ -117,8 +114,8 @@ def linear(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, rows: int) ->
     """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weight [N, K]; rows after `rows` are not written."""
     (outputs, inputs), wide = weight.shape, tile_rows(rows)
     grid = triton.cdiv(outputs, blocks.columns), blocks.parts, triton.cdiv(rows, wide)
-    _launch(_linear, grid, blocks, 1, x, weight, out, rows,
-            N=outputs, K=inputs, PARTS=blocks.parts, BLOCK_N=blocks.columns, BLOCK_K=blocks.depth, ROWS=wide)  # fmt: skip
+    sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts}
+    _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes, ROWS=wide)
 
 
 def linear_parts(x: Tensor, weight: Tensor, blocks: Blocks, rows: int) -> Tensor:
@@ -132,8 +129,7 @@ def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, blocks: Blocks
     """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and weights [N, K]."""
     (outputs, inputs), wide = gate.shape, tile_rows(rows)
     grid = triton.cdiv(outputs, blocks.columns), triton.cdiv(rows, wide)
-    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows,
-            N=outputs, K=inputs, BLOCK_N=blocks.columns, BLOCK_K=blocks.depth, ROWS=wide)  # fmt: skip
+    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, N=outputs, K=inputs, ROWS=wide)
 
 
 def _launch(
@@ -142,4 +138,5 @@ def _launch(
     """Start a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
     stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()
     stages = max(1, min(blocks.stages, MAX_TILE_BYTES // stage))
-    run[grid](x, *args, **constants, num_warps=blocks.warps, num_stages=stages, **launch_options(x.device))
+    tile = {"BLOCK_N": blocks.columns, "BLOCK_K": blocks.depth}
+    run[grid](x, *args, **constants, **tile, num_warps=blocks.warps, num_stages=stages)

@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import begin, kernel, launch_options
+from saltus.networks.models.gpu.launching import kernel
 
 
 @kernel("num_rows", "epsilon")
 def _add_and_norm(
     parts, hidden, weight, out, num_rows, epsilon,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """hidden += Σ parts, in their order; out = weight · RMSNorm(hidden) (Zhang & Sennrich 2019)."""
-    begin(OVERLAP)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = at < SIZE
     dtype = hidden.dtype.element_ty
@@ -39,10 +38,9 @@ def _add_and_norm(
 def _rotate_and_store(
     parts, bias, query_norm, key_norm, cosines, sines, positions, slots, queries, keys, values, num_rows, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
-    NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: sum its parts, rotate queries and keys (Su et al. 2021), write keys and values to slots."""
-    begin(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     half: tl.constexpr = DIM // 2
@@ -74,7 +72,7 @@ def _rotate_and_store(
         cos, sin = tl.load(cosines + angle).to(tl.float32), tl.load(sines + angle).to(tl.float32)
         left = (first * cos).to(dtype).to(tl.float32) + (-second * sin).to(dtype).to(tl.float32)
         right = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-        if head < HEADS:
+        if head < HEADS:  # noqa: SIM108  # pointers of two tensors
             to = queries + (row * HEADS + head) * DIM
         else:
             to = keys + (slot * KV_HEADS + head - HEADS) * DIM
@@ -88,7 +86,7 @@ def add_and_norm(parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, r
     _add_and_norm[(rows,)](
         hidden if parts is None else parts, hidden, norm.weight, out, rows, norm.variance_epsilon,
         SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=0 if parts is None else len(parts),
-        num_warps=4 if size <= 2048 else 8, **launch_options(hidden.device),
+        num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
 
@@ -107,7 +105,7 @@ def rotate_and_store(
         parts, unused if bias is None else bias, query_norm, key_norm, *angles, positions, slots, queries, keys, values,
         rows, 0.0 if norms is None else norms[0].variance_epsilon,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PARTS=len(parts), BIASED=bias is not None, NORMED=norms is not None,
-        num_warps=1, **launch_options(queries.device),
+        num_warps=1,
     )  # fmt: skip
 
 
