@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -157,6 +158,6 @@ class ForwardOutputs:
     context_tokens_read: int = 0  # decided tokens that were not in the KV cache: the prompt, at first
     num_rows: int = 0  # of the whole batched call
     token_ids: Int[Tensor, "vocab"] | None = None  # ascending ids of the columns, where a drafter knows only some
+    drafter_data: object | None = None  # trained parameters that a network holds for its own drafter (ASSD)
     # of each row the first greatest logit in float32, −1 where that is not finite; None: nobody looked for them yet
     likeliest: Int[np.ndarray, "rows"] | None = None
-    drafter_data: object | None = None  # trained parameters that a network holds for its own drafter (ASSD)

@@ -29,9 +29,9 @@ MAX_ROWS_PER_CALL = 256  # of one pass
 class ContextKVCache:
     """Keys and values of one text's context positions: the decided tokens from `first_position` on."""
 
+    new_kv_cache: Callable[[], Any] = KVCache
     first_position: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    new_kv_cache: Callable[[], Any] = KVCache
     kv_cache: Any = field(init=False)  # a KVCache, or pages on a GPU
 
     def __post_init__(self) -> None:

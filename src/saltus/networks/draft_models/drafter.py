@@ -195,8 +195,8 @@ class DraftNetwork:
         return found
 
     def new_kv_cache(self) -> ContextKVCache:
-        paged = isinstance(self.whole_pass, GPUDraftPass)
-        return ContextKVCache(new_kv_cache=self.whole_pass.new_kv_cache) if paged else ContextKVCache()
+        own = self.whole_pass
+        return ContextKVCache(own.new_kv_cache) if isinstance(own, GPUDraftPass) else ContextKVCache()
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:

@@ -101,7 +101,7 @@ class GPUDraftPass:
         draft_kernels.normalize_features(
             inputs.states, model.embeddings[0], static.tokens, features[:rows], RMS_EPSILON
         )
-        blocks = linear_kernels.blocks_of(*model.fuse.weight.shape)
+        blocks = linear_kernels.blocks_of(model.fuse.weight)
         hidden = features.new_empty(wide, model.shape.hidden)
         context = linear_kernels.linear_parts(features, model.fuse.weight, blocks, rows)
         draft_kernels.draft_inputs(context, inputs.sources, inputs.queries, hidden[:rows])

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from saltus import native
+from saltus.drafting.draft_tree import LikelyTokens
 from saltus.networks.draft_models.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
 from saltus.networks.draft_models.row_candidates import RowCandidates
 from saltus.networks.draft_models.token_correction import RMS_EPSILON
@@ -27,7 +28,7 @@ class DraftedRows:
 
     logits: Float[Tensor, "rows draft"]
     hidden_states: Float[Tensor, "rows hidden"]
-    likely: RowCandidates
+    likely: Sequence[LikelyTokens]
     projected: Float[np.ndarray, "rows rank"]  # of the correction; rank 0 without one
 
 

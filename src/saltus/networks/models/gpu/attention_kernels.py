@@ -12,11 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import kernel
+from saltus.networks.models.gpu.launching import kernel, power_of_two
 
 STRETCH = 128  # positions
 BLOCK = 64  # recent columns of a product
@@ -121,8 +120,8 @@ class StretchSums(NamedTuple):
     def empty(cls, like: Tensor, kv_heads: int, groups: int, rows_per_group: int, positions: int) -> StretchSums:
         """For queries [rows, heads, dim] like these, and groups that attend to so many positions."""
         heads, dim = like.shape[1:]
-        tile = max(16, triton.next_power_of_2(rows_per_group * heads // kv_heads))
-        tops = like.new_empty(groups, kv_heads, triton.cdiv(positions, STRETCH), tile, dtype=torch.float32)
+        tile = max(16, power_of_two(rows_per_group * heads // kv_heads))
+        tops = like.new_empty(groups, kv_heads, -(-positions // STRETCH), tile, dtype=torch.float32)
         return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
 
 
@@ -148,7 +147,7 @@ def attend(
     _stretch[(stretches, kv_heads, groups)](
         queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants
     )
-    padded, dims = max(16, triton.next_power_of_2(heads // kv_heads)), min(dim, JOINED_DIMS)
+    padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, JOINED_DIMS)
     _join[(rows, kv_heads, dim // dims)](
         queries, keys, values, recent, positions, *sums, out, stretches, scale, last,
         PADDED=padded, BLOCK=BLOCK, JOINED=JOINED, DIMS=dims, **constants,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import kernel
+from saltus.networks.models.gpu.launching import kernel, power_of_two
 
 
 @kernel("epsilon")
@@ -37,7 +36,7 @@ def _draft_inputs(
     inside = at < SIZE
     source = tl.load(sources + row)
     total = tl.load(parts + source * SIZE + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
+    for part in tl.static_range(1, PARTS):  # pyright: ignore
         total += tl.load(parts + (part * num_rows + source) * SIZE + at, mask=inside, other=0.0)
     vector = tl.load(queries + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
@@ -50,7 +49,7 @@ def normalize_features(states: Tensor, embeddings: Tensor, tokens: Tensor, out: 
     parts = out.shape[1] // size
     _normalize_features[(rows, parts)](
         states, embeddings, tokens, out, epsilon,
-        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=parts, num_warps=4,
+        SIZE=size, PADDED=power_of_two(size), PARTS=parts, num_warps=4,
     )  # fmt: skip
 
 
@@ -59,5 +58,5 @@ def draft_inputs(parts: Tensor, sources: Tensor, queries: Tensor, out: Tensor) -
     count, rows, size = parts.shape
     _draft_inputs[(rows,)](
         parts, sources, queries, out, rows,
-        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=count, num_warps=4,
+        SIZE=size, PADDED=power_of_two(size), PARTS=count, num_warps=4,
     )  # fmt: skip

@@ -80,9 +80,9 @@ class GPUDecoder:
         self.layers = [self._merged(layer) for layer in self.base.layers]
         first = self.layers[0]
         self.qkv_blocks, self.o_blocks, self.down_blocks = (
-            blocks_of(*weight.shape) for weight in (first.qkv, first.o, first.down)
+            blocks_of(weight) for weight in (first.qkv, first.o, first.down)
         )
-        self.gate_blocks = blocks_of(*first.gate.shape, parts=False)
+        self.gate_blocks = blocks_of(first.gate, parts=False)
         self.angles = self._angles(FIRST_ANGLES)
 
     def _merged(self, layer: Any) -> _Layer:
@@ -181,5 +181,5 @@ class GPUDecoder:
         if len(x) < wide:
             x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
         out = x.new_empty(rows, len(weight))
-        linear_kernels.linear(x, weight, out, linear_kernels.blocks_of(*weight.shape, parts=False), rows)
+        linear_kernels.linear(x, weight, out, linear_kernels.blocks_of(weight, parts=False), rows)
         return out

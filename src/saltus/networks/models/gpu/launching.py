@@ -9,9 +9,15 @@ from typing import Any
 import triton
 
 
+def power_of_two(count: int) -> int:
+    """The next power of two, as sizes of tiles must be."""
+    return 1 << (count - 1).bit_length()
+
+
 def kernel(*shared: str) -> Callable[[Callable[..., None]], Any]:
     """A kernel with one binary for all values of the arguments named here, so that none of them changes its rounding.
 
     Import hooks that check types wrap functions; Triton needs the one that was written.
     """
-    return lambda function: triton.jit(inspect.unwrap(function), do_not_specialize=list(shared))
+    make: Any = triton.jit(do_not_specialize=list(shared))
+    return lambda function: make(inspect.unwrap(function))

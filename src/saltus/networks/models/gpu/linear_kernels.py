@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import kernel
+from saltus.networks.models.gpu.launching import kernel, power_of_two
 
-MAX_TILE_ROWS = 128
+MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
 PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
 MAX_TILE_BYTES = 200_000  # of shared memory that a program may use
 MIN_STEPS = 3  # of BLOCK_K columns, in each part of a sum
@@ -33,8 +32,9 @@ class Blocks(NamedTuple):
     stages: int = 4  # of the pipeline, at most: they change no sums
 
 
-def blocks_of(outputs: int, inputs: int, parts: bool = True) -> Blocks:
-    """How to cut a product of `inputs` → `outputs`; without `parts` its sums are whole."""
+def blocks_of(weight: Tensor, parts: bool = True) -> Blocks:
+    """How to cut a product with a weight [outputs, inputs]; without `parts` its sums are whole."""
+    outputs, inputs = weight.shape
     depth = 128 if inputs % 128 == 0 else 64
     tiles, steps = -(-outputs // 64), -(-inputs // depth)
     count = max(1, min(round(PROGRAMS / tiles), steps // MIN_STEPS)) if parts else 1
@@ -43,7 +43,7 @@ def blocks_of(outputs: int, inputs: int, parts: bool = True) -> Blocks:
 
 def tile_rows(rows: int) -> int:
     """Rows of a tile: the width of the matrix instructions, which does not change sums."""
-    return min(MAX_TILE_ROWS, max(16, triton.next_power_of_2(rows)))
+    return min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, power_of_two(rows)))
 
 
 def padded_rows(rows: int) -> int:
@@ -113,7 +113,7 @@ def _gate_and_up(
 def linear(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
     """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weight [N, K]; rows after `rows` are not written."""
     (outputs, inputs), wide = weight.shape, tile_rows(rows)
-    grid = triton.cdiv(outputs, blocks.columns), blocks.parts, triton.cdiv(rows, wide)
+    grid = -(-outputs // blocks.columns), blocks.parts, -(-rows // wide)
     sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts}
     _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes, ROWS=wide)
 
@@ -128,7 +128,7 @@ def linear_parts(x: Tensor, weight: Tensor, blocks: Blocks, rows: int) -> Tensor
 def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
     """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and weights [N, K]."""
     (outputs, inputs), wide = gate.shape, tile_rows(rows)
-    grid = triton.cdiv(outputs, blocks.columns), triton.cdiv(rows, wide)
+    grid = -(-outputs // blocks.columns), -(-rows // wide)
     _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, N=outputs, K=inputs, ROWS=wide)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from saltus.networks.models.gpu.launching import kernel
+from saltus.networks.models.gpu.launching import kernel, power_of_two
 
 
 @kernel("num_rows", "epsilon")
@@ -24,7 +23,7 @@ def _add_and_norm(
     state = tl.load(hidden + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         total = tl.load(parts + row * SIZE + at, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):
+        for part in tl.static_range(1, PARTS):  # pyright: ignore
             total += tl.load(parts + (part * num_rows + row) * SIZE + at, mask=inside, other=0.0)
         state = (state + total.to(dtype).to(tl.float32)).to(dtype)
         tl.store(hidden + row * SIZE + at, state, mask=inside)
@@ -49,7 +48,7 @@ def _rotate_and_store(
     place = head * DIM + at
     first = tl.load(parts + row * size + place)
     second = tl.load(parts + row * size + place + half)
-    for part in tl.static_range(1, PARTS):
+    for part in tl.static_range(1, PARTS):  # pyright: ignore
         first += tl.load(parts + (part * num_rows + row) * size + place)
         second += tl.load(parts + (part * num_rows + row) * size + place + half)
     if BIASED:
@@ -85,7 +84,7 @@ def add_and_norm(parts: Tensor | None, hidden: Tensor, norm: Any, out: Tensor, r
     size = hidden.shape[1]
     _add_and_norm[(rows,)](
         hidden if parts is None else parts, hidden, norm.weight, out, rows, norm.variance_epsilon,
-        SIZE=size, PADDED=triton.next_power_of_2(size), PARTS=0 if parts is None else len(parts),
+        SIZE=size, PADDED=power_of_two(size), PARTS=0 if parts is None else len(parts),
         num_warps=4 if size <= 2048 else 8,
     )  # fmt: skip
 
