@@ -198,6 +198,8 @@ class FixedShapeRunner:
     def attach_adapter(self, adapter: Adapter | None) -> None:
         """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
         before, self.adapter, self.query_inputs = self.active_decoder, adapter, None
+        if before is not None and adapter is not None:
+            log.warning("with an adapter, calls have fixed shapes: texts may round otherwise than without it")
         for shape, has_queries in list(self.pool.graphs):
             if has_queries or before is not self.active_decoder:
                 del self.pool.graphs[shape, has_queries]
