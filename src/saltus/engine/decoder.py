@@ -30,6 +30,7 @@ from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft
 from saltus.networks.loading.checkpoints import Checkpoint
 from saltus.networks.loading.metadata import find_metadata
 from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
+from saltus.networks.models.resized_vocabulary import with_vocabulary_of
 from saltus.networks.protocols import ReadsHiddenStates, TargetNetwork
 
 DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
@@ -118,7 +119,8 @@ def assemble_networks(
             raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
         if not is_drafter_spec(spec):
             draft_model = load_draft_model(spec)
-            networks[name], context_lengths[name] = draft_model.network, draft_model.context_length
+            networks[name] = with_vocabulary_of(target, draft_model.network)
+            context_lengths[name] = draft_model.context_length
         elif (drafter := load_drafter_for_target(spec, target, target_name, name)) is not None:
             networks[name] = drafter
     return networks, context_lengths

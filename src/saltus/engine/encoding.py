@@ -17,14 +17,11 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
 
-    With `raw` a prompt may be token ids itself. `tools` are what the answer may call, as OpenAI describes them.
+    With `raw` a prompt may be token ids itself; `Checkpoint.check_tokens` says whether the model has them.
+    `tools` are what the answer may call, as OpenAI describes them.
     """
     if raw and is_tokens(prompt):
         tokens: Any = prompt
-        if wrong := [token for token in tokens if not 0 <= token < len(tokenizer)]:
-            raise ValueError(
-                f"token {wrong[0]} of the prompt does not exist; {model_name} has {len(tokenizer):,} tokens"
-            )
         return list(tokens)
     if not isinstance(prompt, str) and not is_conversation(prompt):
         raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")

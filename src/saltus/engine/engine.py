@@ -176,7 +176,9 @@ class Engine:
 
     def encode(self, prompt: PromptLike, raw: bool = False) -> list[int]:
         """The token ids that `generate` would read, chat template included unless `raw`."""
-        return encode_prompt(self.tokenizer, prompt, raw, self.target.name)
+        tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name)
+        self.target.check_tokens(tokens, "the prompt")
+        return tokens
 
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
         return self.decoder.run(requests, method or self.method)
@@ -219,6 +221,7 @@ class Engine:
                 raise ValueError("with a suffix the prompt is the text before it, as a str")
             fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
             tokens, continues, ends = fim.tokens, fim.before, ends | (frozenset() if ignore_eos else fim.end_tokens)
+        self.target.check_tokens(tokens, "the prompt")
         context = self.target.context_length
         if context is not None:
             if len(tokens) > context:
@@ -240,6 +243,7 @@ class Engine:
         if prediction:
             text = require_unicode(prediction, "the prediction")
             request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids
+            self.target.check_tokens(request.prediction, "the prediction")
         return TextRequest(prompt, request, output)
 
     def infill_request(

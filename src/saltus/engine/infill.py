@@ -113,6 +113,7 @@ def infill_request(
         settings |= {"banned_at_index": (*sampling.get("banned_at_index", ()), *banned_at), "hole_end_tokens": ends}
     canvas = layout.canvas
     given = canvas.tokens[canvas.given_positions].tolist()
+    target.check_tokens(given, "the text")
     request = Request(given, len(canvas.order), seed, Sampling(**settings), logprobs=logprobs, canvas=canvas)
     return InfillRequest(layout, request, tokenizer)
 

@@ -120,7 +120,7 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(asked.model)
-        size = len(service.engine.tokenizer)
+        size = max(len(service.engine.tokenizer), service.engine.target.num_token_ids)
         if wrong := [token for token in asked.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
         return {"prompt": service.engine.tokenizer.decode(asked.tokens)}

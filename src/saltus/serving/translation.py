@@ -116,7 +116,7 @@ def infill_request(
 
 def check_logit_bias(engine: Engine, asked: SamplingFields) -> None:
     """Refuse a bias of a token that does not exist. Errors: ApiError 400."""
-    size = len(engine.tokenizer)
+    size = engine.target.num_token_ids
     if (wrong := next((token for token in asked.logit_bias or () if not 0 <= token < size), None)) is not None:
         raise ApiError(400, f"logit_bias names token {wrong}, but the vocabulary has {size:,}", "logit_bias")
 

@@ -29,6 +29,7 @@ from saltus.networks.models.evabyte import EvaByteNetwork
 from saltus.networks.models.evabyte_decoder import EvaByteDecoder
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.packed_decoder import PackedDecoder
+from saltus.networks.models.resized_vocabulary import embedding_rows
 from saltus.networks.models.xlnet import XlnetNetwork
 from saltus.networks.protocols import TargetNetwork
 
@@ -50,6 +51,19 @@ class Checkpoint:
     tokenizer: Any
     end_tokens: frozenset[int]  # tokens that end a text
     context_length: int | None  # in tokens; None if unknown
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids below this can be read and written: the rows of the embeddings, more or fewer than the tokenizer's."""
+        return embedding_rows(self.network.model) or len(self.tokenizer)
+
+    def check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        """Raise ValueError of one line if the model has no embedding of a token, as of one that was added later."""
+        limit = self.num_token_ids
+        if (wrong := next((token for token in tokens if not 0 <= token < limit), None)) is not None:
+            text = self.tokenizer.convert_ids_to_tokens(wrong) if 0 <= wrong < len(self.tokenizer) else None
+            named = f"token {wrong}" + (f" ({text})" if text else "")
+            raise ValueError(f"{named} of {what} has no embedding in {self.name}, which has {limit:,}; leave it out")
 
 
 def load_checkpoint(
