@@ -12,7 +12,12 @@ from saltus.networks.protocols import TargetNetwork
 
 
 def supports_prefix_cache(network: TargetNetwork) -> bool:
-    """True if a network reads left to right and rounds alike in every call, so that a kept cache changes no text."""
+    """True if a network reads left to right and rounds alike in every call, so that a kept cache changes no text.
+
+    Keys of a model with LongRoPE depend on how long their text may get.
+    """
+    if getattr(network, "long_rope", None) is not None:
+        return False
     return network.model.device.type == "cpu" and not network.free_shapes and not network.any_subset
 
 

@@ -24,6 +24,7 @@ from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
 from saltus.networks.models.exact.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.networks.models.gpu.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.networks.models.long_rope import LongRope, find_long_rope
 from saltus.networks.models.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.torch_decoder import TorchDecoder
@@ -67,6 +68,7 @@ class CausalNetwork:
     native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
     fixed_shape_runner: FixedShapeRunner | None = field(init=False, default=None)
     adapter: Adapter | None = field(init=False, default=None)
+    long_rope: LongRope | None = field(init=False, default=None)
     lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
     device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
 
@@ -82,6 +84,7 @@ class CausalNetwork:
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
             self.free_shapes, fixed = True, False
         self.model.eval()
+        self.long_rope = find_long_rope(self.model)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
         if fixed:
             graphs = self.device.type == "cuda"
@@ -138,10 +141,28 @@ class CausalNetwork:
         if any(inputs.query_nodes for inputs in batch):
             self._check_queries_supported()
         with self.lock:
-            if self.fixed_shape_runner is None:
-                return self._forward(batch, kv_caches)
-            with native.kernel_threads_only() if self.device.type == "cpu" else torch.cuda.device(self.device):
-                return self.fixed_shape_runner.forward(batch, kv_caches)
+            if self.long_rope is None:
+                return self._forward_together(batch, kv_caches)
+            return self._forward_by_angles(self.long_rope, batch, kv_caches)
+
+    def _forward_by_angles(
+        self, long_rope: LongRope, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]
+    ) -> list[ForwardOutputs]:
+        """Texts whose angles are those of short texts in calls of their own, then the others."""
+        outputs: dict[int, ForwardOutputs] = {}
+        kinds = [long_rope.is_long(len(inputs.canvas.tokens)) for inputs in batch]
+        for kind in sorted(set(kinds)):
+            own = [number for number, each in enumerate(kinds) if each == kind]
+            with long_rope.angles(kind):
+                found = self._forward_together([batch[number] for number in own], [kv_caches[number] for number in own])
+            outputs |= zip(own, found, strict=True)
+        return [outputs[number] for number in range(len(batch))]
+
+    def _forward_together(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
+        if self.fixed_shape_runner is None:
+            return self._forward(batch, kv_caches)
+        with native.kernel_threads_only() if self.device.type == "cpu" else torch.cuda.device(self.device):
+            return self.fixed_shape_runner.forward(batch, kv_caches)
 
     def _check_queries_supported(self) -> None:
         if self.adapter is None:

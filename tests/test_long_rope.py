@@ -1,0 +1,58 @@
+"""LongRoPE: a text's own length decides its angles, and neither its drafts nor the other texts of a call do."""
+
+import pytest
+import torch
+
+from architectures import random_tree, text, tiny
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.engine.prefix_cache import supports_prefix_cache
+from saltus.networks.models.causal import CausalNetwork
+
+BORDER = 24  # tokens of the longest text with the angles of short ones
+ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0],
+    "original_max_position_embeddings": BORDER, "factor": 8.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["Llama", "Phi3"])
+def network(request):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192}
+    return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes))
+
+
+def logits(network, tokens, limit: int, tree=(), kv_cache=None) -> torch.Tensor:
+    inputs = ForwardInputs(continuation(tokens, limit - len(tokens)), *tree)
+    return network.forward([inputs], [kv_cache or network.new_kv_cache()])[0].logits
+
+
+@pytest.mark.parametrize(("length", "limit"), [(20, BORDER), (30, 40)])
+def test_short_and_long_texts_have_the_logits_of_transformers(network, length, limit):
+    tokens = text(length)
+    expected = network.model(torch.tensor(tokens[None]), use_cache=False).logits[0, -1]
+    assert torch.allclose(logits(network, tokens, limit)[0], expected, atol=1e-4)
+    other = BORDER if limit > BORDER else 40
+    if length < BORDER:
+        assert not torch.allclose(logits(network, tokens, other)[0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [BORDER, 40])
+def test_a_row_has_the_same_bits_alone_as_a_node_and_beside_texts_of_another_length(network, limit):
+    tokens, kv_cache, plain = text(limit), network.new_kv_cache(), []
+    for length in range(18, 23):
+        plain.append(logits(network, tokens[:length], limit, kv_cache=kv_cache)[0])
+    chain = tuple(tokens[18:22].tolist()), tuple(range(-1, 3))
+    assert torch.equal(logits(network, tokens[:18], limit, chain), torch.stack(plain))
+    batch = [
+        ForwardInputs(continuation(text(30, seed=1), 30), *random_tree(7)),
+        ForwardInputs(continuation(tokens[:18], limit - 18), *chain),
+        ForwardInputs(continuation(text(9, seed=2), 3)),
+    ]
+    together = network.forward(batch, [network.new_kv_cache() for _ in batch])
+    assert torch.equal(together[1].logits, torch.stack(plain))
+    assert torch.equal(together[2].logits, network.forward(batch[2:], [network.new_kv_cache()])[0].logits)
+
+
+def test_keys_of_a_text_are_not_kept_for_one_that_may_get_longer(network):
+    assert not supports_prefix_cache(network)
