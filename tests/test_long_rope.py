@@ -19,7 +19,8 @@ ROPE = {
 @pytest.fixture(scope="module", params=["Llama", "Phi3"])
 def network(request):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192}
-    return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes))
+    more = {"original_max_position_embeddings": BORDER} if request.param == "Phi3" else {}
+    return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes, **more))
 
 
 def logits(network, tokens, limit: int, tree=(), kv_cache=None) -> torch.Tensor:
