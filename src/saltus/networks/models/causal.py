@@ -90,8 +90,9 @@ class CausalNetwork:
             graphs = self.device.type == "cuda"
             decoder = GPUDecoder(self.model) if supports_gpu_decoder(self.model) else None
             self.fixed_shape_runner = FixedShapeRunner(
-                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder
-            )
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
+                self.hidden_state_layers,
+            )  # fmt: skip
         elif not self.free_shapes and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
 
