@@ -22,6 +22,8 @@ from conftest import tiny_llama
 from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.native import trusted_files
+from saltus.native.trusted_files import is_own_file, keep_file, make_private_folder
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import attention
@@ -493,6 +495,53 @@ def test_kernels_are_compiled_once(fresh_library, monkeypatch):
     native.load_kernels.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     assert native.load_kernels() is not None
+
+
+@pytest.fixture
+def kept_file(tmp_path) -> Path:
+    """A file that was kept for this user."""
+    made, target = tmp_path / "made.so", tmp_path / "code" / "kernels.so"
+    made.write_bytes(bytes(range(256)) * 40)
+    assert make_private_folder(target.parent) is None
+    keep_file(made, target)
+    return target
+
+
+def test_a_damaged_or_planted_library_is_not_loaded(kept_file):
+    assert is_own_file(kept_file)
+    whole = kept_file.read_bytes()
+    for content in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], whole[:5000] + bytes(len(whole) - 5000)):
+        kept_file.write_bytes(content)
+        assert not is_own_file(kept_file)
+    kept_file.write_bytes(whole)
+    assert is_own_file(kept_file)
+    kept_file.chmod(0o722)
+    assert not is_own_file(kept_file)
+    kept_file.chmod(0o700)
+    kept_file.with_suffix(".digest").unlink()
+    assert not is_own_file(kept_file), "planted by somebody who knows its name"
+
+
+def test_a_folder_that_others_may_write_to_is_closed(kept_file, monkeypatch):
+    kept_file.parent.chmod(0o777)
+    assert make_private_folder(kept_file.parent) is None
+    assert kept_file.parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(trusted_files, "_trusted_owners", lambda: {kept_file.stat().st_uid + 1})
+    assert not is_own_file(kept_file)
+    assert "belongs to another user; set SALTUS_CACHE" in make_private_folder(kept_file.parent)
+
+
+@pytest.mark.slow
+@compiled
+def test_a_library_that_a_full_disk_cut_is_compiled_again(fresh_library):
+    assert native.load_kernels() is not None
+    (made,) = fresh_library.rglob("*.so")
+    cut = fresh_library / "cut"
+    cut.write_bytes(made.read_bytes()[:1000])
+    cut.replace(made)  # the loaded one stays as it is
+    native.load_kernels.cache_clear()
+    assert native.load_kernels() is not None
+    assert is_own_file(made)
 
 
 @compiled

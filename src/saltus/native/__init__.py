@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from saltus.native.cache_folder import cache_folder
+from saltus.native.trusted_files import is_own_file, keep_file, make_private_folder
 
 log = logging.getLogger("saltus")
 
@@ -183,7 +184,10 @@ def load_kernels() -> ctypes.CDLL | None:
     ]
     settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
     target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
-    if not target.exists():
+    if error := make_private_folder(target.parent):
+        log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+        return None
+    if not is_own_file(target):
         error = (
             _compile([compiler, *flags], sources, target)
             if compiler
@@ -229,7 +233,6 @@ def kernel_threads_only() -> Iterator[None]:
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically; returns an error message, None on success."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             for name, text in sources.items():
                 Path(folder, name).write_bytes(text)
@@ -239,7 +242,7 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
             if result.returncode:
                 lines = result.stderr.strip().splitlines() or ["the compiler failed"]
                 return next((line for line in lines if "error" in line), lines[0])
-            os.replace(made, target)
+            keep_file(made, target)
     except OSError as error:
         return str(error)
 
