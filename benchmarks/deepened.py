@@ -36,7 +36,7 @@ def main() -> None:
         model.model.layers.append(layer)
     model.config.num_hidden_layers += given.layers
     model.save_pretrained(given.out)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(given.out)
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(given.out)
     if (folder / PAIRWISE_CORRECTION_FILE).is_file():
         shutil.copy(folder / PAIRWISE_CORRECTION_FILE, given.out)
     print(f"written: {given.out}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} million parameters")

@@ -120,9 +120,10 @@ def main() -> None:
 def made_up(source: str) -> str:
     """A folder with random weights for a configuration."""
     folder, where = tempfile.mkdtemp(), source if Path(source).is_dir() else str(resolve(source))
-    AutoTokenizer.from_pretrained(where).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, trust_remote_code=False).save_pretrained(folder)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, initializer_range=0.06))
+    config = AutoConfig.from_pretrained(where, initializer_range=0.06, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
 

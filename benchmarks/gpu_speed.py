@@ -184,7 +184,8 @@ def ours(run: Any, engine: Any, method: str) -> Write:
 def theirs(run: Any, attention: str, **more: Any) -> Write:
     model: Any = load_model(run.folder, Path(run.folder), torch.bfloat16, weights="bf16")
     model.set_attn_implementation(attention)
-    model, tokenizer = model.to(run.device).eval(), AutoTokenizer.from_pretrained(run.folder, padding_side="left")
+    model = model.to(run.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.folder, padding_side="left", trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     def write(prompts: list[str], temperature: float, tokens: int = run.args.tokens) -> float:

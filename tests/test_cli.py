@@ -33,6 +33,7 @@ from saltus.core.sampling import Sampling
 from saltus.evaluation.benchmarks.comparison import first_difference
 from saltus.methods import AUTO, available_methods
 from saltus.networks.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
+from saltus.networks.models.causal import CausalNetwork
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -497,6 +498,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--method", "lookup+"], "there are"),
         (["a", "--option", "lookup.longst=5"], "did you mean lookup.longest?"),
         (["a", "--option", "jacobi.block=5"], "the method is auto"),
+        (["a", "--option", "assd.lenth=5"], "did you mean assd.length?"),
         (["a", "--option", "lookup.longest=five"], "'five' is not a whole number"),
         (["a", "--option", "longest=5"], "write METHOD.FIELD=VALUE"),
         (["a", "--option", "lookup.longest=0"], "must be 1 or more"),
@@ -634,6 +636,25 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
     told = json.loads(result.stdout)
     assert (len(told["tokens"]), told["finish_reason"]) == (3, None)
     assert result.stderr == "saltus: interrupted\n"
+
+
+def test_options_of_all_that_auto_may_choose_are_accepted(folder):
+    for option in ("assd.draft=bigram", "lookup.longest=4", "ptp.length=4"):
+        saltus_("generate", PROMPT, "-m", folder, "-n", 2, "--option", option)
+
+
+@pytest.mark.parametrize("settings", [["generate", PROMPT], ["generate", PROMPT, "--json"], ["chat"]])
+def test_ctrl_c_while_the_prompt_is_read_ends_with_130(folder, monkeypatch, settings):
+    def interrupted(self, batch, kv_caches):
+        if len(batch[0].canvas.tokens) > 40:  # not the call that checks the model
+            raise KeyboardInterrupt
+        return forward(self, batch, kv_caches)
+
+    forward = CausalNetwork.forward
+    monkeypatch.setattr(CausalNetwork, "forward", interrupted)
+    result = saltus_(*settings, "-m", folder, "--method", "plain", code=130, input="the cat\n")
+    assert result.stderr.endswith("saltus: interrupted\n")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import saltus
+from architectures import tiny
 from conftest import tiny_llama
 from saltus.core.sampling import Sampling
 from saltus.integrations.transformers_generate import _sampling
@@ -28,6 +29,15 @@ def model():
 @pytest.fixture(scope="module")
 def writers(partners):
     return {method: saltus.custom_generate(method, options=partners, adaptive=False) for method in METHODS}
+
+
+def test_a_mixture_of_experts_keeps_its_implementation():
+    model = tiny("Mixtral")
+    model.set_experts_implementation("grouped_mm")
+    before = model.get_experts_implementation()
+    model.generate(TEXT, custom_generate=saltus.custom_generate(), max_new_tokens=3, do_sample=False)
+    assert model.get_experts_implementation() == before
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 CASES = {

@@ -36,6 +36,28 @@ def engine(tiny_folder, partners) -> saltus.Engine:
     return saltus.load(str(tiny_folder()), options=partners, batch_size=2, adaptive=False)
 
 
+def test_a_text_interrupted_while_its_prompt_is_read_has_statistics(tiny_folder, monkeypatch):
+    engine = saltus.load(str(tiny_folder()), "plain")
+    forward, calls = engine.network.forward, []
+
+    def interrupted(batch, kv_caches):
+        calls.append(batch)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return forward(batch, kv_caches)
+
+    monkeypatch.setattr(engine.network, "forward", interrupted)
+    stream = engine.stream(PROMPT, max_new_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert (stream.generation.tokens, stream.generation.finish_reason) == ([], None)
+    assert (stream.generation.statistics.calls, stream.generation.statistics.prefill_seconds) == (0, 0.0)
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, max_new_tokens=3)
+    assert len(engine.generate(PROMPT, max_new_tokens=3).tokens) == 3
+
+
 def ending_with(engine: saltus.Engine, *tokens: int) -> saltus.Engine:
     return dataclasses.replace(engine, target=dataclasses.replace(engine.target, end_tokens=frozenset(tokens)))
 
@@ -71,6 +93,10 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     first = plain_engine.decoder.setup("auto")
     plain_engine.decoder.call_cost.seconds[8] = 100.0  # another program starts
     assert plain_engine.decoder.setup("auto") is first
+    with refused("options are given for 'lokup', which is no method; there are assd, "):
+        saltus.load("no folder", options={"lokup": {"longest": 5}})
+    with refused("method ptp: "):
+        saltus.load("no folder", "lookup", options={"ptp": {"lenth": 5}})
     with refused("unknown method 'aut'; did you mean auto"):
         saltus.load(folder, "aut")
     with refused("auto+lookup: auto chooses all methods itself; name the methods to join"):

@@ -76,7 +76,8 @@ def test_a_constraint_depends_on_the_text_alone(engine):
         np.testing.assert_array_equal(constraint.allowed(tokens[:count]), fresh.allowed(tokens[:count]))
         assert constraint.forced(tokens[:count]) == fresh.forced(tokens[:count])
         assert constraint.num_allowed(tokens[:count], tokens[count:]) == len(tokens) - count
-        assert constraint.allowed([tokens[-1], *tokens[:count]]) is None
+        with pytest.raises(ValueError, match="the grammar cannot be followed"):
+            constraint.allowed([tokens[-1], *tokens[:count]])
         assert constraint.num_allowed(tokens[:count], [tokens[0]]) == (count == 0)
     assert set(np.flatnonzero(constraint.allowed(tokens))) == set(end)
     assert constraint.forced(tokens) == (min(end),)
@@ -111,6 +112,51 @@ def test_restricted_logits_keep_what_is_allowed_and_nothing_beyond_the_vocabular
     found = restricted(row, np.array([True, False, True, False]))
     assert found.tolist() == [0.0, -np.inf, 2.0, -np.inf, -np.inf, -np.inf]
     assert restricted(row, None) is row
+    with pytest.raises(ValueError, match="none of the model's tokens"):
+        restricted(row, np.array([False] * 6 + [True]))
+
+
+class _Vanishing:
+    """A constraint that cannot follow its own text after a token."""
+
+    def allowed(self, text):
+        if text:
+            raise ValueError("the grammar cannot be followed")
+        return None
+
+    def num_allowed(self, text, tokens):
+        return 0
+
+    def forced(self, text):
+        return ()
+
+
+def test_a_grammar_that_cannot_be_followed_is_an_error(engine, monkeypatch):
+    monkeypatch.setattr(Grammar, "constraint", lambda *_: _Vanishing())
+    with pytest.raises(ValueError, match="cannot be followed"):
+        engine.generate(PROMPT, grammar=Grammar.regex("a*"), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("method", ["plain", "lookup", "jacobi"])
+@pytest.mark.parametrize("make", [
+    lambda text: (Grammar.json_schema({"const": text}), json.dumps(text)),
+    lambda text: (Grammar.choice([text]), text),
+    lambda text: (Grammar.regex(re.escape(text) + "y"), text + "y"),
+])  # fmt: skip
+def test_a_literal_may_spell_a_special_token(engine, make, method):
+    special = engine.tokenizer.convert_ids_to_tokens(min(engine.target.end_tokens))
+    grammar, expected = make(f"a{special}")
+    found = engine.generate(PROMPT, grammar=grammar, max_new_tokens=60, method=method)
+    assert (found.text, found.finish_reason) == (expected, "stop")
+    assert not set(found.tokens[:-1]) & set(engine.tokenizer.all_special_ids)
+
+
+@pytest.mark.model
+def test_literals_of_the_default_model_may_spell_special_tokens():
+    engine = saltus.load()
+    for text in ("a<|im_start|>b", "<|im_end|>", "say <repo_name>"):
+        found = engine.generate("Answer.", grammar=Grammar.json_schema({"const": text}), max_new_tokens=40)
+        assert (json.loads(found.text), found.finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,10 @@ class Constraint(Protocol):
     """
 
     def allowed(self, text: Sequence[int]) -> Bool[np.ndarray, "vocab"] | None:
-        """The tokens that may follow; None if all may, as after a text that is forbidden or has ended."""
+        """The tokens that may follow; None if all may, as after a text that has ended.
+
+        Errors: ValueError for a text that is forbidden, and where nothing may follow.
+        """
         ...
 
     def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
@@ -37,11 +40,16 @@ class Constraint(Protocol):
 
 
 def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] | None) -> Float[Tensor, "logits"]:
-    """Logits, −∞ for tokens that are not allowed; also for those beyond the vocabulary."""
+    """Logits, −∞ for tokens that are not allowed; also for those beyond the vocabulary.
+
+    Errors: ValueError where no token of the vocabulary is allowed.
+    """
     if allowed is None:
         return row
     found = torch.full_like(row, -torch.inf)
     places = torch.from_numpy(np.flatnonzero(allowed[: len(row)])).to(row.device)
+    if not len(places):
+        raise ValueError("the constraint allows none of the model's tokens; give it another one")
     found[places] = row[places]
     return found
 

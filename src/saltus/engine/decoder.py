@@ -266,8 +266,8 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
             inputs = next(generator) if outputs is None else generator.send(outputs)
         except StopIteration:
             return
-        request.calls_by_network[inputs.network_name] += 1
         outputs = yield inputs
+        request.calls_by_network[inputs.network_name] += 1  # now, since a call may be interrupted
 
 
 def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:

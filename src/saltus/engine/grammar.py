@@ -16,6 +16,10 @@ from saltus.networks.loading.fetching import first_line
 # JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_LENGTH = 1 << 18  # characters of a grammar
+CANNOT_FOLLOW = (
+    "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
+)
+RENAMED = "\U0010ffff"  # begins the names of special tokens that no text may spell; it is no character
 
 
 @dataclass(frozen=True)
@@ -78,30 +82,46 @@ class GrammarConstraint:
         self.read: list[int] = []  # by the matcher
 
     def allowed(self, text: Sequence[int]) -> np.ndarray | None:
-        """The tokens that may follow; None if all may, as after a text that is forbidden or has ended."""
-        if not self._go_to(text):
+        """The tokens that may follow; None if all may, as after a text that has ended.
+
+        Errors: ValueError for a text that the grammar forbids, and where no token may follow.
+        """
+        if self._has_ended(text):
             return None
+        if not self._go_to(text):
+            raise ValueError(CANNOT_FOLLOW)
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        return np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
+        found = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
+        places = np.flatnonzero(found)
+        # A single token that llguidance asks for may be one that it then refuses, but for the end.
+        refusable = len(places) == 1 and not self.matcher.is_stopped()
+        if not len(places) or (refusable and not self.matcher.validate_tokens(places.tolist())):
+            raise ValueError(CANNOT_FOLLOW)
+        return found
 
     def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of the tokens may follow the text, one after the other."""
-        return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else len(tokens)
+        if self._has_ended(text):
+            return len(tokens)
+        return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
 
     def forced(self, text: Sequence[int]) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
-        if not self._go_to(text):
+        if self._has_ended(text) or not self._go_to(text):
             return ()
         if self.matcher.is_stopped():
             return (min(self.end_tokens),) if self.end_tokens else ()
         tokens = self.tokenizer.tokenize_bytes(self.matcher.compute_ff_bytes())
+        if self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
+            return ()
         return [*tokens, *self.forced([*text, *tokens])] if tokens else ()
 
+    def _has_ended(self, text: Sequence[int]) -> bool:
+        return any(token in self.end_tokens for token in text)
+
     def _go_to(self, text: Sequence[int]) -> bool:
-        """Read the text; False if the grammar forbids it or if it has ended."""
-        if text and text[-1] in self.end_tokens:
-            return False
+        """Read the text; False if the grammar forbids it."""
         shared = min(len(self.read), len(text))
         if self.read[:shared] != list(text[:shared]):
             shared = next(place for place in range(shared) if self.read[place] != text[place])
@@ -130,11 +150,46 @@ def _compile(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any
 def _grammar_tokenizer(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     """The tokenizer as llguidance reads it."""
     from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("grammars need a tokenizer of the tokenizers library (tokenizer.json); this model has another")
-    return LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=sorted(end_tokens))
+    ends = sorted(end_tokens)
+    known = LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=ends)
+    special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
+    plain = LLTokenizer(_without_special_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
+    return LLTokenizer(TokenizerWrapper(_PlainText(known, plain, special)), n_vocab=len(tokenizer), eos_token=ends)
+
+
+class _PlainText:
+    """A tokenizer, as llguidance asks for it, that writes the text of a special token by ordinary tokens."""
+
+    def __init__(self, known: Any, plain: Any, special: Sequence[int]) -> None:
+        self.eos_token_id, self.bos_token_id = known.eos_token, None
+        self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+        self.special_token_ids = list(special)
+        self.plain = plain
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self.plain.tokenize_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
+    """A tokenizer.json whose special tokens have names that no text contains."""
+    found = json.loads(definition)
+    names = {token["content"]: RENAMED + token["content"] for token in found["added_tokens"] if token["id"] in special}
+    for token in found["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = found["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
+    elif vocab is not None:  # pairs of a piece and its score
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps({**found, "post_processor": None})
 
 
 def _matcher_class() -> Any:

@@ -79,11 +79,11 @@ def statistics_of(request: Request) -> Statistics:
         tokens_per_call=tokens / calls if calls else 0.0,
         seconds=request.seconds,
         tokens_per_second=tokens / request.seconds if request.seconds else 0.0,
-        prefill_seconds=request.calls[0].seconds if calls else 0.0,
+        prefill_seconds=request.calls[0].seconds if request.calls else 0.0,
         tokens_by_call=tokens_by_call,
         draft_calls=sum(request.calls_by_network.values()) - calls,
-        ms_per_call=1000 * statistics.median(call.seconds for call in later) if calls else 0.0,
-        nodes_per_call=statistics.fmean(call.num_draft_tokens for call in request.calls) if calls else 0.0,
+        ms_per_call=1000 * statistics.median(call.seconds for call in later) if request.calls else 0.0,
+        nodes_per_call=statistics.fmean(call.num_draft_tokens for call in request.calls) if request.calls else 0.0,
     )
 
 

@@ -157,14 +157,17 @@ def _run_with_streamer(
 
 @contextmanager
 def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[TargetNetwork]:
-    """A network around the model, whose attention and training mode are restored afterwards."""
+    """A network around the model, whose attention, experts and training mode are restored afterwards."""
     attention, training = model.config._attn_implementation, model.training
+    experts = model.get_experts_implementation()
     try:
         causal = already_checked and not fills_holes(model)
         known = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget)) if causal else None
         yield known or make_network(model, "this model", exact, budget)
     finally:
         model.set_attn_implementation(attention)
+        if experts != model.get_experts_implementation():
+            model.set_experts_implementation(experts)
         model.train(training)
 
 

@@ -16,7 +16,7 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
-AUTO_METHODS = ("ptp", "lookup")  # whose options may be given with it
+AUTO_METHODS = ("ptp", "lookup", "assd")  # whose options may be given with it
 
 
 @runtime_checkable
@@ -74,19 +74,31 @@ def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = No
     """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
 
     For `auto` they are those whose options may be given. `options` gives fields by method: {"lookup": {"longest": 5}}.
+    They may be of further methods, since an engine decodes with any, but all must be right. Errors: ValueError.
     """
-    made = []
-    for name in method_names(spec):
+    options = options or {}
+    made = [_make_method(name, options.get(name, {})) for name in method_names(spec)]
+    for name, fields in options.items():
         if name not in available_methods():
-            known = [AUTO, *available_methods()]
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
-            offer = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-            raise ValueError(f"unknown method {name!r}; {offer}")
-        try:
-            made.append(available_methods()[name](**(options or {}).get(name, {})))
-        except TypeError as error:
-            raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
+            raise ValueError(f"options are given for {name!r}, which is no method; there are {_listed()}")
+        _make_method(name, fields)
     return made
+
+
+def _make_method(name: str, fields: Mapping[str, Any]) -> Method:
+    if name not in available_methods():
+        known = [AUTO, *available_methods()]
+        near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+        offer = f"did you mean {' or '.join(near)}?" if near else f"there are {AUTO}, {_listed()}"
+        raise ValueError(f"unknown method {name!r}; {offer}")
+    try:
+        return available_methods()[name](**fields)
+    except TypeError as error:
+        raise ValueError(f"method {name}: {error}; `saltus methods` lists its options") from error
+
+
+def _listed() -> str:
+    return ", ".join(available_methods())
 
 
 def require_draft_models(methods: Sequence[Method]) -> None:

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
+from transformers import LlamaConfig, LlamaForCausalLM, XLNetConfig, XLNetLMHeadModel
 
-from saltus.networks.loading.checkpoints import fills_holes, load_model
+from saltus.networks.loading.checkpoints import fills_holes, load_model, load_tokenizer
 from saltus.networks.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
 from saltus.networks.loading.packing import PACKINGS
 from saltus.networks.models.any_subset import ANY_SUBSET
@@ -236,7 +236,7 @@ def _load_model(folder: Path) -> tuple[Any, Any]:
     model = load_model(str(folder), folder, torch.float32)
     if not fills_holes(model):
         raise ValueError(f"{folder} holds a causal model; start with an XLNet or an any-subset model")
-    return model, AutoTokenizer.from_pretrained(folder)
+    return model, load_tokenizer(folder)
 
 
 def _make_task(

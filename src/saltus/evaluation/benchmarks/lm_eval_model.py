@@ -364,7 +364,7 @@ def _tokenizer_with_bos_setting(loaded: Any, add_bos_token: bool | None) -> Any:
         return loaded
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(loaded.name_or_path, add_bos_token=add_bos_token)
+    return AutoTokenizer.from_pretrained(loaded.name_or_path, add_bos_token=add_bos_token, trust_remote_code=False)
 
 
 def _tokenizer_max_length(tokenizer: Any) -> int:

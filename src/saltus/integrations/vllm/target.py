@@ -49,7 +49,7 @@ def _described_model(model: Any, config: Any) -> Any:
     from transformers import AutoModelForCausalLM  # seconds to import
 
     with torch.device("meta"):
-        described = AutoModelForCausalLM.from_config(config)
+        described = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
     _share_weight(described.get_input_embeddings(), language_model.model.embed_tokens, "input embeddings")
     if config.tie_word_embeddings:

@@ -92,6 +92,11 @@ def load_checkpoint(
         try:
             tokenizer = load_tokenizer(folder)
         except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"the tokenizer of {name_or_path} needs Python code from {folder}, which saltus never runs; put a"
+                    " tokenizer.json there, and take auto_map out of tokenizer_config.json"
+                ) from error
             raise ValueError(
                 f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
                 f" into {folder}"
@@ -146,9 +151,14 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name} needs Python code from its folder, which saltus never runs; choose a model of an architecture"
+                " that Transformers has"
+            ) from error
         raise ValueError(
             f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
         ) from error
@@ -211,7 +221,7 @@ def load_tokenizer(folder: Path) -> Any:
         return evabyte_tokenizer(folder)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def fills_holes(model: Any) -> bool:

@@ -61,11 +61,11 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     """The model of Transformers, with weights on "meta"."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)  # its frequencies are computed, not loaded
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     return model
 
 
