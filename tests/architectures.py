@@ -22,10 +22,9 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Gemma": {**LLAMA_LIKE, "head_dim": 16},
     "Gemma2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
     "Gemma3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16},
-    "Gemma4": {  # heads of different sizes, and the last layer reads another one's keys and values
-        **LLAMA_LIKE, **WINDOW, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 40, "initializer_range": 0.08,
-        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 1,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB,
+    "Gemma4": {  # layers with heads of different sizes and numbers
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "initializer_range": 0.1, "vocab_size_per_layer_input": VOCAB,
         "hidden_size_per_layer_input": 8,
     },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
