@@ -68,7 +68,12 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
             f"{file.name} holds a model of the architecture {name}; supported are {', '.join(ARCHITECTURES)}"
         )
     tokenizer = make_tokenizer(metadata, file.name)
-    config = _config(metadata, name, reader)
+    try:
+        config = _config(metadata, name, reader)
+    except SourceError:
+        raise
+    except (ValueError, TypeError) as error:  # of numbers that no decoder has
+        raise SourceError(f"{file.name}: {error}") from None
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
