@@ -22,6 +22,11 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Gemma": {**LLAMA_LIKE, "head_dim": 16},
     "Gemma2": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
     "Gemma3": {**LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16},
+    "Gemma4": {  # layers with heads of different sizes and numbers
+        **LLAMA_LIKE, **WINDOW, **ALTERNATING, "head_dim": 16, "global_head_dim": 40, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "initializer_range": 0.1, "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    },
     "GPT2": {"n_embd": 48, "n_head": 6, "n_layer": 2, "n_positions": 512},
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "OPT": {"hidden_size": 48, "ffn_dim": 72, "num_attention_heads": 6, "word_embed_proj_dim": 48},
@@ -62,7 +67,7 @@ def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
 
 
 def configuration(name: str) -> str:
-    return {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config")
+    return {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
 
 
 def model_class(name: str) -> type[PreTrainedModel]:

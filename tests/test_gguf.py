@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,9 +23,13 @@ import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
+from saltus.networks.draft_models.dflash import DFlashShape
+from saltus.networks.draft_models.drafter import DrafterShape
+from saltus.networks.draft_models.eagle3 import Eagle3Shape
 from saltus.networks.loading import gguf_files, packing, sources
 from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
 from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.gguf_storage import remove_gguf
 from saltus.networks.loading.gguf_tokenizers import make_tokenizer
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.networks.loading.sources import resolve
@@ -125,7 +131,8 @@ def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """The kernels stay where they are."""
-    monkeypatch.setattr(sources, "cache_folder", lambda: tmp_path / "cache")
+    for module in (sources, gguf_files):
+        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
 
 
 MIXED = [Q.Q4_0, Q.Q8_0, Q.Q6_K, Q.Q4_1, Q.Q5_K, Q.F16, Q.Q4_K, Q.BF16, Q.Q5_1, Q.Q5_0, Q.F32]
@@ -245,6 +252,69 @@ def test_a_damaged_file_is_one_line(tmp_path):
     file.unlink()
     with pytest.raises(SourceError, match="cannot be read"):
         load_model("tiny", folder)
+
+
+def folder_with_its_file(tmp_path: Path) -> Path:
+    """As a model is published: configuration, index and weights in one folder."""
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "published"
+    write(tiny("llama"), file, [Q.Q8_0])
+    shutil.copytree(resolve(str(file)), folder)
+    shutil.copy(file, folder / "model.gguf")
+    change_index(folder, lambda index: index.update(file="model.gguf"))
+    return folder
+
+
+def change_index(folder: Path, change) -> None:
+    index = json.loads((folder / "gguf.json").read_text())
+    change(index)
+    (folder / "gguf.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("size", 34), ("size", -1), ("offset", -64), ("format", 999), ("interleaved_heads", 3)]
+)
+def test_an_index_whose_numbers_do_not_fit_is_refused(field, value, tmp_path):
+    folder = folder_with_its_file(tmp_path)
+    load_model("tiny", folder, own_classes=True)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    change_index(folder, lambda index: index["tensors"][query].update({field: value}))
+    with pytest.raises(SourceError, match="fetch it again"):
+        load_model("tiny", folder, own_classes=True)
+
+
+@pytest.mark.parametrize("name", ["../tiny.gguf", "..", "absolute"])
+def test_an_index_names_a_file_of_its_own_folder_only(name, tmp_path):
+    folder, other = folder_with_its_file(tmp_path), tmp_path / "tiny.gguf"
+    change_index(folder, lambda index: index.update(file=str(other) if name == "absolute" else name))
+    for use in (lambda: load_model("tiny", folder), lambda: remove_gguf(folder)):
+        with pytest.raises(SourceError, match="not a file of its folder"):
+            use()
+    assert other.is_file()
+
+
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 8}, {"num_attention_heads": 0}, {"head_dim": 63}])
+def test_heads_that_kernels_cannot_divide_are_refused(changes, tmp_path):
+    folder = folder_with_its_file(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="a decoder"):
+        load_model("tiny", folder, own_classes=True)
+
+
+def test_a_gguf_file_whose_heads_cannot_share_keys_is_refused(tmp_path):
+    model, file = tiny("qwen2"), tmp_path / "heads.gguf"
+    model.config.num_key_value_heads = 8
+    write(model, file, [Q.Q8_0])
+    assert "8 heads of keys and values cannot share evenly" in complaint(file)
+
+
+@pytest.mark.parametrize(
+    "shape", [DrafterShape(64, 64), DFlashShape(64, 64, (1,), 0), Eagle3Shape(64, 64, (1,), 4, 2, 16)]
+)
+def test_drafters_whose_heads_cannot_share_keys_are_refused(shape):
+    for changes in ({"heads": 4, "kv_heads": 8}, {"kv_heads": 0}, {"heads": -9}, {"hidden": 1 << 40}):
+        with pytest.raises(ValueError, match="a decoder"):
+            replace(shape, **changes)
 
 
 def test_weights_that_cannot_be_had_are_one_line(tmp_path):

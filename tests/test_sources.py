@@ -314,7 +314,7 @@ def gguf_file(tmp_path) -> Path:
     """The smallest that there is: a tokenizer of three tokens, one matrix."""
     file = tmp_path / "tiny-Q8_0.gguf"
     out = gguf.GGUFWriter(file, "llama")
-    for name, value in {"context_length": 8, "embedding_length": 32, "block_count": 0, "feed_forward_length": 32,
+    for name, value in {"context_length": 8, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32,
                         "head_count": 1, "layer_norm_rms_eps": 1e-6}.items():  # fmt: skip
         getattr(out, f"add_{name}")(value)
     out.add_tokenizer_model("gpt2")

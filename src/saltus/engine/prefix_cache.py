@@ -61,7 +61,8 @@ class PrefixCache:
 
 
 def _num_bytes(kv_cache: Any) -> int:
-    tensors = getattr(kv_cache, "keys", None), getattr(kv_cache, "values", None)
+    odd = getattr(kv_cache, "odd_layers", {}).values()
+    tensors = getattr(kv_cache, "keys", None), getattr(kv_cache, "values", None), *(x for pair in odd for x in pair)
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

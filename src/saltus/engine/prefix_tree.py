@@ -62,6 +62,8 @@ class PrefixTree:
         """Copy what the KV caches of a text have and the tree has not. The prompt is not needed: caches name tokens."""
         for name, kv_cache in kv_caches.items():
             if type(kv_cache) is KVCache and kv_cache.keys is not None and len(kv_cache.tokens):
+                if kv_cache.odd_layers:  # of other sizes
+                    continue
                 self._add(name, kv_cache)
         while self.num_bytes > self.max_bytes:
             self._drop_oldest_end()

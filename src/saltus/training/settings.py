@@ -15,6 +15,7 @@ from saltus.networks.adapters.uniform_embedding import KINDS
 from saltus.networks.draft_models.dflash import DFLASH, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape
 from saltus.networks.draft_models.heads import HeadShape
+from saltus.networks.kv_cache.memory_use import layer_sizes
 from saltus.training.data.block_packing import BlockMask, BlockNoise, NoiseSchedule
 from saltus.training.data.uniform_intervals import Truncation
 from saltus.training.data.window_dataset import WindowSettings
@@ -66,15 +67,15 @@ class DrafterSettings:
                 f"hidden_state_layers has {wrong[0]}, but the model has {config.num_hidden_layers} layers; take fewer"
             )
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        kv_heads, head_dim = layer_sizes(config)[0]
         if self.network == DFLASH:
-            return self._dflash_shape(target, heads, kv_heads)
+            return self._dflash_shape(target, heads, kv_heads, head_dim)
         return DrafterShape(
             config.hidden_size, self.intermediate, self.hidden_state_layers, self.layers, heads, kv_heads,
             self.window, self.embedding, self.embeds_temperature, self.reads_uniforms, correction=self.correction,
         )  # fmt: skip
 
-    def _dflash_shape(self, target: Any, heads: int, kv_heads: int) -> DFlashShape:
+    def _dflash_shape(self, target: Any, heads: int, kv_heads: int, head_dim: int) -> DFlashShape:
         """Heads of the target's size, in numbers that 2, 4 and 8 devices can share."""
         config, embeddings = target.config.get_text_config(), target.get_input_embeddings().weight
         mask_token, count = self.mask_token, len(embeddings)
@@ -85,8 +86,7 @@ class DrafterSettings:
         own, kv_heads = max(8, heads // 8 * 8), 1 << (kv_heads - 1).bit_length()
         return DFlashShape(
             config.hidden_size, self.intermediate, self.hidden_state_layers, mask_token, self.layers, own,
-            math.gcd(own, kv_heads),
-            getattr(config, "head_dim", None) or config.hidden_size // heads, self.window, correction=self.correction,
+            math.gcd(own, kv_heads), head_dim, self.window, correction=self.correction,
         )  # fmt: skip
 
 

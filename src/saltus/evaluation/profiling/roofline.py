@@ -13,6 +13,7 @@ from torch import nn
 
 from saltus import native
 from saltus.evaluation.profiling.call_timing import CallShape, Clock
+from saltus.networks.kv_cache.memory_use import layer_sizes
 from saltus.networks.models.exact.batch_invariant_ops import linear
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node
@@ -43,15 +44,13 @@ def count_demand(model: Any) -> ResourceDemand:
     looked_up = {table for table in tables if table is not out}
     products = [weight for weight in model.parameters() if weight.ndim >= 2 and weight not in tables]
     multiplied = sum(weight.numel() for weight in products) + (out.numel() if out in tables else 0)
-    heads, layers, size = config.num_attention_heads, config.num_hidden_layers, out.element_size()
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, size, sizes = config.num_attention_heads, out.element_size(), layer_sizes(config)
     return ResourceDemand(
         weight_bytes=sum(weight.nbytes for weight in model.parameters() if weight not in looked_up),
         row_bytes=sum(table.shape[1] * table.element_size() for table in looked_up),
-        token_bytes=2 * layers * kv_heads * dim * size,
+        token_bytes=2 * sum(kv_heads * dim for kv_heads, dim in sizes) * size,
         row_flops=2 * multiplied,
-        pair_flops=4 * layers * heads * dim,
+        pair_flops=4 * heads * sum(dim for _, dim in sizes),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel, corrected_states
 from saltus.networks.models.exact.packed_weight import select_rows
-from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder, RMSNorm
+from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder, RMSNorm, check_decoder_sizes
 from saltus.networks.models.torch_decoder import normed, rotated
 
 DFLASH = "dflash"  # the network of such a drafter, as in saltus.json and in recipes
@@ -43,6 +43,12 @@ class DFlashShape:
     network: str = DFLASH
 
     reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
+
+    def __post_init__(self) -> None:
+        check_decoder_sizes(
+            self.heads, self.kv_heads, hidden=self.hidden, intermediate=self.intermediate,
+            layers=self.layers, window=self.window, head_dim=self.head_dim,
+        )  # fmt: skip
 
     @property
     def decoder_config(self) -> dict[str, Any]:

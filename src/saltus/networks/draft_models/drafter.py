@@ -32,7 +32,7 @@ from saltus.networks.draft_models.native_draft_pass import NativeDraftPass
 from saltus.networks.draft_models.query_predictions import QueryPredictor, rows_linear
 from saltus.networks.draft_models.timed_outputs import timed_outputs
 from saltus.networks.draft_models.token_correction import TokenCorrectionModel, corrected_states, rms_normalized
-from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder
+from saltus.networks.models.packed_decoder import DecoderConfig, PackedDecoder, check_decoder_sizes
 
 MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
 MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
@@ -54,6 +54,12 @@ class DrafterShape:
     reads_uniforms: bool = True  # False: queries have no uniforms, so predictions are independent
     rope_theta: float = 10000.0
     correction: int = 0  # width of the correction by the tokens before each draft, see TokenCorrectionModel; 0: none
+
+    def __post_init__(self) -> None:
+        check_decoder_sizes(
+            self.heads, self.kv_heads, hidden=self.hidden, intermediate=self.intermediate,
+            layers=self.layers, window=self.window,
+        )  # fmt: skip
 
 
 class DraftModel(nn.Module):

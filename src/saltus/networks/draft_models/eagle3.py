@@ -25,7 +25,7 @@ from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.packed_weight import select_rows
-from saltus.networks.models.packed_decoder import DecoderConfig, RMSNorm, RotaryEmbedding
+from saltus.networks.models.packed_decoder import DecoderConfig, RMSNorm, RotaryEmbedding, check_decoder_sizes
 from saltus.networks.models.torch_decoder import normed, rotated
 
 UNREAD_STATES = 1024  # hidden states that are read at once
@@ -47,6 +47,12 @@ class Eagle3Shape:
     norm_output: bool = False  # the next row reads the normalised output
 
     reads_uniforms: ClassVar[bool] = False  # queries have no uniforms
+
+    def __post_init__(self) -> None:
+        check_decoder_sizes(
+            self.heads, self.kv_heads, hidden=self.hidden, intermediate=self.intermediate,
+            head_dim=self.head_dim,
+        )  # fmt: skip
 
 
 class Eagle3Model(nn.Module):

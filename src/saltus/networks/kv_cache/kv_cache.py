@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ MIN_GROWTH = 256  # slots that a buffer grows by, at least
 class KVCache:
     """Keys and values of one text: slot i holds token i; for one call the nodes of a tree follow.
 
-    Buffers are [layers, kv_heads, capacity, dim], made when the first layer writes.
+    Buffers are [layers, kv_heads, capacity, dim], made when the first layer writes. Layers whose sizes differ from the
+    first one's (Gemma 4) have buffers of their own, [kv_heads, capacity, dim].
     """
 
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # whose keys and values are kept
     keys: torch.Tensor | None = None
     values: torch.Tensor | None = None
     pending_tree: ForwardInputs | None = None  # evaluated after `tokens`; acceptance is known at the next call
+    odd_layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, kw_only=True)
 
     def reuse_prefix(self, tokens: np.ndarray, num_recomputed: int = 1) -> int:
         """How many of the decided tokens are in the cache. Keeps the accepted branch, and drops the other nodes.
@@ -51,18 +54,49 @@ class KVCache:
         moves = [(slot, node) for slot, node in enumerate(nodes) if slot != node]
         if moves and self.keys is not None and self.values is not None:
             base = self.num_text_slots
-            for buffer in map(_writable_view, (self.keys, self.values)):
+            buffers = (self.keys, self.values), *self.odd_layers.values()
+            for buffer in (_writable_view(buffer) for pair in buffers for buffer in pair):
                 for slot, node in moves:  # a node never moves to a later slot, so none is overwritten before it moves
-                    buffer[:, :, base + slot] = buffer[:, :, base + node]
+                    buffer[..., base + slot, :] = buffer[..., base + node, :]
 
     def reserve(self, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
-        capacity = 0 if self.keys is None else self.keys.shape[2]
-        if num_slots <= capacity:
-            return
-        capacity = max(num_slots, capacity + max(MIN_GROWTH, capacity // 2))
-        self.keys = _resized(self.keys, num_layers, capacity, key)
-        self.values = _resized(self.values, num_layers, capacity, value)
+        if self.keys is not None and self.values is not None:
+            assert len(self.keys) == num_layers, "a KV cache serves one model"
+            assert have_sizes_of((self.keys[0], self.values[0]), (key, value)), "layers differ in size"
+        capacity = _larger_capacity(self.keys, num_slots)
+        if capacity is not None:
+            self.keys = _resized(self.keys, (num_layers,), capacity, key)
+            self.values = _resized(self.values, (num_layers,), capacity, value)
+
+    def reserve_layer(
+        self, layer: int, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of one layer, of the sizes of its new keys and values and with at least `num_slots` slots."""
+        assert 0 <= layer < num_layers
+        if self.keys is None or self.values is None or have_sizes_of((self.keys[0], self.values[0]), (key, value)):
+            self.reserve(num_layers, num_slots, key, value)
+            assert self.keys is not None and self.values is not None
+            return self.keys[layer], self.values[layer]
+        keys, values = self.odd_layers.get(layer, (None, None))
+        capacity = _larger_capacity(keys, num_slots)
+        if capacity is not None:
+            self.odd_layers[layer] = _resized(keys, (), capacity, key), _resized(values, (), capacity, value)
+        return self.odd_layers[layer]
+
+
+def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
+    """True if a layer's buffers and its new keys and values have the same heads, head sizes and dtypes."""
+    return all(
+        (old.shape[0], old.shape[2], old.dtype) == (own.shape[0], own.shape[2], own.dtype)
+        for old, own in zip(buffers, new, strict=True)
+    )
+
+
+def _larger_capacity(buffer: torch.Tensor | None, num_slots: int) -> int | None:
+    """The slots that a buffer should grow to; None if it has enough."""
+    capacity = 0 if buffer is None else buffer.shape[-2]
+    return None if num_slots <= capacity else max(num_slots, capacity + max(MIN_GROWTH, capacity // 2))
 
 
 def _writable_view(x: torch.Tensor) -> Any:
@@ -72,9 +106,9 @@ def _writable_view(x: torch.Tensor) -> Any:
     return (x.view(torch.int16) if x.element_size() == 2 else x).numpy()
 
 
-def _resized(old: torch.Tensor | None, layers: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
+def _resized(old: torch.Tensor | None, layers: tuple[int, ...], capacity: int, like: torch.Tensor) -> torch.Tensor:
     heads, _, dim = like.shape
-    new = torch.empty(layers, heads, capacity, dim, dtype=like.dtype, device=like.device)
+    new = torch.empty(*layers, heads, capacity, dim, dtype=like.dtype, device=like.device)
     if old is not None:
-        new[:, :, : old.shape[2]] = old
+        new[..., : old.shape[-2], :] = old
     return new

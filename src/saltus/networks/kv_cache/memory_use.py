@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from saltus.core.protocols import Network
@@ -17,6 +18,19 @@ def kv_bytes_per_token(network: Network) -> int:
     if model is None:
         return 0
     config = model.config.get_text_config()
+    sizes = layer_sizes(config)
+    odd = [size for size in sizes if size != sizes[0]]  # have buffers of their own, besides those of equal layers
+    numbers = len(sizes) * math.prod(sizes[0]) + sum(map(math.prod, odd))
+    return 2 * numbers * model.dtype.itemsize
+
+
+def layer_sizes(config: Any) -> list[tuple[int, int]]:
+    """The key and value heads of each layer, and the size of a head. Transformers has them by layer if they differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return [_layer_sizes(layer) for layer in config.per_layer_config]
+    return [_layer_sizes(config)] * config.num_hidden_layers
+
+
+def _layer_sizes(config: Any) -> tuple[int, int]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

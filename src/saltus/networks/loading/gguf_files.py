@@ -11,10 +11,12 @@ from typing import Any
 import gguf
 from gguf import GGMLQuantizationType, GGUFReader
 
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_tokenizers import make_tokenizer
 from saltus.networks.loading.model_folders import INDEX_FILE
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS
+from saltus.networks.models.packed_decoder import check_decoder_sizes
 
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
@@ -66,7 +68,12 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
             f"{file.name} holds a model of the architecture {name}; supported are {', '.join(ARCHITECTURES)}"
         )
     tokenizer = make_tokenizer(metadata, file.name)
-    config = _config(metadata, name, reader)
+    try:
+        config = _config(metadata, name, reader)
+    except SourceError:
+        raise
+    except (ValueError, TypeError) as error:  # of numbers that no decoder has
+        raise SourceError(f"{file.name}: {error}") from None
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
@@ -83,12 +90,28 @@ def write_index(reader: GGUFReader, config: dict[str, Any], file: Path, folder: 
 
 
 def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:
-    """The GGUF file of a folder, and where its weights lie, by their names in Transformers."""
-    content = json.loads((folder / INDEX_FILE).read_text())
-    tensors = {
-        key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
-    }
-    return folder / content["file"], tensors
+    """The GGUF file of a folder, and where its weights lie, by their names in Transformers. Errors: SourceError.
+
+    Only an index in the cache of this machine may name a file in another folder.
+    """
+    try:
+        content = json.loads((folder / INDEX_FILE).read_text())
+        name = str(content["file"])
+        tensors = {
+            key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
+        }
+        numbers = [x for one in tensors.values() for x in (one.format, *one.shape, one.offset, one.size)]
+        numbers += [one.interleaved_heads for one in tensors.values()]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
+    if not tensors or any(type(number) is not int for number in numbers):
+        raise SourceError(f"{folder / INDEX_FILE} is damaged (no whole numbers of weights); fetch the model again")
+    is_own = folder.resolve().parent == (cache_folder() / "gguf").resolve()
+    if not is_own and (Path(name).name != name or name == ".."):
+        raise SourceError(
+            f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; fetch the model again"
+        )
+    return folder / name, tensors
 
 
 def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str, Any]:
@@ -99,12 +122,17 @@ def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str
     if of("expert_count", 0):
         raise SourceError("this GGUF file holds a mixture of experts, which is not supported; choose a dense model")
     heads, hidden = of("attention.head_count"), of("embedding_length")
+    check_decoder_sizes(heads, 1, hidden_size=hidden)
     head_dim = of("attention.key_length") or of("rope.dimension_count") or hidden // heads
     window = of("attention.sliding_window", 0)
     architecture = MISTRAL if name == "llama" and window else ARCHITECTURES[name]
     token_count = len(metadata["tokenizer.ggml.tokens"])
     names = {tensor.name for tensor in reader.tensors}
     biased = "blk.0.attn_q.bias" in names
+    check_decoder_sizes(
+        heads, of("attention.head_count_kv", heads), hidden_size=hidden, head_dim=head_dim,
+        intermediate_size=of("feed_forward_length"), num_hidden_layers=of("block_count"), vocab_size=token_count,
+    )  # fmt: skip
     return {
         "architectures": [architecture],
         "attention_bias": biased,

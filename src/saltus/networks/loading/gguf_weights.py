@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 from torch.nn import Parameter
 
 from saltus import native
 from saltus.networks.loading.fetching import SourceError
-from saltus.networks.loading.gguf_files import ROPE_FACTORS, GgufTensor, read_gguf_index
+from saltus.networks.loading.gguf_files import PLAIN_FORMATS, ROPE_FACTORS, GgufTensor, read_gguf_index
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
 
@@ -37,6 +38,8 @@ def load_gguf_model(
         raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
     packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
     factors = tensors.pop(ROPE_FACTORS, None)
+    if factors is not None:
+        _check_size(ROPE_FACTORS, factors, file)
     config = DecoderConfig(**json.loads((folder / "config.json").read_text()))
     if packed and own_classes and config.rope_parameters["rope_type"] in ROPE_TYPES:
         model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
@@ -74,8 +77,21 @@ def _check_complete(model: Any, tensors: dict[str, GgufTensor], file: Path, size
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
         raise SourceError(f"{file} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again")
+    for name, tensor in tensors.items():
+        _check_size(name, tensor, file)
     if size < (end := max(tensor.offset + tensor.size for tensor in tensors.values())):
         raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes); copy or fetch it again")
+
+
+def _check_size(name: str, tensor: GgufTensor, file: Path) -> None:
+    """Raise SourceError unless a weight has as many bytes as its shape takes in its format."""
+    known = tensor.format in (*PLAIN_FORMATS, *PACKED_FORMATS) and tensor.shape and min(tensor.shape) > 0
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.format)] if known else (1, 0)
+    if not known or tensor.shape[-1] % weights or tensor.size != math.prod(tensor.shape) // weights * size:
+        raise SourceError(f"{file}: {name} has another size than {tensor.shape} takes in its format; fetch it again")
+    heads = tensor.interleaved_heads
+    if tensor.offset < 0 or heads < 0 or (heads and tensor.shape[0] % (2 * heads)):
+        raise SourceError(f"{file}: the place or heads of {name} are not possible; fetch it again")
 
 
 def _bytes(content: np.ndarray, tensor: GgufTensor) -> np.ndarray:

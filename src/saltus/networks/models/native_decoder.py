@@ -15,7 +15,7 @@ from saltus.networks.adapters.gated_lora import Adapter, Gate
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
 from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows
-from saltus.networks.models.packed_decoder import PackedDecoder
+from saltus.networks.models.packed_decoder import PackedDecoder, check_decoder_config
 
 LAYER_PRODUCTS = (  # the linear layers of each matrix product
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
@@ -79,6 +79,7 @@ class NativeDecoder:
 
     def __init__(self, model: Any, max_rows: int) -> None:
         config, dtype = model.config, model.dtype
+        check_decoder_config(config)
         self.model, self.dtype = model, dtype
         self.base = model.model
         first = self.base.layers[0].self_attn
@@ -128,6 +129,7 @@ class NativeDecoder:
         for x, heads, norm in ((self.q, self.heads, "q_norm"), (self.k, self.kv_heads, "k_norm")):
             rotation = native.Rotary(x=x.data_ptr(), heads=heads, dim=self.dim)
             if (module := getattr(a, norm, None)) is not None:
+                assert len(module.weight) == self.dim
                 rotation.norm, rotation.epsilon = module.weight.data_ptr(), module.variance_epsilon
             rotations.append(rotation)
         return products, rotations
@@ -137,6 +139,7 @@ class NativeDecoder:
         embedding, norm, head = self.base.embed_tokens.weight, self.base.norm, self.model.lm_head
         weight, format = kernel_arguments(embedding)
         vocab, size = embedding.shape
+        assert size == len(norm.weight) == self.hidden.shape[1]
         hidden = self.hidden.data_ptr()
         return native.Decoder(
             embedding=native.Expansion(weight=weight, out=hidden, format=format, inputs=size),
@@ -293,7 +296,9 @@ def linear_struct(
     add: Tensor | None = None,
 ) -> native.Linear:
     """The kernel's arguments of a product but its rows: of `x` with the weights of some modules, to their outputs."""
-    struct = native.Linear(x=x.data_ptr(), inputs=weights[0][0].weight.shape[1], count=len(weights))
+    inputs = weights[0][0].weight.shape[1]
+    _check_widths(x, inputs, weights, norm, gate, add)
+    struct = native.Linear(x=x.data_ptr(), inputs=inputs, count=len(weights))
     for i, (module, out) in enumerate(weights):
         struct.weight[i], struct.format[i] = kernel_arguments(module.weight)
         struct.out[i], struct.outs[i] = None if out is None else out.data_ptr(), len(module.weight)
@@ -303,6 +308,25 @@ def linear_struct(
     struct.gate = None if gate is None else gate.data_ptr()
     struct.add = None if add is None else add.data_ptr()
     return struct
+
+
+def _check_widths(
+    x: Tensor,
+    inputs: int,
+    weights: Sequence[tuple[Any, Tensor | None]],
+    norm: Any,
+    gate: Tensor | None,
+    add: Tensor | None,
+) -> None:
+    """Fail unless weights fit the rows that the kernel reads and writes; `x` of one dimension only holds a place."""
+    assert x.dim() == 1 or x[0].numel() == inputs
+    assert norm is None or len(norm.weight) == inputs
+    assert gate is None or gate[0].numel() == inputs
+    for module, out in weights:
+        outputs = len(module.weight)
+        assert module.weight.shape == (outputs, inputs)
+        assert module.bias is None or len(module.bias) == outputs
+        assert all(each is None or each[0].numel() == outputs for each in (out, add))
 
 
 def _set_lora(struct: native.Linear, paths: Sequence[str], adapter: Adapter | None, decoder: NativeDecoder) -> None:

@@ -13,7 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MAX_SIZE = 1 << 24  # of any number in a decoder's configuration
 ROPE_TYPES = {"default", "linear"}  # that RotaryEmbedding computes
+
+
+def check_decoder_sizes(heads: int, kv_heads: int, **sizes: Any) -> None:
+    """Raise ValueError unless sizes are positive and `heads` is a multiple of `kv_heads`; kernels rely on it."""
+    for name, size in {"heads": heads, "kv_heads": kv_heads, **sizes}.items():
+        if type(size) is not int or not 1 <= size <= MAX_SIZE:
+            raise ValueError(
+                f"a decoder's {name} is {size!r}, but must be a whole number from 1 to {MAX_SIZE:,}; fetch it again"
+            )
+    if heads % kv_heads:
+        raise ValueError(
+            f"a decoder has {heads} attention heads, which {kv_heads} heads of keys and values cannot share evenly;"
+            " fetch it again"
+        )
+
+
+def check_decoder_config(config: Any) -> None:
+    """`check_decoder_sizes` of the fields of a config.json."""
+    check_decoder_sizes(
+        config.num_attention_heads, config.num_key_value_heads, hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size, num_hidden_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+    )  # fmt: skip
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    check_decoder_sizes(1, 1, head_dim=head_dim)
+    if head_dim % 2:
+        raise ValueError(f"a decoder's head_dim is {head_dim}, but must be even; fetch it again")
 
 
 class DecoderConfig(SimpleNamespace):
@@ -96,6 +124,7 @@ class PackedDecoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, make_transformers_model: Callable[[], Any]) -> None:
         super().__init__()
+        check_decoder_config(config)
         self.config, self._make, self._transformers_model = config, make_transformers_model, []
         self.generation_config = SimpleNamespace(eos_token_id=config.eos_token_id)
         with torch.device("meta"):

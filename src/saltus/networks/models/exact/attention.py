@@ -171,8 +171,8 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         rows = slice(start, start + part.num_rows)
         start += part.num_rows
         q, k, v = query[:, rows], key[:, rows], value[:, rows]
-        part.kv_cache.reserve(call.num_layers, part.past_length + part.num_rows, k, v)
-        keys, values = _layer_cache(part.kv_cache, module.layer_idx)
+        slots = part.past_length + part.num_rows
+        keys, values = part.kv_cache.reserve_layer(module.layer_idx, call.num_layers, slots, k, v)
         if compiled is not None:
             _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
             continue
@@ -183,18 +183,26 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
     return out[None], None
 
 
-def _layer_cache(kv_cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    assert kv_cache.keys is not None and kv_cache.values is not None
-    return kv_cache.keys[layer], kv_cache.values[layer]
-
-
 def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, window, softcap) -> None:
     """One text, one layer, by the compiled kernel, which also writes the new keys and values to the KV cache."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    _check_shapes(sequence, q, k, v, keys, values, out)
     struct = sequence.kernel_arguments(window, q, k, v, out, scale, softcap)
     struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
     if kernel(ctypes.byref(struct)):
         raise MemoryError("attention ran out of memory; ask for a shorter text")
+
+
+def _check_shapes(sequence, q, k, v, keys, values, out) -> None:
+    """Fail unless what the kernel is handed has the sizes that it reads and writes."""
+    heads, rows, dim = q.shape
+    kv_heads, slots = keys.shape[:2]
+    assert rows == sequence.num_rows and sequence.past_length + rows <= slots
+    assert heads % kv_heads == 0 and dim == keys.shape[2] and values.shape[:2] == (kv_heads, slots)
+    assert k.shape == (kv_heads, rows, dim) and v.shape == (kv_heads, rows, values.shape[2])
+    assert out.shape == (rows, heads, values.shape[2])
+    assert all(x.is_contiguous() and x.dtype == q.dtype for x in (keys, values, out))
+    assert k.dtype == v.dtype == q.dtype
 
 
 def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.networks.adapters.gated_lora import Adapter, StaticGate
+from saltus.networks.kv_cache.memory_use import layer_sizes
 from saltus.networks.models.exact import attention
 from saltus.networks.models.exact.fixed_shape_attention import FixedShapeAttention
 from saltus.networks.models.exact.fixed_shape_inputs import MAX_TREE_NODES, QueryInputs, StaticInputs, query_rows
@@ -273,4 +274,6 @@ def why_not_fixed_shapes(model: Any) -> str | None:
     kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
     if any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds):
         return f"{name} scales the rotary angles of a call by its largest position"
+    if len(set(layer_sizes(config))) > 1:
+        return f"{name} has layers with different head sizes, which pages of one size cannot hold"
     return None
