@@ -1,6 +1,7 @@
 """Structured output and tools over HTTP, by OpenAI's client."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -8,7 +9,7 @@ import pytest
 
 import saltus
 from conftest import TEMPLATE
-from saltus.engine.grammar import Grammar
+from saltus.engine.grammar import CANNOT_FOLLOW, Grammar, GrammarConstraint
 from saltus.engine.tool_calls import HERMES, ToolCallReader, tool_grammar
 from test_grammar import SCHEMA, TOOLS
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, server  # noqa: F401
@@ -225,3 +226,22 @@ def test_a_response_that_contradicts_itself_is_refused(server):  # noqa: F811
         answer = httpx.post(f"{server[1]}/v1/responses", headers=JSON, json={"input": PROMPT, **fields})
         assert answer.status_code == 400, fields
         assert named in f"{answer.json()['error']}"
+
+
+def test_a_grammar_that_cannot_be_followed_ends_its_own_text_only(client, engine, monkeypatch):  # noqa: F811
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 60}
+    grammar, allowed = "[a-c]{4}x", GrammarConstraint.allowed
+
+    def lost(self, text):
+        if len(text) == 2:
+            raise ValueError(CANNOT_FOLLOW)
+        return allowed(self, text)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(GrammarConstraint, "allowed", lost)
+        other = pool.submit(client.chat.completions.create, **asked)
+        with pytest.raises(openai.BadRequestError, match="cannot be followed"):
+            client.chat.completions.create(**asked, extra_body={"guided_regex": grammar})
+        assert other.result().choices[0].message.content == alone(engine, seed=5, max_new_tokens=60).text
+    answer = client.chat.completions.create(**asked, extra_body={"guided_regex": grammar})
+    assert len(answer.choices[0].message.content) == 5
