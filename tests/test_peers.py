@@ -84,13 +84,16 @@ class FakeLlama:
         yield from self.tokens
 
 
+WEIGHT = {"format": 0, "shape": [1], "offset": 0, "size": 4}
+
+
 def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"pip install \"saltus\[llama-cpp\]\"|is none; name one"):
         peers_under_test(["llama-cpp"], engine, None)
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
     with pytest.raises(ValueError, match="decodes GGUF files"):
         peers_under_test(["llama-cpp"], engine, None)
-    (tmp_path / "gguf.json").write_text(json.dumps({"file": "/model.gguf", "tensors": {}}))
+    (tmp_path / "gguf.json").write_text(json.dumps({"file": "model.gguf", "tensors": {"weight": WEIGHT}}))
     monkeypatch.setattr(llama_cpp_peer, "resolve", lambda name: tmp_path)
     first, peer = peers_under_test(["transformers", "llama-cpp"], engine, None)
     assert (first.name, peer.name, peer.kind) == ("transformers", "llama-cpp", "peer")
@@ -103,7 +106,12 @@ def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine,
     assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(plain.tokens)
     assert written.calls[0].read == len(inputs.prompt_tokens)
     (path, settings), reset, seed, (tokens, sampling) = FakeLlama.told
-    assert (path, settings["n_threads"], reset, seed) == ("/model.gguf", torch.get_num_threads(), "reset", 5)
+    assert (path, settings["n_threads"], reset, seed) == (
+        str(tmp_path / "model.gguf"),
+        torch.get_num_threads(),
+        "reset",
+        5,
+    )
     assert tokens == list(inputs.prompt_tokens)
     assert (sampling["temp"], sampling["top_k"], sampling["repeat_penalty"]) == (0.5, 3, 1.0)
 

@@ -107,7 +107,8 @@ class JacobiSearch:
     def _generate(self, setting: Setting, text: int, warm_up: bool = False) -> None:
         key = tuple(setting.items())
         if key not in self.engines:
-            options = {"jacobi": {**self.fixed_options, **setting}}
+            own = {name: value for name, value in setting.items() if name != PLAIN}
+            options = {"jacobi": {**self.fixed_options, **own}}
             self.engines[key] = self.engine.copy_with(options=options, budget=self.budget)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
