@@ -60,7 +60,7 @@ def logits(network, tokens, tree=(), kv_cache=None, **more) -> torch.Tensor:
 def test_logits_are_those_of_transformers(name):
     network, plain = decoded(name, num_hidden_layers=1, **{"sliding_window": 50} if name == "Mistral" else {})
     tokens = text(66)
-    for length in (5, 66):  # recent columns alone, and a stretch of the pages
+    for length in (5, 66):  # recent columns alone, and a split of the pages
         found, expected = logits(network, tokens[:length], TREE), logits(plain, tokens[:length], TREE)
         assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < BOUND
 

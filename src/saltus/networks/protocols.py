@@ -19,7 +19,7 @@ class TargetNetwork(Network, Protocol):
 
     @property
     def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
-        """What evaluates a call: the native decoder ("lean" in results), fixed shapes, Transformers' code, or ours."""
+        """What evaluates a call: our kernels ("lean" in results), fixed shapes, Transformers' code, or torch."""
         ...
 
     @property

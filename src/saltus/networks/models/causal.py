@@ -55,7 +55,8 @@ class CausalNetwork:
     """A causal model of Transformers as a target network.
 
     An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call: on CUDA by
-    calls of fixed shapes, elsewhere by kernels. `free_shapes` gives that up for Transformers' own attention.
+    our kernels or by calls of fixed shapes, elsewhere by kernels. `free_shapes` gives that up for Transformers' own
+    attention.
     """
 
     model: Any
@@ -102,7 +103,8 @@ class CausalNetwork:
     @property
     def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
         """See TargetNetwork."""
-        if self.native_decoder is not None:
+        runner = self.fixed_shape_runner
+        if self.native_decoder is not None or (runner is not None and runner.active_decoder is not None):
             return "lean"
         return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
 

@@ -1,5 +1,8 @@
 """Evaluate trees by calls of few fixed shapes, for devices whose libraries choose kernels by shape.
 
+Where our own kernels run the layers (`GPUDecoder`), rows are alike in calls of any size, and a call has as few rows as
+its texts need. What follows is for the others.
+
 A decoding call always has `rows_per_call` rows, for one text as for many, in plain decoding too: on an accelerator
 128 rows cost little more than one. The rows of a batch are packed into as few such calls as needed. All products with
 weights have the shape of the call, and attention is computed for each text by products of fixed shapes, too

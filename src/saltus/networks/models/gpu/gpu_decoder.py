@@ -145,7 +145,7 @@ class GPUDecoder:
         assert pool.keys is not None and pool.values is not None
         x, queries = torch.empty_like(hidden), hidden.new_empty(wide, config.num_attention_heads, self.dim)
         active, attended = hidden.new_empty(wide, config.intermediate_size), torch.empty_like(queries)
-        sums = attention_kernels.StretchSums.empty(
+        sums = attention_kernels.SplitSums.empty(
             queries,
             config.num_key_value_heads,
             shape.num_groups,
