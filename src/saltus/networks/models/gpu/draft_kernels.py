@@ -1,5 +1,8 @@
 """Make the inputs of a drafter's layers from the target's hidden states, tokens and the vectors of queries."""
 
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton.language as tl
@@ -36,7 +39,7 @@ def _draft_inputs(
     inside = at < SIZE
     source = tl.load(sources + row)
     total = tl.load(parts + source * SIZE + at, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):  # pyright: ignore
+    for part in tl.static_range(1, PARTS):
         total += tl.load(parts + (part * num_rows + source) * SIZE + at, mask=inside, other=0.0)
     vector = tl.load(queries + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty

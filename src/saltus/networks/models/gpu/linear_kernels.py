@@ -6,6 +6,9 @@ nothing. K is cut into parts for small layers, which would otherwise fill few pr
 them in their order.
 """
 
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,5 +1,8 @@
 """What is computed for each row alone: norms, sums of parts, rotary position embeddings."""
 
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -23,7 +26,7 @@ def _add_and_norm(
     state = tl.load(hidden + row * SIZE + at, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         total = tl.load(parts + row * SIZE + at, mask=inside, other=0.0)
-        for part in tl.static_range(1, PARTS):  # pyright: ignore
+        for part in tl.static_range(1, PARTS):
             total += tl.load(parts + (part * num_rows + row) * SIZE + at, mask=inside, other=0.0)
         state = (state + total.to(dtype).to(tl.float32)).to(dtype)
         tl.store(hidden + row * SIZE + at, state, mask=inside)
@@ -48,7 +51,7 @@ def _rotate_and_store(
     place = head * DIM + at
     first = tl.load(parts + row * size + place)
     second = tl.load(parts + row * size + place + half)
-    for part in tl.static_range(1, PARTS):  # pyright: ignore
+    for part in tl.static_range(1, PARTS):
         first += tl.load(parts + (part * num_rows + row) * size + place)
         second += tl.load(parts + (part * num_rows + row) * size + place + half)
     if BIASED:
