@@ -92,6 +92,7 @@ def run(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    arithmetic: o.Arithmetic = "auto",
     chat_template: o.ChatTemplate = None,
     max_new_tokens: o.MaxNewTokens = 128,
     ignore_eos: o.IgnoreEos = False,
@@ -161,8 +162,8 @@ def run(
 
     engine = open_engine(
         model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
-        dtype=dtype, device=device, weights=weights, chat_template=chat_template, rule=rule, budget=budget,
-        adaptive=not whole_trees, tuned_settings=False,
+        dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
+        chat_template=chat_template, rule=rule, budget=budget, adaptive=not whole_trees, tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}

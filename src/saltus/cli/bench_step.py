@@ -18,6 +18,7 @@ def step(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    arithmetic: o.Arithmetic = "auto",
     chat_template: o.ChatTemplate = None,
     nodes: Annotated[
         str,
@@ -74,7 +75,14 @@ def step(
 
     validate_settings("lookup", None, chat_template=chat_template)
     engine = open_engine(
-        model, "lookup", None, dtype=dtype, device=device, weights=weights, chat_template=chat_template
+        model,
+        "lookup",
+        None,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        arithmetic=arithmetic,
+        chat_template=chat_template,
     )
     grid = CallGrid(**{"lengths": default_lengths(engine.target.context_length), **inputs})
     grid.check_context_length(engine.target.context_length, model)

@@ -25,6 +25,7 @@ def demo(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    arithmetic: o.Arithmetic = "auto",
     chat_template: o.ChatTemplate = None,
     method: o.Method = o.DEFAULT_METHOD,
     max_new_tokens: o.MaxNewTokens = 128,
@@ -65,7 +66,16 @@ def demo(
         "seed": seed or 0,
     }
     validate_settings(method, None, chat_template=chat_template, **sampling)
-    engine = open_engine(model, method, None, dtype=dtype, device=device, weights=weights, chat_template=chat_template)
+    engine = open_engine(
+        model,
+        method,
+        None,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        arithmetic=arithmetic,
+        chat_template=chat_template,
+    )
     _run_demo(
         engine, question or QUESTION, model, engine.method, {**sampling, "max_new_tokens": max_new_tokens}, colour
     )

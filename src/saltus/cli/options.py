@@ -68,6 +68,16 @@ Weights = Annotated[
     ),
 ]
 
+Arithmetic = Annotated[
+    str,
+    in_panel(
+        MODEL_PANEL,
+        "--arithmetic",
+        metavar="KIND",
+        help="How packed weights are multiplied on the CPU: int8 (activations of 8 bits) or bf16; auto: int8.",
+    ),
+]
+
 ChatTemplate = Annotated[
     str | None,
     in_panel(
@@ -217,6 +227,7 @@ class ModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     weights: Weights = "file"
+    arithmetic: Arithmetic = "auto"
     chat_template: ChatTemplate = None
 
 

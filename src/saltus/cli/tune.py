@@ -29,6 +29,7 @@ def tune(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     weights: o.Weights = "file",
+    arithmetic: o.Arithmetic = "auto",
     chat_template: o.ChatTemplate = None,
     prompts: o.Prompts = None,
     texts: Annotated[
@@ -87,7 +88,7 @@ def tune(
     validate_settings("jacobi", (), chat_template=chat_template, temperature=temperature, seed=seed)
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
-        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights,
+        model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
         chat_template=chat_template, budget=MAX_DEPTH, tuned_settings=False,
     )  # fmt: skip
     inputs = _select_prompts(prompts, texts)

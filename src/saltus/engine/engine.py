@@ -313,6 +313,7 @@ def load(
     exact: bool = True,
     batch_size: int = 16,
     weights: str = "file",
+    arithmetic: str = "auto",
     chat_template: str | None = None,
     progress: Progress | None = None,
     tuned_settings: bool = True,
@@ -338,6 +339,8 @@ def load(
         batch_size: texts decoded at once.
         weights: "file" keeps them as the checkpoint stores them, packed ones too; "bf16" expands packed ones; "q8_0",
             "q5_1", "q5_0", "q4_1" and "q4_0" pack those of a Hugging Face model, which makes another model of it.
+        arithmetic: how packed weights are multiplied on the CPU: "int8" (with "auto"), their integers by activations of
+            8 bits, fast, and the same on every processor; "bf16", in bfloat16. The text depends on it.
         chat_template: how messages become a text, in place of the model's own: "vicuna", "chatml", "llama-2",
             "alpaca", or a Jinja file.
         progress: called while files are downloaded.
@@ -355,7 +358,9 @@ def load(
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
-        return load_checkpoint(name, device, dtype, exact, progress, nodes, weights if name == model else "file")
+        return load_checkpoint(
+            name, device, dtype, exact, progress, nodes, weights if name == model else "file", arithmetic
+        )
 
     target = checkpoint(model)
     if template is not None:

@@ -78,6 +78,15 @@ class Expansion(ctypes.Structure):
     ]
 
 
+class Interleaving(ctypes.Structure):
+    """The struct `Interleaving` of integer_weights.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("blocks", "out")),
+        *((name, INTEGER) for name in ("format", "outs", "inputs")),
+    ]
+
+
 class Rotary(ctypes.Structure):
     """The struct `Rotary` of kernels.c, field for field."""
 

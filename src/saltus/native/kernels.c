@@ -3,7 +3,7 @@
 // writes the very text that plain decoding writes, in bfloat16 too. Compiled once for this machine by __init__.py.
 #include "lanes.h"
 #include "draft_paths.h"
-#include "packed_weights.h"
+#include "integer_lanes.h"
 #include "thread_pool.h"
 #include <time.h>
 #ifdef AMX
@@ -251,6 +251,7 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #endif
 #endif
 #include "attention.inc"
+#include "linear_integer.inc"
 #include "linear.inc"
 #include "decoder.inc"
 #include "draft_pass.inc"

@@ -196,15 +196,19 @@ static inline bytes32 fifth_bits(const uint8_t *p) {
   return (bytes32)((of & bit) == bit) & 16;
 }
 
-// The 8 scales and the 8 minimums of a block of 256 weights (Q4_K, Q5_K): 6 bits each, in 12 bytes.
-static inline void scales_and_minimums(const uint8_t *block, float *scales, float *offsets) {
+// The 8 scales, then the 8 minimums, of a block of 256 weights (Q4_K, Q5_K): 6 bits each, in 12 bytes.
+static inline void six_bit_scales(const uint8_t *block, uint8_t *bytes) {
   uint32_t low[3];
   memcpy(low, block + 4, sizeof low);
   const uint32_t packed[4] = {
       low[0] & 0x3f3f3f3f, (low[2] & 0x0f0f0f0f) | (low[0] >> 6 & 0x03030303) << 4,
       low[1] & 0x3f3f3f3f, (low[2] >> 4 & 0x0f0f0f0f) | (low[1] >> 6 & 0x03030303) << 4,
   };
-  const uint8_t *bytes = (const uint8_t *)packed;
+  memcpy(bytes, packed, sizeof packed);
+}
+static inline void scales_and_minimums(const uint8_t *block, float *scales, float *offsets) {
+  uint8_t bytes[16];
+  six_bit_scales(block, bytes);
   const float scale = load_half(block), minimum = load_half(block + 2);
   for (int i = 0; i < 8; i++) scales[i] = scale * bytes[i];
   for (int i = 0; i < 8; i++) offsets[i] = -(minimum * bytes[8 + i]);
@@ -328,24 +332,4 @@ static const Format formats[] = {  // by GGUF's numbers
 };
 static inline int64_t packed_row_bytes(int64_t format, int64_t in) {
   return in / formats[format].weights * formats[format].bytes;
-}
-
-typedef struct {
-  const uint8_t *weight;  // [.., in], packed
-  uint16_t *out;          // [count, in]
-  const int64_t *rows;    // [count]: which rows; NULL: the first ones
-  int64_t format, in, count;
-} Expansion;
-#define ROWS_AT_ONCE 16  // that a thread expands
-
-static void expand_some(const void *of, int64_t piece) {
-  const Expansion *a = of;
-  const int64_t size = packed_row_bytes(a->format, a->in);
-  for (int64_t i = piece * ROWS_AT_ONCE; i < a->count && i < (piece + 1) * ROWS_AT_ONCE; i++)
-    formats[a->format].expand_row(a->weight + (a->rows ? a->rows[i] : i) * size, a->in, 0, a->in, size,
-                                  a->out + i * a->in);
-}
-int saltus_expand(const Expansion *a) {
-  share(expand_some, a, (a->count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE);
-  return 0;
 }

@@ -28,6 +28,7 @@ from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.evabyte import EvaByteNetwork
 from saltus.networks.models.evabyte_decoder import EvaByteDecoder
 from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
+from saltus.networks.models.exact.packed_weight import ARITHMETICS, Arithmetic
 from saltus.networks.models.packed_decoder import PackedDecoder
 from saltus.networks.models.resized_vocabulary import embedding_rows
 from saltus.networks.models.xlnet import XlnetNetwork
@@ -74,21 +75,24 @@ def load_checkpoint(
     progress: Progress | None = None,
     budget: int = 16,
     weights: str = "file",
+    arithmetic: str = "auto",
 ) -> Checkpoint:
     """A causal model by short name, folder, GGUF file or hub id, for trees of `budget` nodes. Errors: ValueError.
 
     `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
     are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
+    Packed weights multiply activations of 8 bits ("int8", the default) or in bfloat16 ("bf16").
     The folder of an adapter of `saltus train` loads its target with the adapter attached.
     """
     device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
     _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
+    _checked_choice("arithmetic", arithmetic, dict.fromkeys(("auto", *ARITHMETICS)))
     is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
     adapter = Path(name_or_path) if is_adapter else None
     base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
     with silence_transformers():
-        model = load_model(name_or_path, folder, kind, device, weights, own_classes=exact)
+        model = load_model(name_or_path, folder, kind, device, weights, exact, arithmetic)
         try:
             tokenizer = load_tokenizer(folder)
         except Exception as error:
@@ -119,6 +123,7 @@ def load_model(
     device: str = "cpu",
     weights: str = "file",
     own_classes: bool = False,
+    arithmetic: str = "auto",
 ) -> Any:
     """The model of a folder that `resolve` found, of Transformers' class; with `own_classes` perhaps a PackedDecoder.
 
@@ -133,7 +138,8 @@ def load_model(
         if weights in PACKINGS:
             raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
         kind = torch.bfloat16 if dtype == "auto" else dtype
-        return load_gguf_model(folder, kind, weights == "file" and device == "cpu", own_classes).to(device)
+        packed = weights == "file" and device == "cpu"
+        return load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
     if weights in PACKINGS:
         dtype = torch.bfloat16
     if is_evabyte(folder):
@@ -142,8 +148,13 @@ def load_model(
         model = _transformers_model(name, folder, dtype)
     model = model.to(device).eval()
     if weights in PACKINGS:
-        pack_model(model, weights, folder)
+        pack_model(model, weights, folder, _of_packed(arithmetic))
     return model
+
+
+def _of_packed(arithmetic: str) -> Arithmetic:
+    """How packed weights are multiplied."""
+    return "bf16" if arithmetic == "bf16" else "int8"
 
 
 def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:

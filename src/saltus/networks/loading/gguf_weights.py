@@ -17,19 +17,23 @@ from torch.nn import Parameter
 from saltus import native
 from saltus.networks.loading.fetching import SourceError
 from saltus.networks.loading.gguf_files import PLAIN_FORMATS, ROPE_FACTORS, GgufTensor, read_gguf_index
-from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks
+from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
 
 
 def load_gguf_model(
-    folder: Path, dtype: torch.dtype = torch.bfloat16, packed: bool = True, own_classes: bool = False
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    packed: bool = True,
+    own_classes: bool = False,
+    arithmetic: Arithmetic = "bf16",
 ) -> Any:
     """The model of a folder whose weights are in a GGUF file (`write_gguf_folder`, `store_as_gguf`), on the CPU.
 
     With `packed`, matrices stay packed if there are compiled kernels to read them and `dtype` is bfloat16: blocks of
-    256 are mapped into memory, those of 32 rearranged. Else they are expanded to bfloat16 numbers, in `dtype`. With
-    `own_classes` a packed model is a PackedDecoder, if that supports it, else a model of Transformers. Errors:
-    SourceError if the file is missing, or weights in it.
+    256 are mapped into memory, those of 32 rearranged; for the `arithmetic` "int8" all are interleaved. Else they are
+    expanded to bfloat16 numbers, in `dtype`. With `own_classes` a packed model is a PackedDecoder, if that supports it,
+    else a model of Transformers. Errors: SourceError if the file is missing, or weights in it.
     """
     file, tensors = read_gguf_index(folder)
     try:
@@ -48,7 +52,7 @@ def load_gguf_model(
     _check_complete(model, tensors, file, len(content))
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")
-        weight = _weight(content, tensor, dtype, packed)
+        weight = _weight(content, tensor, dtype, packed, arithmetic)
         parameter = weight if isinstance(weight, PackedWeight) else Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(path), attribute, parameter)
     if config.tie_word_embeddings:
@@ -98,7 +102,9 @@ def _bytes(content: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     return content[tensor.offset : tensor.offset + tensor.size]
 
 
-def _weight(content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed: bool) -> Tensor:
+def _weight(
+    content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed: bool, arithmetic: Arithmetic
+) -> Tensor:
     """A weight as bfloat16 numbers, or as the file's blocks; rows are in Transformers' order."""
     rows = _bytes(content, tensor).reshape(tensor.shape[0], -1)
     if heads := tensor.interleaved_heads:
@@ -111,5 +117,5 @@ def _weight(content: np.ndarray, tensor: GgufTensor, dtype: torch.dtype, packed:
         return blocks.view(torch.bfloat16).to(dtype).view(tensor.shape)
     assert format in PACKED_FORMATS
     if packed and len(tensor.shape) == 2:
-        return PackedWeight.from_blocks(blocks, format)
+        return PackedWeight.from_blocks(blocks, format, arithmetic)
     return dequantize_blocks(blocks, format).to(dtype).view(tensor.shape)

@@ -18,13 +18,13 @@ from torch import nn
 from saltus import native
 from saltus.native.cache_folder import cache_folder, make_cache_folder
 from saltus.networks.loading.model_folders import weight_files
-from saltus.networks.models.exact.packed_weight import PackedWeight, dequantize_blocks
+from saltus.networks.models.exact.packed_weight import Arithmetic, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import UninitializedLinear
 
 PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 
 
-def pack_model(model: Any, packing: str, folder: Path) -> None:
+def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = "bf16") -> None:
     """Replace the matrices of linear layers and embeddings by packed ones, [out, in] with `in` a multiple of 32.
 
     `folder` is where the model was loaded from. Errors: ValueError for a model without such matrices.
@@ -42,9 +42,11 @@ def pack_model(model: Any, packing: str, folder: Path) -> None:
         save_file(blocks, draft)
         draft.replace(kept)
     for name, layer in layers.items():
-        # without compiled kernels the numbers are the same, expanded
-        make = PackedWeight.from_blocks if native.load_kernels() is not None else dequantize_blocks
-        layer.weight = nn.Parameter(make(blocks[name], format), requires_grad=False)
+        if native.load_kernels() is None:  # the numbers are the same, expanded
+            weight = dequantize_blocks(blocks[name], format)
+        else:
+            weight = PackedWeight.from_blocks(blocks[name], format, arithmetic)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
     model.tie_weights()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,34 +22,56 @@ ATEN = torch.ops.aten
 KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
 SCALES_OF_A_BLOCK = {Q.Q4_0: 1, Q.Q4_1: 2, Q.Q5_0: 1, Q.Q5_1: 2, Q.Q8_0: 1}  # of blocks that are rearranged
 PACKED_FORMATS = (Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
+
+Arithmetic = Literal["int8", "bf16"]
+ARITHMETICS: tuple[Arithmetic, ...] = ("int8", "bf16")
+INTERLEAVED = 64  # integer_weights.h
+GROUP_OUTPUTS = 16
 
 
 class PackedWeight(Tensor):
-    """A bfloat16 matrix [out, in], held as GGUF blocks, rearranged for the kernels: [out, bytes of a row].
+    """A bfloat16 matrix [out, in], held as GGUF blocks.
 
     Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
-    it in memory, and selecting rows expands only these; any other operation works on an expanded copy.
+    it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
+    `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by `rearrange_blocks`; with
+    "int8" it multiplies the integers of the blocks by activations of 8 bits (docs/exactness.md), and `rows`
+    [groups, bytes of a group] is arranged by `interleave_blocks`.
     """
 
     rows: Tensor
     format: GGMLQuantizationType
+    arithmetic: Arithmetic
 
     @staticmethod
-    def __new__(cls, rows: Tensor, format: GGMLQuantizationType) -> PackedWeight:
-        weights, size = GGML_QUANT_SIZES[format]
-        shape = (rows.shape[0], rows.shape[1] // size * weights)
+    def __new__(
+        cls, rows: Tensor, format: GGMLQuantizationType, shape: tuple[int, int], arithmetic: Arithmetic
+    ) -> PackedWeight:
         packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=rows.device)  # pyright: ignore[reportAttributeAccessIssue]
-        packed.rows, packed.format = rows, format
+        packed.rows, packed.format, packed.arithmetic = rows, format, arithmetic
         packed._is_param = True  # as torch.nn.Parameter would set; that would import torch.distributed for a subclass
         return packed
 
     @classmethod
-    def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType) -> PackedWeight:
-        """The matrix of the blocks of a GGUF file [out, bytes of a row]; formats without rearrangement share memory."""
-        return cls(rearrange_blocks(blocks, format), format)
+    def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
+        """The matrix of the blocks of a GGUF file [out, bytes of a row]; what is not rearranged shares their memory.
+
+        F16 holds no integers: its arithmetic is always "bf16".
+        """
+        weights, size = GGML_QUANT_SIZES[format]
+        shape = (blocks.shape[0], blocks.shape[1] // size * weights)
+        if arithmetic == "int8" and format in INTEGER_FORMATS:
+            return cls(interleave_blocks(blocks, format), format, shape, "int8")
+        return cls(rearrange_blocks(blocks, format), format, shape, "bf16")
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"PackedWeight({tuple(self.shape)}, {self.format.name})"
+
+    @property
+    def kernel_format(self) -> int:
+        """The number by which the kernels know the format and its arrangement."""
+        return int(self.format) + (INTERLEAVED if self.arithmetic == "int8" else 0)
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,7 +89,7 @@ class PackedWeight(Tensor):
                 raise IndexError(f"a row of {len(self)} was asked for by {int(rows.min())}…{int(rows.max())}")
         expansion = native.Expansion(
             weight=self.rows.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
-            format=int(self.format), inputs=out.shape[-1], count=out.shape[:-1].numel(),
+            format=self.kernel_format, inputs=out.shape[-1], count=out.shape[:-1].numel(),
         )  # fmt: skip
         kernels.saltus_expand(ctypes.byref(expansion))
         return out
@@ -96,7 +118,7 @@ class PackedWeight(Tensor):
         if func in KEPT_PACKED and not kwargs:
             packed = args[0]
             rows = packed.rows.clone() if func is ATEN.clone.default else packed.rows
-            return PackedWeight(rows, packed.format)
+            return PackedWeight(rows, packed.format, tuple(packed.shape), packed.arithmetic)
         if func is ATEN.embedding.default:
             return args[0].dequantize(args[1])
         if func is ATEN.index.Tensor and _selects_rows(args[1]):
@@ -130,6 +152,24 @@ def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     return torch.cat([firsts, integers], 1)
 
 
+def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a GGUF file [out, bytes of a row] as integer_weights.h describes: [groups, bytes of a group]."""
+    kernels = native.load_kernels()
+    assert kernels is not None, "packed weights are made only where there are compiled kernels"
+    weights, size = GGML_QUANT_SIZES[format]
+    blocks, inputs = blocks.contiguous(), blocks.shape[1] // size * weights
+    group = int(kernels.saltus_group_bytes(native.INTEGER(int(format)), native.INTEGER(inputs)))
+    out = torch.zeros(-(-len(blocks) // GROUP_OUTPUTS), group, dtype=torch.uint8)
+    kernels.saltus_interleave(
+        ctypes.byref(
+            native.Interleaving(
+                blocks=blocks.data_ptr(), out=out.data_ptr(), format=int(format), outs=len(blocks), inputs=inputs
+            )
+        )
+    )
+    return out
+
+
 def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
     """The bfloat16 numbers [out, in] of the blocks of a GGUF file [out, bytes of a row]."""
     if native.load_kernels() is not None:
@@ -145,18 +185,21 @@ def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
 def kernel_arguments(weight: Tensor) -> tuple[int, int]:
     """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
     if isinstance(weight, PackedWeight):
-        return weight.rows.data_ptr(), int(weight.format)
+        return weight.rows.data_ptr(), weight.kernel_format
     return weight.data_ptr(), 0
 
 
 def describe_weights(model: Any) -> str:
-    """The formats that a model's matrices are stored in, the one of most bytes first, such as "Q4_1, Q8_0"."""
+    """How a model's matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0 by int8"."""
     sizes: dict[str, int] = {}
+    arithmetic = ""
     for weight in model.parameters():
+        if isinstance(weight, PackedWeight) and weight.arithmetic == "int8":
+            arithmetic = " by int8"
         if weight.ndim >= 2:
             name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + weight.nbytes
-    return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + arithmetic
 
 
 def is_kernel_weight(weight: Any) -> bool:

@@ -1,0 +1,92 @@
+"""The definition of products of packed weights by 8-bit activations (docs/exactness.md), in NumPy and slow."""
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Q
+
+ZERO = {Q.Q4_0: 8, Q.Q5_0: 16, Q.Q6_K: 32}
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a · b + c of float32 numbers, rounded once.
+
+    The product is exact in float64. The sum is rounded there to odd: of the two numbers around it the one whose last
+    bit is 1, so that rounding it to float32 afterwards rounds as if the sum had been exact (Boldo & Melquiond 2008).
+    """
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = (total.view(np.int64) & 1) == 0
+    towards = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where((error != 0) & even, towards, total).astype(np.float32)
+
+
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integers [rows, blocks, 32] and scales [rows, blocks] of float32 activations [rows, in]."""
+    blocks = x.reshape(len(x), -1, 32)
+    most = np.abs(blocks).max(-1)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(most > 0, np.float32(127) / most, np.float32(0))
+    return np.rint(blocks * inverse[..., None]).astype(np.int64), most / np.float32(127)
+
+
+def integers(blocks: np.ndarray, format: Q) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Of a GGUF file's blocks [out, bytes]: signed integers [out, in / 16, 16], scales and minimums of these 16."""
+    weights, size = GGML_QUANT_SIZES[format]
+    rows, b = len(blocks), blocks.reshape(-1, size)
+
+    def half(at: int) -> np.ndarray:
+        return b[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+
+    def nibbles(at: int, count: int) -> np.ndarray:  # of each `count` bytes the low halves, then the high ones
+        some = b[:, at : at + weights // 2].reshape(len(b), -1, count)
+        return np.stack([some & 15, some >> 4], 2).reshape(len(b), -1)
+
+    def fifth(at: int) -> np.ndarray:
+        return np.unpackbits(b[:, at : at + 4], axis=1, bitorder="little")
+
+    minimums = None
+    if format is Q.Q8_0:
+        q, scales = b[:, 2:].view(np.int8), half(0)
+    elif format in (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1):
+        start = 4 if format in (Q.Q4_1, Q.Q5_1) else 2
+        high = 0 if format in (Q.Q4_0, Q.Q4_1) else fifth(start).astype(np.int64) << 4
+        q, scales = nibbles(size - 16, 16) | high, half(0)
+        minimums = half(2) if start == 4 else None
+    elif format is Q.Q6_K:
+        low = nibbles(0, 64)
+        high = np.concatenate([b[:, 128 + h : 160 + h] >> s & 3 for h in (0, 32) for s in (0, 2, 4, 6)], 1)
+        q, scales = low | high << 4, half(208) * b[:, 192:208].view(np.int8).astype(np.float32)
+    else:
+        s = b[:, 4:16].astype(np.int64)
+        six = np.concatenate([s[:, :4] & 63, s[:, 8:] & 15 | s[:, :4] >> 6 << 4], 1)
+        own = np.concatenate([s[:, 4:8] & 63, s[:, 8:] >> 4 | s[:, 4:8] >> 6 << 4], 1)
+        q = nibbles(size - 128, 32)
+        if format is Q.Q5_K:
+            q = q | np.concatenate([b[:, 16:48] >> part & 1 for part in range(8)], 1) << 4
+        scales, minimums = half(0) * six.astype(np.float32), half(2) * own.astype(np.float32)
+    spread = [
+        None if x is None else np.repeat(x, weights // 16 // x.shape[1], 1).reshape(rows, -1)
+        for x in (scales, minimums)
+    ]
+    q = q.astype(np.int64).reshape(rows, -1, 16) - ZERO.get(format, 0)
+    least = spread[1] if format in (Q.Q4_1, Q.Q5_1) or spread[1] is None else -spread[1]
+    return q, spread[0], least
+
+
+def product(x: np.ndarray, blocks: np.ndarray, format: Q) -> np.ndarray:
+    """x Wᵀ [rows, out] in float32, before bias and rounding, of float32 activations [rows, in]."""
+    q, scales, minimums = integers(blocks, format)
+    activations, own = quantize(x)
+    y = np.zeros((len(x), len(blocks)), np.float32)
+    for block in range(x.shape[1] // 32):
+        sums = [activations[:, block, h * 16 : h * 16 + 16] @ q[:, 2 * block + h].T for h in (0, 1)]
+        s, of_block = own[:, block, None], scales[:, 2 * block : 2 * block + 2].T
+        parts = zip(sums, of_block, strict=True) if format is Q.Q6_K else [(sum(sums), of_block[0])]
+        for total, scale in parts:
+            y = fused(total.astype(np.float32), scale[None] * s, y)
+        if minimums is not None:
+            total = s * activations[:, block].sum(-1).astype(np.float32)[:, None]
+            y = fused(np.broadcast_to(minimums[None, :, 2 * block], y.shape), np.broadcast_to(total, y.shape), y)
+    return y
