@@ -27,7 +27,7 @@ KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: 
 COMPILER_FLAGS = [
     "-O3",
     "-march=native",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",  # what is fused is written as fused: no compiler decides the bits
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
@@ -49,6 +49,7 @@ class Attention(ctypes.Structure):
         *((name, POINTER) for name in ("out", "visible", "first")),
         *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
         *((name, REAL) for name in ("scale", "softcap")),
+        ("same_everywhere", INTEGER),
     ]
 
 

@@ -81,7 +81,7 @@ static void correct_logits(const DraftPaths *a, int64_t position, const OpenPath
   for (int64_t i = 0; i < count; i++) {
     const uint16_t *right = a->right + a->columns[position * MOST_CANDIDATES + i] * rank;
     lanes sum = {};
-    for (int64_t k = 0; k < rank; k += LANES) sum = sum + load_bf16(right + k) * load_f32(vector + k);
+    for (int64_t k = 0; k < rank; k += LANES) sum = multiply_add(load_bf16(right + k), load_f32(vector + k), sum);
     logits[i] += sum_four(sum, (lanes){}, (lanes){}, (lanes){})[0];
     if (!isfinite(logits[i])) logits[0] = NAN;
   }

@@ -14,7 +14,7 @@ static void correct_hole(const DraftPaths *a, int64_t position, int64_t left, in
     const float value = from_bf16(state[i]);
     sharpness += value * h->sharpness[i];
     for (int64_t k = 0; k < a->rank / LANES; k++)
-      weights[k] = weights[k] + load_f32(h->gate + i * h->width + k * LANES) * value;
+      weights[k] = multiply_add(load_f32(h->gate + i * h->width + k * LANES), all_lanes(value), weights[k]);
   }
   for (int64_t k = 0; k < a->rank; k += LANES) {
     lanes sum = load_bf16(h->left + left * a->rank + k);
@@ -25,10 +25,11 @@ static void correct_hole(const DraftPaths *a, int64_t position, int64_t left, in
     lanes sums[RUN / LANES] = {};
     const uint16_t *right = h->right + t * a->rank;
     for (int64_t k = 0; k < a->rank; k++)
-      for (int64_t l = 0; l < RUN / LANES; l++) sums[l] = sums[l] + load_bf16(right + k * RUN + l * LANES) * vector[k];
+      for (int64_t l = 0; l < RUN / LANES; l++)
+        sums[l] = multiply_add(load_bf16(right + k * RUN + l * LANES), all_lanes(vector[k]), sums[l]);
     if (t + RUN <= h->vocab)
       for (int64_t l = 0; l < RUN / LANES; l++)
-        store_f32(out + t + l * LANES, sums[l] + load_bf16(row + t + l * LANES) * sharpness);
+        store_f32(out + t + l * LANES, multiply_add(load_bf16(row + t + l * LANES), all_lanes(sharpness), sums[l]));
     else
       for (int64_t v = t; v < h->vocab; v++) out[v] = sums[(v - t) / LANES][(v - t) % LANES] + from_bf16(row[v]) * sharpness;
   }

@@ -25,6 +25,7 @@ typedef struct {
   const int32_t *first;    // [rows]: first slot that row i may see (sliding windows), 0 otherwise
   int64_t rows, past, heads, kv_heads, dim, value_dim;
   float scale, softcap;    // softcap 0: none
+  int64_t same_everywhere;  // the bits must not depend on the processor: the matrix unit is left alone
 } Attention;
 
 #define WEIGHTS 4
@@ -135,14 +136,14 @@ static int64_t best_tile(int64_t rows, int64_t heads, int64_t unit) {
 }
 
 // Infinity times an exact zero is not a number: rows that may not see such a value step over it. Else the sums are those
-// of attention_lanes.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
+// of attention_values.inc: to `out` [rows, vdim] add the values [have, vdim] by their scores [rows, width].
 static __attribute__((noinline)) void step_over(const float *values, int64_t have, int64_t vdim, const float *scores,
                                                 int64_t width, int64_t rows, float *out) {
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < have; j++)
       for (int64_t d = 0; d < vdim && scores[r * width + j] != 0; d += LANES)
-        store_f32(out + r * vdim + d,
-                  load_f32(out + r * vdim + d) + load_f32(values + j * vdim + d) * scores[r * width + j]);
+        store_f32(out + r * vdim + d, fused(load_f32(values + j * vdim + d), all_lanes(scores[r * width + j]),
+                                            load_f32(out + r * vdim + d)));
 }
 
 #define ROUGH 1e-4  // of a comparison of bounds in float32
@@ -168,7 +169,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "row_ops.inc"
 #include "row_picks.inc"
 #include "attention_tile.inc"
-#include "attention_lanes.inc"
+#include "attention_scores.inc"
+#include "attention_values.inc"
 #include "attention.inc"
 #include "dot_products.inc"
 #include "linear_tile.inc"
@@ -185,7 +187,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #include "row_ops.inc"
 #include "row_picks.inc"
 #include "attention_tile.inc"
-#include "attention_lanes.inc"
+#include "attention_scores.inc"
+#include "attention_values.inc"
 #include "attention.inc"
 #include "dot_products.inc"
 #include "linear_tile.inc"
@@ -223,7 +226,8 @@ static __attribute__((noinline)) void step_over(const float *values, int64_t hav
 #define FLUSH 1
 #define GROUP 1
 #else
-#include "attention_lanes.inc"
+#include "attention_scores_bf16_pairs.inc"
+#include "attention_values.inc"
 #endif
 #ifdef AMX
 #undef X

@@ -74,6 +74,27 @@ static inline void restore_subnormals(unsigned before) {
 #define FETCH_PACKED(address) __builtin_prefetch(address)
 #endif
 
+// a · b + c, rounded once: the same on every processor.
+static inline lanes fused(lanes a, lanes b, lanes c) {
+#ifdef __AVX512F__
+  return (lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+  return (lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+  return c;
+#endif
+}
+static inline lanes all_lanes(float x) { return x - (lanes){}; }  // −0 stays −0
+// The same in long sums, rounded twice where the processor cannot fuse.
+static inline lanes multiply_add(lanes a, lanes b, lanes c) {
+#if defined __FMA__ || defined __ARM_FEATURE_FMA || defined __AVX512F__
+  return fused(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 #define PAD(n, to) (((n) + (to) - 1) / (to) * (to))
 
 static inline lanes load_f32(const float *p) {
@@ -101,10 +122,12 @@ static inline float from_bf16(uint16_t x) {
   memcpy(&y, &bits, 4);
   return y;
 }
-static inline uint16_t to_bf16(float x) {  // round to nearest even
+// Rounded to the nearest, the even one of two; subnormal numbers become zeros, as the processors' own conversion has it.
+static inline uint16_t to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
   if (x != x) return 0x7fc0;
+  if (!(bits & 0x7f800000)) return bits >> 16 & 0x8000;
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 static inline void store_bf16(uint16_t *p, lanes v) {
@@ -113,7 +136,9 @@ static inline void store_bf16(uint16_t *p, lanes v) {
   memcpy(p, &small, sizeof small);
 #else
   ilanes bits = (ilanes)v;
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff;
+  const ilanes normal = (bits & 0x7f800000) != 0, odd = v != v;
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff & (normal | 0x8000);
+  bits = (bits & ~odd) | (0x7fc0 & odd);
 #if defined __AVX2__ && LANES == 8
   const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)bits, (__m256i)bits), 0xd8);
   _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(pairs));  // the compiler would go one by one
@@ -128,8 +153,9 @@ static inline void to_four_bf16(four x, uint16_t *y) {
   __m128bh four = _mm_cvtneps_pbh((__m128)x);
   memcpy(y, &four, 4 * sizeof *y);
 #else
-  const ifour bits = (ifour)x, odd = x != x;
-  const ifour small = (((bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff) & ~odd) | (0x7fc0 & odd);
+  const ifour bits = (ifour)x, odd = x != x, normal = (bits & 0x7f800000) != 0;
+  const ifour rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 & 0xffff & (normal | 0x8000);
+  const ifour small = (rounded & ~odd) | (0x7fc0 & odd);
   const hfour four = __builtin_convertvector(small, hfour);
   memcpy(y, &four, sizeof four);
 #endif
@@ -240,17 +266,17 @@ static inline lanes exp_lanes(lanes x) {
   x = (lanes)(((ilanes)high & above) | ((ilanes)x & ~above));
   ilanes dead = x <= low;  // not so what is not a number, which stays so
   x = (lanes)(((ilanes)low & dead) | ((ilanes)x & ~dead));
-  lanes n = x * 1.44269504088896f + 12582912.0f;  // rounds to nearest: 1.5 · 2^23
+  lanes n = fused(x, all_lanes(1.44269504088896f), all_lanes(12582912.0f));  // rounds to nearest: 1.5 · 2^23
   n = n - 12582912.0f;
-  lanes r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  lanes p = (lanes){} + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  lanes r = fused(n, all_lanes(-0.693359375f), x);
+  r = fused(n, all_lanes(2.12194440e-4f), r);
+  lanes p = all_lanes(1.9875691500e-4f);
+  p = fused(p, r, all_lanes(1.3981999507e-3f));
+  p = fused(p, r, all_lanes(8.3334519073e-3f));
+  p = fused(p, r, all_lanes(4.1665795894e-2f));
+  p = fused(p, r, all_lanes(1.6666665459e-1f));
+  p = fused(p, r, all_lanes(5.0000001201e-1f));
+  p = fused(p * r, r, r) + 1.0f;
   ilanes bits = (__builtin_convertvector(n, ilanes) + 127) << 23;
   return (lanes)((ilanes)(p * (lanes)bits) & ~dead);
 }

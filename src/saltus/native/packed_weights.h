@@ -34,7 +34,6 @@ static inline float widen_half(uint16_t bits) {
   return bits >> 15 ? -size : size;
 #endif
 }
-static inline lanes all_lanes(float x) { return x - (lanes){}; }  // −0 stays −0
 
 static inline float load_half(const uint8_t *p) {
   uint16_t bits;
@@ -71,11 +70,11 @@ static inline __m256i small_16(lanes a, lanes b) {
 // 16 weights: scale · q + offset, of signed bytes q.
 static inline void expand_16(bytes16 q, lanes scale, lanes offset, uint16_t *out) {
 #ifdef __AVX512F__
-  store_bf16(out, (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q)) * scale + offset);
+  store_bf16(out, multiply_add((lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)q)), scale, offset));
 #elif defined __AVX2__
   const __m256i first = _mm256_cvtepi8_epi32((__m128i)q), second = _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)q, 8));
-  _mm256_storeu_si256((__m256i *)out, small_16((lanes)_mm256_cvtepi32_ps(first) * scale + offset,
-                                               (lanes)_mm256_cvtepi32_ps(second) * scale + offset));
+  _mm256_storeu_si256((__m256i *)out, small_16(multiply_add((lanes)_mm256_cvtepi32_ps(first), scale, offset),
+                                               multiply_add((lanes)_mm256_cvtepi32_ps(second), scale, offset)));
 #else
   for (int i = 0; i < 16; i += LANES) {
     signed_lanes some;
@@ -88,8 +87,8 @@ static inline void expand_32(bytes32 q, lanes scale, lanes offset, uint16_t *out
   bytes16 half[2];
   memcpy(half, &q, sizeof q);
 #ifdef __AVX512BF16__
-  const lanes low = (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[0])) * scale + offset;
-  const lanes high = (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[1])) * scale + offset;
+  const lanes low = multiply_add((lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[0])), scale, offset);
+  const lanes high = multiply_add((lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)half[1])), scale, offset);
   _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
 #else
   expand_16(half[0], scale, offset, out);
@@ -113,7 +112,7 @@ static inline bytes32 nibbles(const uint8_t *p) {
 #ifdef __AVX512BW__
 static inline lanes possible_weights(lanes scale, float first, lanes offset) {
   const lanes values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return (values + first) * scale + offset;
+  return multiply_add(values + first, scale, offset);
 }
 
 // 32 weights, looked up among the possible ones. Of an index 4 bits count.
@@ -131,7 +130,7 @@ static inline void look_up(__m512i index, lanes possible, uint16_t *out) {
 static inline void expand_4_bits(bytes32 q, lanes scale, float first, lanes offset, uint16_t *out) {
 #ifdef __AVX2__
   const lanes some = {0, 1, 2, 3, 4, 5, 6, 7}, more = {8, 9, 10, 11, 12, 13, 14, 15};
-  const __m256i words = small_16((some + first) * scale + offset, (more + first) * scale + offset);
+  const __m256i words = small_16(multiply_add(some + first, scale, offset), multiply_add(more + first, scale, offset));
   const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255));
   const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, _mm256_srli_epi16(words, 8)), 0xd8);
   const __m256i lower = _mm256_shuffle_epi8(_mm256_permute2x128_si256(bytes, bytes, 0x00), (__m256i)q);

@@ -14,7 +14,7 @@ from saltus import native
 from saltus.networks.adapters.gated_lora import Adapter, Gate
 from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
 from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode
-from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows
+from saltus.networks.models.exact.packed_weight import kernel_arguments, select_rows, uses_integers
 from saltus.networks.models.packed_decoder import PackedDecoder, check_decoder_config
 
 LAYER_PRODUCTS = (  # the linear layers of each matrix product
@@ -113,6 +113,7 @@ class NativeDecoder:
             **{f"{name}_row": x.stride(0) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
             **{f"{name}_head": x.stride(1) for name, x in zip(("query", "key", "value"), buffers, strict=False)},
             heads=self.heads, kv_heads=self.kv_heads, dim=self.dim, value_dim=self.dim, scale=first.scaling,
+            same_everywhere=uses_integers(model),
         )  # fmt: skip
         self.constants = self._constants()
 

@@ -35,9 +35,9 @@ class PackedWeight(Tensor):
 
     Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
     it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
-    `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by `rearrange_blocks`; with
-    "int8" it multiplies the integers of the blocks by activations of 8 bits (docs/exactness.md), and `rows`
-    [groups, bytes of a group] is arranged by `interleave_blocks`.
+    `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by
+    `rearrange_blocks`; with "int8" it multiplies the integers of the blocks by activations of 8 bits
+    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`.
     """
 
     rows: Tensor
@@ -192,14 +192,16 @@ def kernel_arguments(weight: Tensor) -> tuple[int, int]:
 def describe_weights(model: Any) -> str:
     """How a model's matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0 by int8"."""
     sizes: dict[str, int] = {}
-    arithmetic = ""
     for weight in model.parameters():
-        if isinstance(weight, PackedWeight) and weight.arithmetic == "int8":
-            arithmetic = " by int8"
         if weight.ndim >= 2:
             name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + weight.nbytes
-    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + arithmetic
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (" by int8" if uses_integers(model) else "")
+
+
+def uses_integers(model: Any) -> bool:
+    """True if a model multiplies activations of 8 bits."""
+    return any(isinstance(weight, PackedWeight) and weight.arithmetic == "int8" for weight in model.parameters())
 
 
 def is_kernel_weight(weight: Any) -> bool:
