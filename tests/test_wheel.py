@@ -163,6 +163,7 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
         hashlib.sha256(body).hexdigest(),
         "tiny_gguf/tiny.gguf",
         1 << 20,
+        hashlib.sha256((archive.parent / "tiny.gguf").read_bytes()).hexdigest(),
     )
     index = Index(body, archive.name)
     for variable in [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]:
