@@ -116,7 +116,7 @@ def write(model, file: Path, formats: list[Q], **more) -> None:
     out.close()
 
 
-def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
+def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2", template: str = "") -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", *alphabet, "Ġt", *(f"<unused{i}>" for i in range(297 - len(alphabet)))]
     out.add_tokenizer_model(kind)
@@ -126,6 +126,8 @@ def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
     out.add_token_merges(["Ġ t"])
     out.add_bos_token_id(0)
     out.add_eos_token_id(1)
+    if template:
+        out.add_chat_template(template)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from saltus.native.cache_files import new_file_with_digest
+from saltus.native.cache_files import disk_errors, new_file_with_digest
 from saltus.native.cache_folder import cache_folder
 from saltus.native.trusted_files import is_own_file, make_private_folder
 
@@ -233,7 +233,7 @@ def kernel_threads_only() -> Iterator[None]:
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically; returns an error message, None on success."""
     try:
-        with new_file_with_digest(target) as made:
+        with disk_errors(cache_folder(), "them"), new_file_with_digest(target) as made:
             for name, text in sources.items():
                 made.with_name(name).write_bytes(text)
             command = [*compiler, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
@@ -242,7 +242,7 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
                 lines = result.stderr.strip().splitlines() or ["the compiler failed"]
                 raise OSError(next((line for line in lines if "error" in line), lines[0]))
             made.chmod(0o700)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return str(error)
 
 

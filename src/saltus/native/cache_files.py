@@ -50,7 +50,7 @@ def disk_errors(
         number, reason = _disk_error(error)
         if number in FULL_DISK:
             raise kind(
-                f"the disk of {folder} ran full while {name} was written; free some space,"
+                f"the disk of {folder} ran full while writing {name}; free some space,"
                 f" or name a folder on another disk with {env_variable}"
             ) from error
         if number in CLOSED_FOLDER:
@@ -154,7 +154,7 @@ def find_damage(manifest: Path, folder: Path) -> list[Path] | None:
     return [folder / name for name, state in states.items() if state is None]
 
 
-def _state_if_whole(file: Path, size: int, digest: str, known: list[float] | None) -> list[float] | None:
+def _state_if_whole(file: Path, size: int, digest: str, known: list[int] | None) -> list[int] | None:
     """When a file was last read, and its state then, if it need not be read the next time; None if it is damaged."""
     try:
         found, now = file.stat(), time.time()
@@ -168,7 +168,7 @@ def _state_if_whole(file: Path, size: int, digest: str, known: list[float] | Non
     except OSError:
         return None
     settled = now - max(found.st_mtime, found.st_ctime) > SETTLED_AFTER
-    return [now, *state] if settled and size >= ALWAYS_READ else []
+    return [int(now), *state] if settled and size >= ALWAYS_READ else []
 
 
 def is_whole(manifest: Path, folder: Path, report: bool = False) -> bool:
