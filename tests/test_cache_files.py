@@ -290,8 +290,10 @@ def test_what_killed_processes_left_is_removed_after_an_hour(tmp_path):
     assert all(each.exists() for each in (young, other, growing, lock))
 
 
-@pytest.mark.parametrize("make", [native.make_private_folder, lambda folder: atomic_folder(folder / "x").__enter__()])
-def test_every_writer_removes_them(tmp_path, make):
+@pytest.mark.parametrize(
+    "make", [lambda folder: has_digest(folder / "x"), lambda folder: atomic_folder(folder / "x").__enter__()]
+)
+def test_readers_and_writers_remove_them(tmp_path, make):
     old = tmp_path / f"{TEMPORARY}old"
     old.touch()
     os.utime(old, (0, 0))

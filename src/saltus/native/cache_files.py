@@ -195,6 +195,7 @@ def new_file_with_digest(target: Path) -> Iterator[Path]:
 
 def has_digest(target: Path) -> bool:
     """True for a file as `new_file_with_digest` wrote it; logs a line where it is damaged."""
+    remove_leftovers(target.parent)
     return target.exists() and is_whole(_manifest_of(target), target.parent, report=True)
 
 

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from saltus.native.cache_files import has_digest, remove_leftovers
+from saltus.native.cache_files import has_digest
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -22,7 +22,6 @@ def make_private_folder(folder: Path) -> str | None:
             folder.chmod(0o700)
     except OSError as error:
         return str(error)
-    remove_leftovers(folder)
 
 
 def is_own_file(file: Path) -> bool:
