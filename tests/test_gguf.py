@@ -116,7 +116,7 @@ def write(model, file: Path, formats: list[Q], **more) -> None:
     out.close()
 
 
-def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
+def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2", template: str = "") -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<s>", "</s>", *alphabet, "Ġt", *(f"<unused{i}>" for i in range(297 - len(alphabet)))]
     out.add_tokenizer_model(kind)
@@ -126,6 +126,8 @@ def add_vocabulary(out, pre: str = "smollm", kind: str = "gpt2") -> None:
     out.add_token_merges(["Ġ t"])
     out.add_bos_token_id(0)
     out.add_eos_token_id(1)
+    if template:
+        out.add_chat_template(template)
 
 
 @pytest.fixture(autouse=True)
@@ -394,7 +396,7 @@ def test_a_hugging_face_model_is_packed_once_and_is_another_model(tmp_path, monk
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
     assert torch.equal(packed.lm_head.weight.rows, rearrange_blocks(torch.from_numpy(blocks), Q.Q4_1))
     assert {type(weight) for weight in packed.parameters() if weight.ndim == 2} == {PackedWeight}
-    [kept] = (tmp_path / "cache" / "packed").iterdir()
+    [kept] = (tmp_path / "cache" / "packed").glob("*.safetensors")
     written = kept.stat().st_mtime_ns
     again = load_model("tiny", folder, weights="q4_1", arithmetic="bf16")
     assert kept.stat().st_mtime_ns == written

@@ -23,7 +23,8 @@ from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.native import trusted_files
-from saltus.native.trusted_files import is_own_file, keep_file, make_private_folder
+from saltus.native.cache_files import new_file_with_digest
+from saltus.native.trusted_files import is_own_file, make_private_folder
 from saltus.networks.kv_cache.kv_cache import KVCache
 from saltus.networks.models.causal import CausalNetwork
 from saltus.networks.models.exact import attention
@@ -500,10 +501,11 @@ def test_kernels_are_compiled_once(fresh_library, monkeypatch):
 @pytest.fixture
 def kept_file(tmp_path) -> Path:
     """A file that was kept for this user."""
-    made, target = tmp_path / "made.so", tmp_path / "code" / "kernels.so"
-    made.write_bytes(bytes(range(256)) * 40)
+    target = tmp_path / "code" / "kernels.so"
     assert make_private_folder(target.parent) is None
-    keep_file(made, target)
+    with new_file_with_digest(target) as made:
+        made.write_bytes(bytes(range(256)) * 40)
+        made.chmod(0o700)
     return target
 
 
@@ -518,7 +520,7 @@ def test_a_damaged_or_planted_library_is_not_loaded(kept_file):
     kept_file.chmod(0o722)
     assert not is_own_file(kept_file)
     kept_file.chmod(0o700)
-    kept_file.with_suffix(".digest").unlink()
+    kept_file.with_suffix(".json").unlink()
     assert not is_own_file(kept_file), "planted by somebody who knows its name"
 
 

@@ -15,8 +15,10 @@ from conftest import TEMPLATE
 from saltus.cli.app import app
 from saltus.networks.loading.drafter_files import load_drafter
 from saltus.serving.jobs import Limits
+from saltus.serving.learned_drafters import LearnedDrafters
 from saltus.serving.learning import Learner, LearningPlan, group_of
 from saltus.training.online_drafter import Evaluation, LearningSettings, Progress
+from test_cache_files import DAMAGES, full_disk
 from tiny_server import PROMPT, alone, serving
 
 SETTINGS = LearningSettings(evaluation_texts=4, evaluation_windows=6, windows=4, steps_per_text=6, rate=5e-3)
@@ -197,3 +199,30 @@ def test_the_command_refuses_wrong_settings_before_it_loads_a_model():
     assert "--learn-across-keys" not in command(
         "--learn", "--learn-across-keys", "--api-key", "one", "--api-key", "two"
     )
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_learned_drafter_that_was_damaged_is_forgotten_with_a_line(drafting, tiny_drafter, caplog, damage):
+    target = drafting.model
+    kept = LearnedDrafters(target, "tiny", b"first", "")
+    model = load_drafter(tiny_drafter(), target, "tiny")
+    for name in ("drafter.safetensors", "saltus.json", "source.json"):
+        folder = kept.save(model, {})
+        assert kept.latest() == folder
+        (folder / name).write_bytes(damage((folder / name).read_bytes()))
+        assert kept.latest() is None
+        [line] = [record.getMessage() for record in caplog.records]
+        assert f"{name} is damaged" in line
+        caplog.clear()
+        assert kept.latest() is None
+        assert list(kept.folder.iterdir()) == []
+
+
+def test_a_full_disk_while_a_learned_drafter_is_saved_is_one_line(drafting, tiny_drafter, monkeypatch):
+    target = drafting.model
+    kept = LearnedDrafters(target, "tiny", b"first", "")
+    before = kept.save(load_drafter(tiny_drafter(), target, "tiny"), {})
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(ValueError, match=r"ran full while writing what was learned; free some space, .*SALTUS_CACHE"):
+        kept.save(load_drafter(tiny_drafter(), target, "tiny"), {})
+    assert kept.latest() == before

@@ -257,6 +257,28 @@ def test_a_model_whose_weights_are_packed_comes_with_them(hub, ask):
 
 
 @pytest.mark.slow
+def test_a_file_of_a_hub_that_was_damaged_is_downloaded_again(hub, ask):
+    found = Path(ask("o/m", hub.server.server_port)[0])
+    (found / "tokenizer.json").write_bytes(bytes(len(hub.files["tokenizer.json"])))
+    assert "does not answer" in ask("o/m", 1)[0], "the damaged file is not used"
+    hub.asked.clear()
+    assert Path(ask("o/m", hub.server.server_port)[0]) == found
+    assert (found / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
+    assert not any("resolve" in path and "safetensors" in path for path in hub.asked), "what is whole stays"
+
+
+@pytest.mark.slow
+def test_a_gguf_file_of_a_hub_that_was_damaged_is_downloaded_again(hub, ask, gguf_file):
+    hub.files[gguf_file.name] = gguf_file.read_bytes()
+    folder = Path(ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0])
+    weights = Path(json.loads((folder / "gguf.json").read_text())["file"])
+    weights.write_bytes(hub.files[gguf_file.name][:-100] + bytes(100))
+    assert "does not answer" in ask(f"o/m:{gguf_file.name}", 1)[0]
+    folder = Path(ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0])
+    assert Path(json.loads((folder / "gguf.json").read_text())["file"]).read_bytes() == hub.files[gguf_file.name]
+
+
+@pytest.mark.slow
 def test_a_download_that_broke_off_is_not_taken_for_a_model(hub, ask, tmp_path):
     hub.broken = "tokenizer.json"
     assert "broke off" in ask("o/m", hub.server.server_port)[0]

@@ -27,6 +27,7 @@ from saltus.networks.loading.checkpoints import load_model
 from saltus.networks.loading.fetching import SourceError, atomic_folder, download
 from saltus.networks.loading.progress import Stage, no_progress
 from saltus.networks.loading.wheel import Wheel, convert_wheel
+from test_cache_files import DAMAGES
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BYTES = [chr(b if 33 <= b < 127 else 256 + b) for b in range(256)]  # near enough to GPT-2's table for these texts
@@ -163,6 +164,7 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
         hashlib.sha256(body).hexdigest(),
         "tiny_gguf/tiny.gguf",
         1 << 20,
+        hashlib.sha256((archive.parent / "tiny.gguf").read_bytes()).hexdigest(),
     )
     index = Index(body, archive.name)
     for variable in [name for name in os.environ if name.startswith("PIP_") or name.lower().endswith("_proxy")]:
@@ -457,6 +459,36 @@ def test_a_damaged_model_in_the_cache_is_made_again(tiny):
     assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
     assert weights.stat().st_size == size
     assert left(tiny) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_weights_are_made_again_with_a_line(tiny, archive, caplog, damage):
+    def resolve() -> bytes:
+        tiny.part.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(archive, tiny.part)  # as if the download had just arrived
+        assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
+        return weights.read_bytes()
+
+    weights = tiny.model / "model.gguf"
+    whole = resolve()
+    weights.write_bytes(damage(whole))
+    with pytest.raises(SourceError, match="damaged in the cache and the network is switched off; pull it once"):
+        sources.resolve(sources.DEFAULT_MODEL, offline=True)
+    assert resolve() == whole
+    assert [f"{weights} is damaged" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_what_lies_beside_whole_weights_is_made_again_without_the_network(tiny, archive, caplog):
+    tiny.part.parent.mkdir(parents=True)
+    shutil.copy(archive, tiny.part)
+    make(tiny)
+    whole = {file.name: file.read_bytes() for file in tiny.model.iterdir()}
+    for name in sorted({*whole} - {"model.gguf"}):
+        (tiny.model / name).write_bytes(bytes(len(whole[name])))
+        caplog.clear()
+        assert sources.resolve(sources.DEFAULT_MODEL, offline=True) == tiny.model
+        assert [f"{name} is damaged" in record.getMessage() for record in caplog.records] == [True]
+        assert {file.name: file.read_bytes() for file in tiny.model.iterdir()} == whole
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from saltus.core.control.call_cost import never_falling
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
 from saltus.engine.tuned_settings import machine_name
+from saltus.native.cache_files import DamagedFile, read_json, report_damage, write_json
 from saltus.native.cache_folder import cache_folder
 from saltus.networks.models.exact.packed_weight import describe_weights
 
@@ -44,23 +44,21 @@ def call_seconds(network: Any) -> dict[int, float]:
     else:
         measured = measure_call_seconds(network)
     if measured != known:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            draft = file.with_name(f".{file.name}.{os.getpid()}")
-            draft.write_text(json.dumps(measured))
-            draft.replace(file)
-        except OSError:  # a full or read-only disk: it is measured again
-            pass
+        with suppress(OSError):  # a full or read-only disk: it is measured again
+            write_json(file, {"seconds": list(measured.items())})
     return measured
 
 
 def _read_cache(file: Path) -> dict[int, float]:
     """The times that were measured before; none if there are none, or if the file is damaged."""
     try:
-        known = {int(rows): float(seconds) for rows, seconds in json.loads(file.read_text()).items()}
-    except (OSError, ValueError, AttributeError):
+        known = dict(read_json(file)["seconds"])
+    except OSError:
         return {}
-    return known if set(known) == set(CALIBRATION_ROWS) and min(known.values()) > 0 else {}
+    except DamagedFile:
+        report_damage(file, "calls are timed again")
+        return {}
+    return known if set(known) == set(CALIBRATION_ROWS) else {}
 
 
 def _cache_file(network: Any) -> Path | None:

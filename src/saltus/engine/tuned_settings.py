@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -14,9 +12,8 @@ from typing import Any
 
 import torch
 
-from saltus.native.cache_folder import cache_folder, make_cache_folder
-
-log = logging.getLogger("saltus")
+from saltus.native.cache_files import disk_errors, read_json, report_damage, write_json
+from saltus.native.cache_folder import cache_folder
 
 
 @dataclass(frozen=True)
@@ -39,22 +36,20 @@ class TunedSettings:
 
     def save(self) -> Path:
         """Write the file; `load` uses it from now on. Errors: ValueError if the cache cannot be written."""
-        make_cache_folder(self.path.parent)
-        self.path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        with disk_errors(cache_folder(), f"the tuned settings of {self.model}"):
+            write_json(self.path, asdict(self))
         return self.path
 
 
 def find_tuned_settings(method: str, model: str, machine: str, adapter: str = "") -> TunedSettings | None:
     """The saved settings, or None; a damaged file counts as none and is named in a warning."""
     path = TunedSettings(method, model, machine, adapter).path
-    if not path.is_file():
-        return None
     try:
-        return TunedSettings(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        log.warning(
-            "the tuned settings %s are damaged (%s) and not used; run saltus tune again", path, type(error).__name__
-        )
+        return TunedSettings(**read_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError):
+        report_damage(path, "it is not used: run saltus tune again")
         return None
 
 

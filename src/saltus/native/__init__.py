@@ -9,7 +9,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from saltus.native.cache_files import disk_errors, new_file_with_digest
 from saltus.native.cache_folder import cache_folder
-from saltus.native.trusted_files import is_own_file, keep_file, make_private_folder
+from saltus.native.trusted_files import is_own_file, make_private_folder
 
 log = logging.getLogger("saltus")
 
@@ -243,17 +243,16 @@ def kernel_threads_only() -> Iterator[None]:
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
     """Compile into place atomically; returns an error message, None on success."""
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with disk_errors(cache_folder(), "them"), new_file_with_digest(target) as made:
             for name, text in sources.items():
-                Path(folder, name).write_bytes(text)
-            made = Path(folder, "kernels.so")
-            command = [*compiler, "-shared", Path(folder, "kernels.c"), "-o", made, "-lm"]
+                made.with_name(name).write_bytes(text)
+            command = [*compiler, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
                 lines = result.stderr.strip().splitlines() or ["the compiler failed"]
-                return next((line for line in lines if "error" in line), lines[0])
-            keep_file(made, target)
-    except OSError as error:
+                raise OSError(next((line for line in lines if "error" in line), lines[0]))
+            made.chmod(0o700)
+    except (OSError, ValueError) as error:
         return str(error)
 
 

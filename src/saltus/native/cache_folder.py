@@ -11,14 +11,3 @@ def cache_folder() -> Path:
     if named := os.environ.get("SALTUS_CACHE"):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "saltus"
-
-
-def make_cache_folder(folder: Path) -> Path:
-    """Make a folder within the cache. Errors: ValueError of one line."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"the cache folder {folder} cannot be made ({error.strerror}); set SALTUS_CACHE to a folder that can"
-        ) from error
-    return folder

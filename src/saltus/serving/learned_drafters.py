@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saltus.native.cache_folder import cache_folder, make_cache_folder
+from saltus.native.cache_files import disk_errors, find_damage, report_damage, write_manifest
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.draft_models.drafter import DraftModel
 from saltus.networks.loading.drafter_files import save_drafter
+from saltus.networks.loading.fetching import atomic_folder
+from saltus.networks.loading.model_folders import MANIFEST
 from saltus.networks.loading.model_identity import model_fingerprint
 
 
@@ -28,22 +30,21 @@ class LearnedDrafters:
         self.folder = cache_folder() / "learned" / blake2b(key, digest_size=8).hexdigest()
 
     def latest(self) -> Path | None:
-        """The folder of the last drafter that was saved."""
-        found = sorted(folder for folder in self.folder.glob("[0-9]*") if folder.is_dir())
-        return found[-1] if found else None
+        """The folder of the last drafter that was saved; a damaged one is removed."""
+        for folder in sorted(self.folder.glob("[0-9]*"), reverse=True):
+            damaged = find_damage(folder / MANIFEST, folder)
+            if damaged == []:
+                return folder
+            report_damage(damaged[0] if damaged else folder, "what was learned is forgotten")
+            shutil.rmtree(folder, ignore_errors=True)
 
     def save(self, model: DraftModel, card: Mapping[str, Any]) -> Path:
         """Save a drafter beside the ones before it, and remove these: there is always a whole one."""
         before = self.latest()
-        number = 1 if before is None else int(before.name) + 1
-        new = make_cache_folder(self.folder) / ".new"
-        shutil.rmtree(new, ignore_errors=True)
-        save_drafter("drafter", model, new, self.target_name, self.target, card)
-        for file in new.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        saved = self.folder / f"{number:06d}"
-        new.rename(saved)
+        saved = self.folder / f"{1 if before is None else int(before.name) + 1:06d}"
+        with disk_errors(cache_folder(), "what was learned"), atomic_folder(saved) as new:
+            save_drafter("drafter", model, new, self.target_name, self.target, card)
+            write_manifest(new / MANIFEST, new)
         if before is not None:
             shutil.rmtree(before, ignore_errors=True)
         return saved

@@ -221,6 +221,8 @@ class Learner:
         except (EOFError, OSError):
             if not self.closed:
                 log.warning("the process that trains the drafter has ended; the server goes on without learning")
+        except ValueError as error:  # a full disk
+            log.warning("learning has ended; the server goes on without it: %s", error)
         except Exception:
             log.exception("learning has ended; the server goes on without it")
         finally:

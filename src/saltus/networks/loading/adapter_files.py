@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from saltus.native.cache_files import sha256_of_file
 from saltus.networks.adapters.gated_lora import Adapter, GatedLoraSettings
-from saltus.networks.loading.fetching import first_line, sha256_of_file
+from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.metadata import (
     ADAPTER_CONFIG_FILE,
     DrafterMetadata,

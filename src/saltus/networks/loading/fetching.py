@@ -1,15 +1,11 @@
 """Fetch files: resume interrupted downloads, and never take an incomplete folder for a complete one."""
 
-import errno
-import hashlib
-import json
-import os
 import shutil
 import ssl
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -17,6 +13,7 @@ from urllib.error import HTTPError, URLError
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
+from saltus.native.cache_files import TEMPORARY, disk_errors, remove_leftovers, sync
 from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.progress import Progress, Stage
 
@@ -25,24 +22,6 @@ NETWORK_ERRORS = (URLError, TimeoutError, ConnectionError, HTTPException, ssl.SS
 
 class SourceError(ValueError):
     """A model cannot be had; the message is one line that says why and what to do."""
-
-
-def write_manifest(file: Path, files_of: Path, **fields: str) -> None:
-    """Write `fields` to `file`, with the names and sizes of the files in `files_of`."""
-    sizes = {each.name: each.stat().st_size for each in sorted(files_of.iterdir()) if each.is_file()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps({**fields, "files": sizes}, indent=2) + "\n")
-    draft.replace(file)
-
-
-def matches_manifest(manifest: Path, folder: Path) -> bool:
-    """True if the folder has every file of the manifest in its recorded size."""
-    try:
-        sizes = json.loads(manifest.read_text())["files"]
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 @contextmanager
@@ -68,13 +47,16 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     Remains of earlier runs and of a failure are removed.
     """
-    making = folder.with_name(f".{folder.name}.making")
+    making = folder.with_name(f"{TEMPORARY}{folder.name}")
+    remove_leftovers(folder.parent)
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     try:
         yield making
+        for file in making.iterdir():
+            sync(file)
         if folder.exists():  # a damaged one: os.replace takes no folder that holds files
-            damaged = folder.with_name(f".{folder.name}.damaged")
+            damaged = folder.with_name(f"{TEMPORARY}{folder.name}.damaged")
             shutil.rmtree(damaged, ignore_errors=True)
             folder.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
@@ -94,31 +76,9 @@ def require_disk_space(folder: Path, needed: int, name: str, env_variable: str) 
         )
 
 
-@contextmanager
-def as_source_errors(folder: Path, name: str, env_variable: str) -> Iterator[None]:
+def as_source_errors(folder: Path, name: str, env_variable: str) -> AbstractContextManager[None]:
     """Turn errors of a full or read-only disk into a SourceError with the cure."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SourceError(
-                f"the disk of {folder} ran full while {name} was fetched; free some space,"
-                f" or name a folder on another disk with {env_variable}"
-            ) from error
-        if error.errno in (
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOTDIR,
-            errno.EEXIST,
-            errno.ENOENT,
-            errno.ELOOP,
-        ):
-            raise SourceError(
-                f"{name} cannot be kept in {folder} ({error.strerror});"
-                f" make that folder writable, or name another with {env_variable}"
-            ) from error
-        raise
+    return disk_errors(folder, name, env_variable, SourceError)
 
 
 def download(url: str, file: Path, size: int, name: str, progress: Progress, *, retry_delay: float = 1.0) -> None:
@@ -161,12 +121,6 @@ def _download_rest(url: str, file: Path, size: int, name: str, progress: Progres
 
 def _file_size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def sha256_of_file(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as bytes_in:
-        return hashlib.file_digest(bytes_in, "sha256").hexdigest()
 
 
 def first_line(error: BaseException | str) -> str:

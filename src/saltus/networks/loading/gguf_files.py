@@ -78,7 +78,7 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
     write_index(reader, config, file, folder, stored_as)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # errors as of other files
     _write_tokenizer_config(metadata, folder)
 
 
@@ -207,7 +207,7 @@ def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:
     length = metadata.get(f"{metadata['general.architecture']}.context_length")
     _write_json(folder / "tokenizer_config.json", {**content, "model_max_length": length})
     if template := metadata.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from saltus.native.cache_files import DamagedFile, find_damage, is_whole, read_json, report_damage, write_manifest
 from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import (
     SourceError,
     as_source_errors,
     first_line,
-    matches_manifest,
     require_disk_space,
-    write_manifest,
 )
 from saltus.networks.loading.model_folders import (
     INDEX_FILE,
@@ -34,16 +33,21 @@ def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
     if found := completed_download(name):
         return found
     hub_id, _, revision = name.partition("@")
+    damaged = _damaged_files(name)
     if offline:
-        if found := _cached_snapshot(hub_id, revision or None):
+        if not damaged and (found := _cached_snapshot(hub_id, revision or None)):
             return found
-        raise SourceError(f"{name} is not in the cache and the network is switched off; pull it once with it on")
+        raise SourceError(_lacking(name, damaged))
     progress(Stage(f"asking the hub for {name}"))
     try:
         wanted = _list_needed_files(hub_id, revision or None)
     except _HubUnreachable as silence:
-        return _cached_although(silence, name)
-    return _download_snapshot(name, wanted, progress)
+        return _cached_although(silence, name, damaged)
+    _remove(damaged)
+    folder = _download_files(name, wanted, progress)
+    check_folder(folder)
+    _record(name, folder, wanted)
+    return folder
 
 
 def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Progress) -> Path:
@@ -52,13 +56,16 @@ def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Pro
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     hub_id, _, revision = repository.partition("@")
+    name = f"{repository}:{file}"
+    damaged = _damaged_files(name)
     try:
-        return Path(hf_hub_download(hub_id, file, revision=revision or None, local_files_only=True))
+        found = hf_hub_download(hub_id, file, revision=revision or None, local_files_only=True)
+        if not damaged:
+            return Path(found)
     except (LocalEntryNotFoundError, EntryNotFoundError):
-        if offline:
-            raise SourceError(
-                f"{file} of {repository} is not in the cache and the network is switched off; pull it once with it on"
-            ) from None
+        pass
+    if offline:
+        raise SourceError(_lacking(name, damaged))
     progress(Stage(f"asking the hub for {repository}"))
     try:
         sizes = _list_files(hub_id, revision or None)
@@ -69,13 +76,22 @@ def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Pro
     if file not in sizes:
         there = sorted(name for name in sizes if name.endswith(".gguf"))
         raise SourceError(f"{repository} has no file {file}; its GGUF files are {', '.join(there) or 'none'}")
-    return _download_files(repository, {file: sizes[file]}, progress) / file
+    _remove(damaged)
+    folder = _download_files(repository, {file: sizes[file]}, progress)
+    _record(name, folder, [file])
+    return folder / file
 
 
-def _cached_although(silence: _HubUnreachable, name: str) -> Path:
+def _lacking(name: str, damaged: list[Path]) -> str:
+    """An error where the network is switched off."""
+    state = f"damaged in the cache ({damaged[0]})" if damaged else "not in the cache"
+    return f"{name} is {state} and the network is switched off; pull it once with it on"
+
+
+def _cached_although(silence: _HubUnreachable, name: str, damaged: Sequence[Path] = ()) -> Path:
     """What another tool has fetched, where the hub does not answer. Errors: SourceError."""
     hub_id, _, revision = name.partition("@")
-    if found := _cached_snapshot(hub_id, revision or None):
+    if not damaged and (found := _cached_snapshot(hub_id, revision or None)):
         return found
     raise SourceError(
         f"the hub does not answer for {name} ({silence}); check the network or HF_ENDPOINT, or give a local folder"
@@ -98,16 +114,44 @@ def fetch_tokenizer_from_hub(name: str, offline: bool, progress: Progress) -> Pa
 
 
 def _manifest_path(name: str) -> Path:
-    return cache_folder() / "hub" / f"{name.replace('/', '--')}.json"
+    return cache_folder() / "hub" / f"{re.sub('[/:]', '--', name)}.json"
+
+
+def _record(name: str, folder: Path, files: Iterable[str]) -> None:
+    """Write down that a download is whole, with the digests of its files."""
+    with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
+        write_manifest(_manifest_path(name), folder, files, hub_id=name, folder=str(folder))
+
+
+def _damaged_files(name: str) -> list[Path]:
+    """The files of a download that are not as they arrived, with a line that says so."""
+    try:
+        folder = Path(read_json(_manifest_path(name))["folder"])
+    except OSError:
+        return []
+    except DamagedFile:
+        report_damage(_manifest_path(name), "the hub is asked again")
+        return []
+    damaged = [file for file in find_damage(_manifest_path(name), folder) or () if file.exists()]
+    if damaged:
+        report_damage(damaged[0], "it is downloaded again")
+    return damaged
+
+
+def _remove(damaged: Iterable[Path]) -> None:
+    """Delete files of a snapshot, and what its links point to: the hub's client takes what is there for whole."""
+    for file in damaged:
+        file.resolve().unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
 
 def completed_download(name: str) -> Path | None:
     """The snapshot that an earlier run has downloaded whole, if it is still whole."""
     try:
-        folder = Path(json.loads(_manifest_path(name).read_text())["folder"])
-    except (OSError, ValueError, LookupError):
+        folder = Path(read_json(_manifest_path(name))["folder"])
+    except (OSError, ValueError):
         return None
-    return folder if matches_manifest(_manifest_path(name), folder) else None
+    return folder if is_whole(_manifest_path(name), folder) else None
 
 
 def _cached_snapshot(hub_id: str, revision: str | None) -> Path | None:
@@ -194,14 +238,6 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     if good:
         return answer
     raise answer
-
-
-def _download_snapshot(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
-    folder = _download_files(name, file_sizes, progress)
-    check_folder(folder)
-    with as_source_errors(cache_folder(), name, "SALTUS_CACHE"):
-        write_manifest(_manifest_path(name), folder, hub_id=name, folder=str(folder))
-    return folder
 
 
 def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:

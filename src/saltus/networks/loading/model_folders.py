@@ -14,6 +14,7 @@ WEIGHT_FILE_PATTERNS = (
     re.compile(r"[^/]+\.safetensors"),
 )
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
+MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
 PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
 MASK_FILE = (
     "mask_embedding.pt"  # beside those of some DFlash drafters: what queries start with, if no token's embedding

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from saltus import native
-from saltus.native.cache_folder import cache_folder, make_cache_folder
+from saltus.native.cache_files import disk_errors, has_digest, new_file_with_digest
+from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact.packed_weight import Arithmetic, PackedWeight, dequantize_blocks
 from saltus.networks.models.packed_decoder import UninitializedLinear
@@ -27,20 +27,20 @@ PACKINGS = {name: GGMLQuantizationType[name.upper()] for name in ("q8_0", "q5_1"
 def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = "bf16") -> None:
     """Replace the matrices of linear layers and embeddings by packed ones, [out, in] with `in` a multiple of 32.
 
-    `folder` is where the model was loaded from. Errors: ValueError for a model without such matrices.
+    `folder` is where the model was loaded from. Errors: ValueError for a model without such matrices,
+    or if the blocks cannot be kept.
     """
     format = PACKINGS[packing]
     layers = dict(_packable_layers(model, GGML_QUANT_SIZES[format][0]))
     if not layers:
         raise ValueError(f"no weights of {folder} can be packed as {packing}; load it with the weights of its file")
     kept = _cached_blocks(folder, packing)
-    blocks = load_file(kept) if kept.is_file() else {}
-    if not blocks:
+    if has_digest(kept):
+        blocks = load_file(kept)
+    else:
         blocks = {name: quantized_blocks(layer.weight, format) for name, layer in layers.items()}
-        make_cache_folder(kept.parent)
-        draft = kept.with_name(f".{kept.name}.{os.getpid()}")
-        save_file(blocks, draft)
-        draft.replace(kept)
+        with disk_errors(cache_folder(), f"the {packing} weights of {folder}"), new_file_with_digest(kept) as made:
+            save_file(blocks, made)
     for name, layer in layers.items():
         if native.load_kernels() is None:  # the numbers are the same, expanded
             weight = dequantize_blocks(blocks[name], format)

@@ -8,19 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 
+from saltus.native.cache_files import is_whole, write_manifest
 from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import (
     SourceError,
     as_source_errors,
     atomic_folder,
     exclusive_lock,
-    matches_manifest,
-    write_manifest,
 )
 from saltus.networks.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
-from saltus.networks.loading.model_folders import INDEX_FILE, check_folder
+from saltus.networks.loading.model_folders import MANIFEST, check_folder
 from saltus.networks.loading.progress import Progress, Stage, no_progress, progress_bars
-from saltus.networks.loading.wheel import SMOLLM2_135M, convert_wheel
+from saltus.networks.loading.wheel import SMOLLM2_135M, convert_wheel, has_weights
 from saltus.networks.shipped import SHIPPED
 
 __all__ = ["DEFAULT_MODEL", "SHORT_NAMES", "SourceError", "pull", "resolve", "resolve_tokenizer"]
@@ -38,7 +37,7 @@ SHORT_NAMES = {
 SHIPPED_MODELS = {name: SHIPPED / name for name in ("stories", "code")}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 TOKENIZER_FILE = "tokenizer_config.json"
-GGUF_FOLDER_FORMAT = 2  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
+GGUF_FOLDER_FORMAT = 3  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
 
@@ -119,14 +118,15 @@ def _suggestion(name: str) -> str:
 def _resolve_default_model(offline: bool, progress: Progress) -> Path:
     """The default model: from the cache, else from the package index's wheel, with and without a hub the same."""
     folder = cache_folder() / "models" / DEFAULT_MODEL
-    if _is_indexed(folder):
+    if is_whole(folder / MANIFEST, folder):
         return folder
-    if offline:
+    if offline and not has_weights(SMOLLM2_135M, folder):
+        state = "damaged" if folder.exists() else "not"
         raise SourceError(
-            f"{DEFAULT_MODEL} is not in the cache and the network is switched off; pull it once with it on"
+            f"{DEFAULT_MODEL} is {state} in the cache and the network is switched off; pull it once with it on"
         )
     with as_source_errors(cache_folder(), DEFAULT_MODEL, "SALTUS_CACHE"), exclusive_lock(DEFAULT_MODEL, progress):
-        if not _is_indexed(folder):  # else another process was quicker
+        if not is_whole(folder / MANIFEST, folder, report=True):  # else another process was quicker
             convert_wheel(SMOLLM2_135M, folder, progress)
     return folder
 
@@ -139,16 +139,12 @@ def _index_gguf(file: Path, progress: Progress) -> Path:
     key = f"{file}|{status.st_size}|{status.st_mtime_ns}|{GGUF_FOLDER_FORMAT}"
     name = f"{file.stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}"
     folder = cache_folder() / "gguf" / name
-    if _is_indexed(folder):
+    if is_whole(folder / MANIFEST, folder):
         return folder
     with as_source_errors(cache_folder(), file.name, "SALTUS_CACHE"), exclusive_lock(name, progress):
-        if not _is_indexed(folder):
+        if not is_whole(folder / MANIFEST, folder, report=True):
             progress(Stage(f"reading the tokenizer of {file.name}, once"))
             with atomic_folder(folder) as making:
                 write_gguf_folder(file, making, str(file))
-                write_manifest(making / "source.json", making, gguf=str(file))
+                write_manifest(making / MANIFEST, making, gguf=str(file))
     return folder
-
-
-def _is_indexed(folder: Path) -> bool:
-    return (folder / INDEX_FILE).is_file() and matches_manifest(folder / "source.json", folder)

