@@ -16,6 +16,7 @@ from saltus.networks.loading.fetching import first_line
 # JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_LENGTH = 1 << 18  # characters of a grammar
+BYTES_PER_TOKEN = 32  # that are read ahead for each forced token; few tokens have more
 CANNOT_FOLLOW = (
     "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
 )
@@ -106,16 +107,22 @@ class GrammarConstraint:
             return len(tokens)
         return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
 
-    def forced(self, text: Sequence[int]) -> Sequence[int]:
+    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
-        if self._has_ended(text) or not self._go_to(text):
-            return ()
-        if self.matcher.is_stopped():
-            return (min(self.end_tokens),) if self.end_tokens else ()
-        tokens = self.tokenizer.tokenize_bytes(self.matcher.compute_ff_bytes())
-        if self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
-            return ()
-        return [*tokens, *self.forced([*text, *tokens])] if tokens else ()
+        found: list[int] = []
+        while (left := room - len(found)) > 0:
+            so_far = [*text, *found]
+            if self._has_ended(so_far) or not self._go_to(so_far):
+                break
+            if self.matcher.is_stopped():
+                return [*found, *sorted(self.end_tokens)[:1]]
+            # Only as many bytes as the tokens may have: all that a grammar forces may be as long as the grammar allows.
+            forced = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
+            tokens = self.tokenizer.tokenize_bytes(forced)[:left]
+            if not tokens or self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
+                break
+            found += tokens
+        return found
 
     def _has_ended(self, text: Sequence[int]) -> bool:
         return any(token in self.end_tokens for token in text)
