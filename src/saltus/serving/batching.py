@@ -235,7 +235,8 @@ class Batcher:
         prompt, kv_caches = job.request.request.prompt, job.sequence.kv_caches
         if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
             setup = self.engine.decoder.setup(job.method)
-            kv_caches |= self.prefix_tree.take(prompt[: -1 - setup.num_unread_states(job.request.request)])
+            known = prompt[: -1 - setup.num_unread_states(job.request.request)]
+            kv_caches |= self.prefix_tree.take(known, setup.networks)
             kv_caches.setdefault(TARGET, self.engine.network.new_kv_cache())
             job.cached_tokens = len(kv_caches[TARGET].tokens)
             job.unread -= job.cached_tokens
