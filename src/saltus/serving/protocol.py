@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_BUDGET
 from saltus.serving.fields import Fields
@@ -24,7 +24,6 @@ from saltus.serving.structured import (
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
-MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 256  # the engine's thread compares them with every text between two calls
 
 
 class StreamOptions(Fields):
@@ -74,16 +73,6 @@ class SamplingFields(Fields):
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-    @field_validator("stop")
-    @classmethod
-    def _few_short_stop_strings(cls, given: str | list[str] | None) -> str | list[str] | None:
-        strings = [given] if isinstance(given, str) else given or []
-        if len(strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(strings):,} strings; give at most {MAX_STOP_STRINGS}")
-        if (longest := max(map(len, strings), default=0)) > MAX_STOP_LENGTH:
-            raise ValueError(f"a stop string has {longest:,} characters; give at most {MAX_STOP_LENGTH}")
-        return given
 
     @property
     def draft_budget(self) -> int | None:
