@@ -82,7 +82,7 @@ def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str
         for job in attack:
             batcher.cancel(job)
         assert eventually(lambda: not batcher.num_open)
-        assert not (batcher.running or batcher.paused or batcher.waiting)
+        assert [*batcher.running, *batcher.paused, *batcher.waiting] == []
         assert all(job.sequence is None for job in attack)
     finally:
         batcher.close()
@@ -121,8 +121,7 @@ def test_a_text_that_pauses_is_the_same(engine):
                 ended.put(part)
 
         requests = [
-            engine.text_request(prompt, raw=True, max_new_tokens=8, temperature=1.0, seed=seed)
-            for seed in range(count)
+            engine.text_request(prompt, raw=True, max_new_tokens=8, temperature=1.0, seed=seed) for seed in range(count)
         ]
         jobs.extend(Job(one, "lookup", deliver, client=client) for one in requests)
         expected.extend(alone(engine, prompt, raw=True, max_new_tokens=8, seed=seed).tokens for seed in range(count))

@@ -63,7 +63,10 @@ class Batcher:
         with self.lock:
             self.closed = True
         self.incoming.put(None)
-        self.thread.join(timeout)
+        if self.thread.ident is None:  # never started: there is no one else to answer
+            self._run()
+        else:
+            self.thread.join(timeout)
 
     def submit(self, *jobs: Job) -> None:
         """Queue the texts of a request. Errors: ApiError 429 if the queue is full, 503 if the server is closing."""
