@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from saltus.core.scheduler import SequenceState
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving import prompt_reading
 from saltus.serving.batching import Batcher
@@ -104,9 +105,24 @@ def test_a_request_for_many_texts_makes_no_other_client_wait(engine, prompts, mo
 
 def test_many_texts_leave_memory_to_a_text_of_another_client(engine):
     attack = attack_of(engine, [PROMPT] * 20, 100)
-    bytes_of_one = attack[0].num_tokens * kv_bytes_per_token(engine.network)
-    waited, _ = rounds_until_answered(engine, attack, Limits(max_cached_bytes=5 * bytes_of_one))
+    waited, _ = rounds_until_answered(engine, attack, Limits(max_cached_bytes=memory_of(engine, *attack[:5])))
     assert waited == 1
+
+
+def test_paused_texts_go_on_while_another_one_waits_for_memory(engine):
+    running, paused, other = attack_of(engine, [PROMPT] * 2, 100) + attack_of(engine, [PROMPT], 200)
+    other.client = "other"
+    batcher = Batcher(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
+    for job in (running, paused):
+        job.sequence = SequenceState(call for call in ())
+    batcher.running, batcher.paused, batcher.waiting = [running], [paused], [other]
+    batcher._admit()
+    assert (batcher.running, batcher.paused, batcher.waiting) == ([running, paused], [], [other])
+
+
+def memory_of(engine, *jobs: Job) -> int:
+    """The memory of the keys and values of some texts."""
+    return sum(job.num_tokens for job in jobs) * kv_bytes_per_token(engine.network)
 
 
 def test_a_text_that_pauses_is_the_same(engine):

@@ -20,7 +20,7 @@ from saltus.engine.engine import Engine
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving.batch_controller import BatchController
 from saltus.serving.constraint_time import LimitedConstraint
-from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory
+from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory, place_of
 from saltus.serving.jobs import Job, Limits, Part, TextObserver, next_part
 from saltus.serving.prompt_reading import PromptReader
 from saltus.serving.turns import Shares, giving_way, memory_limit, next_in_turn
@@ -133,7 +133,7 @@ class Batcher:
                 self._take_turn()
         except BaseException as error:
             failure, answer = error, ApiError(503, "the server has failed and stops; try another one")
-            log.critical("the engine's thread has failed, and the server stops: %s", _place_of(error))
+            log.critical("the engine's thread has failed, and the server stops: %s", place_of(error))
         with self.lock:
             self.closed = True
         self._take_incoming()
@@ -208,7 +208,8 @@ class Batcher:
 
         In a full batch a text gives its place to one of a client, or of a request, that has fewer.
         """
-        while (job := next_in_turn([*self.paused, *self.waiting], self.running)) is not None:
+        candidates = [*self.paused, *self.waiting]
+        while (job := next_in_turn(candidates, self.running)) is not None:
             full = len(self.running) >= self.limits.max_batch
             pausing = giving_way(self.running, job) if full else None
             if full and pausing is None:
@@ -218,14 +219,17 @@ class Batcher:
                     setup = self.engine.decoder.setup(job.method)  # loads its draft models at their first use
                     self._check_fits(job)
                     if not self._has_memory_for(job):
-                        return
+                        candidates = list(self.paused)  # have theirs, and free it when they end
+                        continue
                     self._begin(job, setup)
                 except Exception as error:
+                    candidates.remove(job)
                     self._end(job, as_api_error(error))
                     continue
             if pausing is not None:
                 self.running.remove(pausing)
                 self.paused.append(pausing)
+            candidates.remove(job)
             (self.paused if job in self.paused else self.waiting).remove(job)
             self.running.append(job)
 
@@ -339,12 +343,3 @@ def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:
     except Exception as error:
         log.warning("a text could not be decoded: %s", error)
         job.failure = as_api_error(error)
-
-
-def _place_of(error: BaseException) -> str:
-    """An error and where it happened, in one line."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
-    return " ".join(f"{type(error).__name__}: {error}".split()) + place
