@@ -198,6 +198,16 @@ def test_what_is_no_grammar_is_refused_in_one_line(engine, make):
     assert "\n" not in str(error.value)
 
 
+def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
+    end = engine.target.end_tokens
+    endless = Grammar.regex("(a{1000}){1000}").constraint(engine.tokenizer, end)
+    assert len(endless.matcher.compute_ff_bytes()) < 150_000
+    assert len(endless.forced([], 8)) == 8
+    words = [f"{number:05} the cat sat on the mat" for number in range(3000)]
+    choice = Grammar.choice(words).constraint(engine.tokenizer, end)
+    assert choice.num_allowed([], tokens := engine.tokenizer(words[-1]).input_ids) == len(tokens)
+
+
 def test_a_grammar_needs_an_end(engine):
     with pytest.raises(ValueError, match="contradict"):
         engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)
