@@ -191,3 +191,15 @@ def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine,
             assert eventually(lambda: not service.batcher.num_open)
         finally:
             permits.release(10_000)
+
+
+@pytest.mark.parametrize(("api_keys", "expected"), [(("one", "two"), ["one", "two"]), ((), ["127.0.0.1"] * 2)])
+def test_clients_are_told_apart_by_their_keys_else_by_their_addresses(engine, monkeypatch, api_keys, expected):
+    clients, submit = [], Batcher.submit
+    monkeypatch.setattr(Batcher, "submit", lambda batcher, job: (clients.append(job.client), submit(batcher, job)))
+    with serving(engine, api_keys=api_keys) as (_, url):
+        for key in ("one", "two"):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = httpx.post(url + "/v1/completions", json={"prompt": "the", "max_tokens": 1}, headers=headers)
+            assert answer.status_code == 200
+    assert clients == expected
