@@ -582,3 +582,14 @@ def test_public_names_are_there():
     assert {"CallRecord", "InfillLayout", "InfillTemplate"} <= {*saltus.__all__}, "results hold them"
     for name in saltus.__all__:
         assert getattr(saltus, name).__name__ == name
+
+
+def test_of_a_prediction_as_much_is_read_as_a_text_can_repeat_and_once(engine, monkeypatch):
+    request = engine.text_request("the", raw=True, prediction="the cat sat on the mat " * 500).request
+    assert len(request.prediction) == engine.target.context_length == 512
+    setup, added = engine.decoder.setup("lookup"), []
+    monkeypatch.setattr("saltus.methods.lookup.LookupDrafter.add_reference", lambda *given: added.append(given))
+    assert setup.num_unread_states(request) == 0
+    assert not added
+    setup.new_drafters(request)
+    assert len(added) == 1

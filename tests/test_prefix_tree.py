@@ -65,6 +65,32 @@ def test_what_was_not_used_for_longest_is_dropped_first():
     assert lengths == [3, 2, 0]
 
 
+class _Untouched(dict):
+    """The children of a node that nothing should look at."""
+
+    def __bool__(self):
+        raise AssertionError("an end was looked at that is not the oldest")
+
+    __len__ = values = items = __iter__ = __bool__
+
+
+def test_a_put_looks_at_the_ends_that_it_drops_and_at_no_other():
+    tree = PrefixTree(300 * BYTES_PER_TOKEN)
+    for number in range(300):
+        tree.put([number], {"target": cache_of([number])})
+    for number in range(2, 300):
+        tree._roots["target"].children[number].children = _Untouched()
+    tree.put([1000, 1001], {"target": cache_of([1000, 1001])})
+    assert [bool(tree.take([number])) for number in range(4)] == [False, False, True, True]
+
+
+def test_caches_of_other_networks_are_not_copied():
+    tree = PrefixTree()
+    tree.put([1, 2], {"target": cache_of([1, 2]), "draft": cache_of([1, 2])})
+    assert set(tree.take([1, 2], ["target", "other"])) == {"target"}
+    assert set(tree.take([1, 2])) == {"target", "draft"}
+
+
 def test_a_copy_is_taken_so_that_texts_do_not_write_into_each_other():
     tree = PrefixTree()
     tree.put([1, 2], {"target": cache_of([1, 2])})
@@ -79,6 +105,26 @@ def engine(tiny_folder, partners) -> Engine:
     made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
     made.tokenizer.chat_template = TEMPLATE
     return made
+
+
+def test_a_text_has_no_caches_of_draft_models_that_it_does_not_use(engine):
+    parts: queue.SimpleQueue = queue.SimpleQueue()
+    batcher, caches = Batcher(engine, Limits()), []
+
+    def deliver(part) -> None:
+        parts.put((set(batcher.running[0].sequence.kv_caches) if batcher.running else None, part))
+
+    batcher.start()
+    try:
+        for method in ("small_model", "plain"):
+            request = engine.text_request("the cat sat on the mat", raw=True, max_new_tokens=4, ignore_eos=True)
+            batcher.submit(Job(request, method, deliver))
+            caches.append(parts.get(timeout=30)[0])
+            while parts.get(timeout=30)[1].finish_reason is None:
+                pass
+    finally:
+        batcher.close()
+    assert caches == [set(engine.decoder.setup("small_model").networks), {"target"}]
 
 
 def test_several_texts_of_one_prompt_read_it_once(engine):

@@ -25,12 +25,17 @@ def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
     assert len(apps) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, kind):
+@pytest.fixture
+def unused_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unused_port, kind):
+    port = unused_port
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
     url = f"http://127.0.0.1:{port}"
     # several choices, so that the answer takes seconds
@@ -61,3 +66,25 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, kind
         finally:
             started.kill()
             started.stderr.close()
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_fails_answers_and_exits(tiny_folder, unused_port):
+    fault = "from saltus.serving.batching import Batcher; Batcher._read_prompts = lambda batcher: 1 / 0"
+    command = [sys.executable, "-c", f"{fault}; from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    started = subprocess.Popen(
+        [*command, "--method", "plain", "--port", str(unused_port)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while "http://" not in started.stderr.readline():
+            assert started.poll() is None
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as http:
+            answer = http.post(f"http://127.0.0.1:{unused_port}/v1/completions", json={"prompt": "the"}, timeout=20)
+        assert answer.status_code == 503
+        assert started.wait(20) != 0
+        lines = started.stderr.read().splitlines()
+        assert sum("ZeroDivisionError" in line for line in lines) == 1
+        assert not any("Traceback" in line for line in lines)
+    finally:
+        started.kill()
+        started.stderr.close()

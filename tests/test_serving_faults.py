@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from saltus.core.forward import TARGET
-from saltus.serving import batching, guard
+from saltus.serving import guard, prompt_reading
 from saltus.serving.batching import Batcher
 from saltus.serving.errors import ApiError
 from saltus.serving.jobs import Job, Limits
@@ -184,7 +184,7 @@ def test_without_memory_the_newest_texts_end_and_the_others_go_on(engine, monkey
 
 
 def test_a_prompt_that_cannot_be_read_ends_its_own_text_only(engine, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_ROWS", 20)
+    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
     forward, expected = engine.network.forward, alone(engine, PROMPT, raw=True).text
 
     def of_short_texts(batch, kv_caches):

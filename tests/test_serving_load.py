@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import saltus
-from saltus.serving import batching
+from saltus.serving import prompt_reading
 from saltus.serving.jobs import Limits
 from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
 
@@ -52,7 +52,7 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
 
 
 def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_ROWS", 50)
+    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 50)
     prompt = "the cat sat on the mat " * 30
     expected = alone(engine, prompt, raw=True, seed=5).text
     with serving(engine) as (_, url):
@@ -64,11 +64,11 @@ def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
 
 
 def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_ROWS", 20)
+    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
     happened = []
     with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        read, batcher = service.batcher._read_piece, service.batcher
-        monkeypatch.setattr(batcher, "_read_piece", lambda job: (happened.append("piece"), read(job)))
+        batcher, read = service.batcher, service.batcher.prompts.read_piece
+        monkeypatch.setattr(batcher.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
         body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()

@@ -126,6 +126,28 @@ def test_only_what_may_begin_a_stop_string_waits():
     assert seen["the cat sat up"] == "the cat sat up"
 
 
+class _CountingString(str):
+    comparisons = 0
+
+    def __lt__(self, other):
+        _CountingString.comparisons += 1
+        return super().__lt__(other)
+
+    def startswith(self, *given):
+        _CountingString.comparisons += 1
+        return super().startswith(*given)
+
+
+def test_many_stop_strings_are_not_compared_one_by_one():
+    stops = [_CountingString(f"the cat {number:05} sat") for number in range(2000)]
+    one = TextOutput(Detokenizer(BYTES), frozenset(), tuple(stops))
+    for token in BYTES("so the cat 01234 s").input_ids:
+        one.add(token)
+    _CountingString.comparisons = 0
+    assert one.release() == "so "
+    assert 0 < _CountingString.comparisons < len(stops[0]) * 14
+
+
 def test_an_end_token_ends_a_text_and_does_not_show():
     one = script(ends=[BYTES.eos_token_id])
     assert [one.add(token) for token in [*BYTES("a").input_ids, BYTES.eos_token_id]] == [False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -145,6 +146,7 @@ def serve(
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
         learner = None if plan is None else _new_learner(engine, plan)
         service = Service(engine, served_model_name or model_options.model, limits, remember_bytes, learner)
+        service.batcher.on_failure = lambda: os.kill(os.getpid(), signal.SIGTERM)  # nothing would be decoded any more
         context, fitting = engine.target.context_length, service.batcher.longest_text
         if max_model_len is None and (
             context is None or context > fitting

@@ -57,7 +57,7 @@ def speculate(
                 draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
             branches += drafts
         if constraint is not None and drafters and room:
-            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist())
+            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), room)
         calibrated = controller.calibrated_probability, controller.calibrated_payoff
         offered = grow_tree(branches, controller.budget, room, *calibrated, controller.min_expected_tokens())
         tree = offered.prune(controller.num_nodes(offered))

@@ -65,7 +65,7 @@ class DecodingSetup:
         """The methods' drafters for one request; some methods have none (plain)."""
         made = []
         for method in self.methods:
-            drafter = method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
+            drafter = self._new_drafter(method, request)
             limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
             if drafter is not None:
                 if request.prediction and isinstance(drafter, UsesReferences):
@@ -78,8 +78,11 @@ class DecodingSetup:
 
     def num_unread_states(self, request: Request) -> int:
         """Tokens at the end of a prompt that the target should read itself: drafters read their hidden states."""
-        drafters = self.new_drafters(request)
+        drafters = [self._new_drafter(method, request) for method in self.methods]  # without its prediction, to be fast
         return MAX_UNREAD if any(isinstance(each, UsesHiddenStates) for each in drafters) else 0
+
+    def _new_drafter(self, method: Method, request: Request) -> Drafter | None:
+        return method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
 
     def controller(self, batch_size: int) -> Controller:
         """The controller for `batch_size` requests at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,10 @@ class TextOutput:
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
 
+    def __post_init__(self) -> None:
+        self.sorted_stops = sorted(self.stop_strings)
+        self.longest_stop = max(map(len, self.stop_strings), default=1)
+
     def add(self, token: int) -> bool:
         """Take the next token; True if the text ends with it."""
         assert not self.ended
@@ -66,7 +71,7 @@ class TextOutput:
         self.text += new
         self.ended = token in self.end_tokens
         if new and self.stop_strings:
-            begin = max(len(self.text) - len(new) - max(map(len, self.stop_strings)) + 1, 0)
+            begin = max(len(self.text) - len(new) - self.longest_stop + 1, 0)
             found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if found:
                 self.text, self.ended = self.text[: min(found)], True
@@ -74,16 +79,19 @@ class TextOutput:
 
     def release(self, final: bool = False) -> str:
         """The text not yet released, except a tail that may begin a stop string (unless `final`)."""
-        held = 0 if final or self.ended else _held_back_length(self.text, self.stop_strings)
+        held = 0 if final or self.ended else self._held_back_length()
         new = self.text[self.num_released : len(self.text) - held]
         self.num_released += len(new)
         return new
 
+    def _held_back_length(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        longest = min(self.longest_stop - 1, len(self.text))
+        return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
 
-def _held_back_length(text: str, stop_strings: tuple[str, ...]) -> int:
-    """Length of the longest end of the text that is the beginning of a stop string."""
-    longest = min(max(map(len, stop_strings), default=1) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stop_strings)), 0)
+    def _begins_stop_string(self, text: str) -> bool:
+        place = bisect_left(self.sorted_stops, text)  # of the first string that may begin with it
+        return place < len(self.sorted_stops) and self.sorted_stops[place].startswith(text)
 
 
 def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

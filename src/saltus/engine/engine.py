@@ -242,7 +242,7 @@ class Engine:
             request.constraint = grammar.constraint(self.tokenizer, self.target.end_tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
-            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids
+            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids[:context]  # no text is longer
             self.target.check_tokens(request.prediction, "the prediction")
         return TextRequest(prompt, request, output)
 

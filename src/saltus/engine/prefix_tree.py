@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ class _Node:
     values: Tensor
     parent: _Node | None
     children: dict[int, _Node] = field(default_factory=dict)  # by first token
-    last_use: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -42,18 +41,27 @@ class PrefixTree:
     max_bytes: int = 2**30
     num_bytes: int = field(default=0, init=False)
     _roots: dict[str, _Node] = field(default_factory=dict, init=False)  # by network
-    _clock: Iterator[int] = field(default_factory=lambda: count(1), init=False, repr=False)
+    # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
+    # the end, so that the first node of all is always an end of the tree.
+    _by_use: OrderedDict[_Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def clear(self) -> None:
         """Forget everything."""
         self._roots.clear()
+        self._by_use.clear()
         self.num_bytes = 0
 
-    def take(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """New KV caches by network, filled with the longest known prefix of the prompt; empty if none is known."""
+    def take(self, prompt: Sequence[int], networks: Collection[str] | None = None) -> dict[str, Any]:
+        """New KV caches by network, filled with the longest known prefix of the prompt; empty if none is known.
+
+        With `networks` of these alone: a copy for a network that does not read the text would be memory for nothing.
+        """
         tokens, found = np.asarray(prompt, dtype=np.int64), {}
         for name, root in self._roots.items():
+            if networks is not None and name not in networks:
+                continue
             path = self._path(root, tokens)
+            self._touch(path)
             if path:
                 found[name] = _joined(path, len(tokens) + MIN_GROWTH)
         return found
@@ -70,10 +78,9 @@ class PrefixTree:
 
     def _path(self, root: _Node, tokens: np.ndarray) -> list[tuple[_Node, int]]:
         """The nodes along the tokens, and how many of each node's tokens agree."""
-        path, node, at, now = [], root, 0, next(self._clock)
+        path, node, at = [], root, 0
         while at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
             shared = common_prefix_length(child.tokens, tokens[at:])
-            child.last_use = now
             path.append((child, shared))
             at += shared
             if shared < len(child.tokens):
@@ -89,35 +96,42 @@ class PrefixTree:
             self._roots[name] = _Node(tokens[:0].copy(), nothing, nothing, None)
         path = self._path(self._roots[name], tokens)
         node, known = self._roots[name], sum(shared for _, shared in path)
-        if known == len(tokens):
-            return
-        if path:
-            node, shared = path[-1]
-            if shared < len(node.tokens):
-                _split(node, shared)
-        new = slice(known, len(tokens))
-        end = _Node(tokens[new].copy(), keys[:, :, new].clone(), values[:, :, new].clone(), node)
-        end.last_use = next(self._clock)
-        node.children[int(tokens[known])] = end
-        self.num_bytes += end.num_bytes
+        if known < len(tokens):
+            if path:
+                node, shared = path[-1]
+                if shared < len(node.tokens):
+                    self._by_use[_split(node, shared)] = None
+            new = slice(known, len(tokens))
+            end = _Node(tokens[new].copy(), keys[:, :, new].clone(), values[:, :, new].clone(), node)
+            node.children[int(tokens[known])] = end
+            self.num_bytes += end.num_bytes
+            self._by_use[end] = None
+        self._touch(path)
+
+    def _touch(self, path: Sequence[tuple[_Node, int]]) -> None:
+        """Note that the nodes of a path are used now."""
+        for node, _ in reversed(path):
+            self._by_use.move_to_end(node)
 
     def _drop_oldest_end(self) -> None:
-        ends = [node for root in self._roots.values() for node in _descendants(root) if not node.children]
-        oldest = min(ends, key=lambda node: node.last_use)
-        assert oldest.parent is not None
+        oldest, _ = self._by_use.popitem(last=False)
+        assert oldest.parent is not None and not oldest.children
         del oldest.parent.children[int(oldest.tokens[0])]
         self.num_bytes -= oldest.num_bytes
 
 
-def _split(node: _Node, at: int) -> None:
-    """Cut a node in two after `at` tokens; the second part becomes its only child. Copies, so that a part's memory is
-    free when the part is dropped."""
+def _split(node: _Node, at: int) -> _Node:
+    """Cut a node in two after `at` tokens; the second part, which is returned, becomes its only child.
+
+    Copies, so that a part's memory is free when the part is dropped.
+    """
     rest = _Node(node.tokens[at:].copy(), node.keys[:, :, at:].clone(), node.values[:, :, at:].clone(), node)
-    rest.children, rest.last_use = node.children, node.last_use
+    rest.children = node.children
     for child in rest.children.values():
         child.parent = rest
     node.tokens, node.children = node.tokens[:at].copy(), {int(rest.tokens[0]): rest}
     node.keys, node.values = node.keys[:, :, :at].clone(), node.values[:, :, :at].clone()
+    return rest
 
 
 def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> KVCache:
@@ -133,11 +147,3 @@ def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> KVCache:
         kv_cache.values[:, :, at : at + shared] = node.values[:, :, :shared]
         at += shared
     return kv_cache
-
-
-def _descendants(root: _Node) -> Iterator[_Node]:
-    waiting = list(root.children.values())
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += node.children.values()

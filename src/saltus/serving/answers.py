@@ -60,6 +60,7 @@ class Answer:
 
     prefix = ""  # of its id
     score_prompts = False  # the log-probabilities of prompts belong to the answer
+    client = ""  # who asks; set before `submit`
 
     def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: SamplingFields) -> None:
         self.backend, self.method, self.asked = backend, method, asked
@@ -82,7 +83,9 @@ class Answer:
         for choice in self.choices:
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
             scores = PromptScores(prompt, top) if self.score_prompts else None
-            choice.job = Job(choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget, scores)
+            choice.job = Job(
+                choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget, scores, self.client
+            )
         self.backend.batcher.submit(*(choice.job for choice in self.choices if choice.job is not None))
 
     def drop(self) -> None:

@@ -51,8 +51,10 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
     add_error_answers(app)
 
     async def respond(request: Request, answer: Answer) -> Response:
+        key = request.scope.get(KEY_IN_SCOPE, "")
+        answer.client = key or (request.client.host if request.client else "")
         if service.memories is not None:
-            answer.draft_from(service.memories.of(request.scope.get(KEY_IN_SCOPE, "")))
+            answer.draft_from(service.memories.of(key))
         return await _respond(request, answer)
 
     @app.get("/", include_in_schema=False)

@@ -9,51 +9,49 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 
-import numpy as np
-
-from saltus.core.canvas import continuation
 from saltus.core.distributions import DecodeGenerator
-from saltus.core.forward import TARGET, ForwardInputs
 from saltus.core.protocols import Network
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.engine.decoder import DecodingSetup, counting_generator
 from saltus.engine.engine import Engine
-from saltus.engine.prefix_cache import supports_prefix_cache
-from saltus.engine.prefix_tree import PrefixTree
-from saltus.engine.prompt_scores import PromptScores
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving.batch_controller import BatchController
-from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory
-from saltus.serving.jobs import Job, Limits, Part, TextObserver
+from saltus.serving.constraint_time import LimitedConstraint
+from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory, place_of
+from saltus.serving.jobs import Job, Limits, Part, TextObserver, next_part
+from saltus.serving.prompt_reading import PromptReader
+from saltus.serving.turns import Shares, giving_way, memory_limit, next_in_turn
 
 log = logging.getLogger("saltus.serving")
 
 IDLE_AFTER = 0.05  # seconds without a job
-PREFILL_ROWS = 256  # tokens of a prompt that are read between two calls of the running texts
 
 
 class Batcher:
-    """The engine's thread: admits jobs first come, first served, reads prompts piece by piece, and decodes.
+    """The engine's thread: admits jobs by turns of clients and requests, reads prompts piece by piece, and decodes.
 
     A text does not depend on what runs beside it: rows of a call do not depend on each other, and a method and its
-    budget cannot change a text.
+    budget cannot change a text. So a text may also pause, with its keys and values, while another one has its place.
     """
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.incoming: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None wakes the thread
-        self.waiting: deque[Job] = deque()
+        self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.paused: list[Job] = []  # texts that have begun, and whose places others have
         self.num_open = 0  # jobs submitted and not ended
-        self.lock = threading.Lock()  # of num_open
+        self.lock = threading.Lock()  # of num_open and closed
         self.closed = False
+        self.request_numbers = count(1)
         self.networks: dict[str, Network] = {}
         self.replacements: queue.SimpleQueue[tuple[str, Network]] = queue.SimpleQueue()
         self.observer: TextObserver | None = None
-        self.prefix_tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_cache(engine.network) else None
+        self.prompts = PromptReader(engine, limits.max_cached_bytes // 4)
+        self.on_failure: Callable[[], None] = lambda: None  # called by the thread if it ends by a fault, at last
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
 
     def start(self) -> None:
@@ -62,22 +60,28 @@ class Batcher:
 
     def close(self, timeout: float | None = None) -> None:
         """Drop what still runs and end the thread."""
-        self.closed = True
+        with self.lock:
+            self.closed = True
         self.incoming.put(None)
-        self.thread.join(timeout)
+        if self.thread.ident is None:  # never started: there is no one else to answer
+            self._run()
+        else:
+            self.thread.join(timeout)
 
     def submit(self, *jobs: Job) -> None:
-        """Queue jobs together. Errors: ApiError 429 if the queue is full, 503 if the server is closing."""
+        """Queue the texts of a request. Errors: ApiError 429 if the queue is full, 503 if the server is closing."""
         for job in jobs:
             self._check_fits(job)
-        with self.lock:
-            if self.closed:
+        with self.lock:  # until they are queued, so that a server that closes answers them
+            if self.closed or not (self.thread.ident is None or self.thread.is_alive()):
                 raise ApiError(503, "the server is shutting down; try another one")
             if self.num_open + len(jobs) > self.limits.max_batch + self.limits.max_queue:
                 raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
             self.num_open += len(jobs)
-        for job in jobs:
-            self.incoming.put(job)
+            number = next(self.request_numbers)
+            for job in jobs:
+                job.request_number = number
+                self.incoming.put(job)
 
     def cancel(self, job: Job) -> None:
         """Drop a job; its memory is free after the call that runs now."""
@@ -102,7 +106,11 @@ class Batcher:
     @property
     def cache_usage(self) -> float:
         """The share of the memory for keys and values that admitted texts may come to use."""
-        return sum(map(self.num_bytes, self.running)) / self.limits.max_cached_bytes
+        return sum(map(self.num_bytes, self._admitted)) / self.limits.max_cached_bytes
+
+    @property
+    def _admitted(self) -> list[Job]:
+        return [*self.running, *self.paused]
 
     def num_bytes(self, job: Job) -> int:
         """The most memory that the keys and values of a text can take, those of its draft models included."""
@@ -118,42 +126,60 @@ class Batcher:
             raise ApiError(400, message)
 
     def _run(self) -> None:
-        rounds = None
-        sequences: list[SequenceState] = []
-        while not self.closed:
-            if not self.running and not self.waiting:
-                self._wait_for_job()
-            self._take_incoming()
-            self._drop_cancelled(sequences)
-            self._take_replacements()
-            self._admit()
-            self._read_next_piece(sequences)
-            if all(job.unread for job in self.running):
-                continue
+        """Decode until the server closes. Whatever happens, every job gets an answer."""
+        failure, answer = None, ApiError(503, "the server is shutting down")
+        try:
+            while not self.closed:
+                self._take_turn()
+        except BaseException as error:
+            failure, answer = error, ApiError(503, "the server has failed and stops; try another one")
+            log.critical("the engine's thread has failed, and the server stops: %s", place_of(error))
+        with self.lock:
+            self.closed = True
+        self._take_incoming()
+        for job in [*self._admitted, *self.waiting]:
+            self._end(job, answer)
+        if failure is not None:
+            self.on_failure()
+
+    def _take_turn(self) -> None:
+        """What happens between two calls, and a call."""
+        if not (self.running or self.paused or self.waiting):
+            self._wait_for_job()
+        self._take_incoming()
+        for job in [job for job in (*self.waiting, *self._admitted) if job.cancelled]:
+            self._end(job)
+        self._take_replacements()
+        self._admit()
+        self._read_prompts()
+        if decoding := [job for job in self.running if not job.unread]:
             started = time.perf_counter()
             try:
-                rounds = rounds or run_batch(sequences, self.networks)
-                if next(rounds, StopIteration) is StopIteration:
-                    rounds = None
-                self._deliver(sequences, time.perf_counter() - started)
+                self._call(decoding)
             except Exception as error:
                 log.exception("a call failed")
-                rounds = None
-                self._recover(error, sequences)
-        self._take_incoming()
-        for job in [*self.running, *self.waiting]:
-            self._end(job, sequences, ApiError(503, "the server is shutting down"))
+                self._recover(error, decoding)
+            self._deliver(time.perf_counter() - started)
 
-    def _recover(self, error: Exception, sequences: list[SequenceState]) -> None:
-        """After a call that failed: without memory the others go on if the newest text ends; else all of them end."""
-        decoding = [job for job in self.running if not job.unread]
+    def _call(self, jobs: Sequence[Job]) -> None:
+        """One round of calls of these texts."""
+        next(run_batch([job.sequence for job in jobs if job.sequence is not None], self.networks), None)
+
+    def _recover(self, error: Exception, decoding: Sequence[Job]) -> None:
+        """After a call that failed: without memory the newest text ends, else those that fail alone, too."""
         if is_out_of_memory(error):
-            if self.prefix_tree is not None and self.prefix_tree.num_bytes:
-                self.prefix_tree.clear()
+            if self.prompts.tree is not None and self.prompts.tree.num_bytes:
+                self.prompts.tree.clear()
                 return
             decoding = decoding[-1:]
+        if len(decoding) == 1:
+            self._end(decoding[0], as_api_error(error, "a call failed: "))
+            return
         for job in decoding:
-            self._end(job, sequences, as_api_error(error, "a call failed: "))
+            try:
+                self._call([job])
+            except Exception as own_error:
+                self._end(job, as_api_error(own_error, "a call failed: "))
 
     def _wait_for_job(self) -> None:
         """Wait for a job or to be woken."""
@@ -177,131 +203,127 @@ class Batcher:
             self.engine.decoder.replace_network(name, network)
             self.networks[name] = network
 
-    def _drop_cancelled(self, sequences: list[SequenceState]) -> None:
-        for job in [job for job in (*self.waiting, *self.running) if job.cancelled]:
-            if job in self.waiting:
-                self.waiting.remove(job)
-            self._end(job, sequences)
-
     def _admit(self) -> None:
-        """Admit waiting jobs in their order, while there is memory for the longest that they can get."""
-        while self.waiting and len(self.running) < self.limits.max_batch:
-            job = self.waiting[0]
-            try:
-                setup = self.engine.decoder.setup(job.method)  # loads its draft models at their first use
-                self._check_fits(job)
-                if sum(map(self.num_bytes, [job, *self.running])) > self.limits.max_cached_bytes:
-                    return
-                self._start(job, setup)
-                self.running.append(self.waiting.popleft())
-            except Exception as error:
-                self.waiting.popleft()
-                self._end(job, [], as_api_error(error))
+        """Give places to texts in turn, while there is memory for the longest that they can get.
 
-    def _start(self, job: Job, setup: DecodingSetup) -> None:
+        In a full batch a text gives its place to one of a client, or of a request, that has fewer.
+        """
+        candidates = [*self.paused, *self.waiting]
+        while (job := next_in_turn(candidates, self.running)) is not None:
+            full = len(self.running) >= self.limits.max_batch
+            pausing = giving_way(self.running, job) if full else None
+            if full and pausing is None:
+                return
+            if job.sequence is None:
+                try:
+                    setup = self.engine.decoder.setup(job.method)  # loads its draft models at their first use
+                    self._check_fits(job)
+                    if not self._has_memory_for(job):
+                        candidates = list(self.paused)  # have theirs, and free it when they end
+                        continue
+                    self._begin(job, setup)
+                except Exception as error:
+                    candidates.remove(job)
+                    self._end(job, as_api_error(error))
+                    continue
+            if pausing is not None:
+                self.running.remove(pausing)
+                self.paused.append(pausing)
+            candidates.remove(job)
+            (self.paused if job in self.paused else self.waiting).remove(job)
+            self.running.append(job)
+
+    def _has_memory_for(self, job: Job) -> bool:
+        used = sum(map(self.num_bytes, [job, *self._admitted]))
+        return used <= memory_limit(job, self._admitted, self.limits.max_cached_bytes)
+
+    def _begin(self, job: Job, setup: DecodingSetup) -> None:
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
         controller = BatchController(
             setup, lambda: len(self.running), job.budget, keeps_states=self.observer is not None
         )
-        generator = counting_generator(setup, job.request.request, controller)
-        job.sequence = SequenceState(_isolated(generator, job))
-        job.unread = len(job.request.request.prompt)
+        request = job.request.request
+        if request.constraint is not None:
+            request.constraint = LimitedConstraint(request.constraint, request)
+        job.sequence = SequenceState(_isolated(counting_generator(setup, request, controller), job))
+        job.unread = len(request.prompt)
         self._notify(lambda observer: observer.begins(job))
 
-    def _read_next_piece(self, sequences: list[SequenceState]) -> None:
-        """Read a piece of the oldest prompt that is not read yet; a text whose prompt is read joins the others."""
-        job = next((job for job in self.running if job.unread), None)
-        if job is None:
-            return
-        try:
-            self._read_piece(job)
-        except Exception as error:
-            log.exception("a prompt could not be read")
-            self._end(job, sequences, as_api_error(error, "a call failed: "))
-            return
-        if not job.unread and job.sequence is not None:
-            sequences.append(job.sequence)
+    def _read_prompts(self) -> None:
+        """Read a piece of one prompt, and let one text join whose first call reads what is left of its prompt.
 
-    def _read_piece(self, job: Job) -> None:
-        """Read the next tokens of a prompt into the job's cache; the last of them are left to its first call."""
-        assert job.sequence is not None
-        if job.prompt_scores is not None and job.prompt_scores.num_unscored:
-            self._score_piece(job, job.prompt_scores)
-            return
-        if self.prefix_tree is None:  # then pieces of a prompt may round otherwise than the whole: one call reads it
-            job.unread = 0
-            return
-        prompt, kv_caches = job.request.request.prompt, job.sequence.kv_caches
-        if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
-            setup = self.engine.decoder.setup(job.method)
-            kv_caches |= self.prefix_tree.take(prompt[: -1 - setup.num_unread_states(job.request.request)])
-            kv_caches.setdefault(TARGET, self.engine.network.new_kv_cache())
-            job.cached_tokens = len(kv_caches[TARGET].tokens)
-            job.unread -= job.cached_tokens
-        if job.unread <= PREFILL_ROWS:
-            job.unread = 0
-            return
-        end = len(prompt) - job.unread + PREFILL_ROWS
-        self.engine.network.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
-        job.unread = len(prompt) - end
+        Those of clients and requests of which fewest texts are decoded come first, then the oldest.
+        """
+        shares = Shares.among([job for job in self.running if not job.unread])
+        unread = sorted((job for job in self.running if job.unread), key=shares.of)
+        for needs_call in (False, True):
+            job = next((job for job in unread if self.prompts.needs_call(job) is needs_call), None)
+            if job is None:
+                continue
+            try:
+                self.prompts.read_piece(job)
+            except Exception as error:
+                log.exception("a prompt could not be read")
+                self._end(job, as_api_error(error, "a call failed: "))
 
-    def _score_piece(self, job: Job, scores: PromptScores) -> None:
-        """Read and score the next tokens of a prompt; what the tree of prefixes has of it is of no use."""
-        assert job.sequence is not None
-        kv_caches, prompt = job.sequence.kv_caches, job.request.request.prompt
-        kv_cache = kv_caches.setdefault(TARGET, self.engine.network.new_kv_cache())
-        scores.score_piece(self.engine.network, kv_cache)
-        if scores.num_unscored:
-            return
-        job.unread = 0
-        if self.prefix_tree is None:
-            del kv_caches[TARGET]  # the text is that of a prompt that one call reads
-        else:  # the last tokens are left to the first call, as ever
-            unread = self.engine.decoder.setup(job.method).num_unread_states(job.request.request)
-            kv_cache.reuse_prefix(np.asarray(prompt[: max(len(prompt) - unread, 1)], dtype=np.int64))
-
-    def _deliver(self, sequences: list[SequenceState], seconds: float) -> None:
-        for job in list(self.running):
-            if job.unread or job.sequence is None:
-                continue
-            request, output = job.request.request, job.request.output
-            request.seconds += seconds
-            calls = request.calls[job.num_delivered :]
-            if job.failure is not None:
-                self._end(job, sequences, job.failure)
-                continue
-            if calls and not job.num_delivered:  # the prompt has just been read
-                self._keep_prefix(job)
-            if job.sequence.pending is None:
-                self._end(job, sequences)
-            elif not calls:
-                continue
-            scores = job.prompt_scores if not job.num_delivered else None
-            before = sum(len(call.tokens) for call in request.calls[: job.num_delivered])
-            job.num_delivered += len(calls)
-            logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
-            text = output.release(request.finished)
-            job.deliver(Part(text, tuple(calls), logprobs, top, request.finish_reason, scores))
+    def _deliver(self, seconds: float) -> None:
+        """Hand out what the running texts have got by a call."""
+        for job in [job for job in self.running if not job.unread]:
+            job.request.request.seconds += seconds
+            try:
+                self._deliver_part(job)
+            except Exception as error:
+                log.exception("what a call decided could not be handed out")
+                self._end(job, as_api_error(error))
         if self.running:
             self._notify(lambda observer: observer.called(seconds))
 
-    def _end(self, job: Job, sequences: list[SequenceState], error: ApiError | None = None) -> None:
-        if error is not None:
-            job.deliver(error)
-        if job in self.running:
-            self.running.remove(job)
-        request = job.request.request
-        if request.memory is not None and request.calls and error is None:
-            request.memory.add(request.prompt, request.tokens)
+    def _deliver_part(self, job: Job) -> None:
+        if job.failure is not None or job.sequence is None:
+            self._end(job, job.failure)
+            return
+        finished, first = job.sequence.pending is None, not job.num_delivered
+        if not finished and len(job.request.request.calls) == job.num_delivered:  # a draft model was called
+            return
+        part = next_part(job)
+        if finished:
+            self._end(job)
+        elif first:  # the prompt has just been read
+            self.prompts.keep(job)
+        self._hand_out(job, part)
+
+    def _hand_out(self, job: Job, part: Part | ApiError) -> None:
+        """Give a client what it waits for; a text that nobody can take is dropped."""
+        try:
+            job.deliver(part)
+        except Exception as error:
+            log.warning("a text has no client any more: %s", error)
+            job.cancelled = True
+
+    def _end(self, job: Job, error: ApiError | None = None) -> None:
+        """Take a text out, and answer it if it has failed; else keep what it has read and written."""
+        for jobs in (self.waiting, self.running, self.paused):
+            if job in jobs:
+                jobs.remove(job)
         with self.lock:
             self.num_open -= 1
-        if job.sequence is not None:
-            sequences[:] = [one for one in sequences if one is not job.sequence]
-            if error is None:
-                self._keep_prefix(job)
-                self._notify(lambda observer: observer.ends(job))
-            job.sequence = None
+        if error is not None:
+            self._hand_out(job, error)
+        elif job.sequence is not None:
+            self.prompts.keep(job)
+            self._remember(job)
+            self._notify(lambda observer: observer.ends(job))
+        job.sequence = None
+
+    def _remember(self, job: Job) -> None:
+        request = job.request.request
+        if request.memory is None or not request.calls:
+            return
+        try:
+            request.memory.add(request.prompt, request.tokens)
+        except Exception:
+            log.exception("a text could not be kept for later drafts")
 
     def _notify(self, event: Callable[[TextObserver], None]) -> None:
         """Call the observer; texts go on without one that fails."""
@@ -312,17 +334,6 @@ class Batcher:
         except Exception:
             log.exception("the observer of the texts has failed; the server goes on without it")
             self.observer = None
-
-    def _keep_prefix(self, job: Job) -> None:
-        """Copy what a text has read into the tree of prefixes, if there is memory for it."""
-        if self.prefix_tree is None or job.sequence is None:
-            return
-        try:
-            self.prefix_tree.put(job.request.request.prompt, job.sequence.kv_caches)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.prefix_tree.clear()
 
 
 def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:

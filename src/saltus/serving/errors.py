@@ -45,3 +45,12 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs
+
+
+def place_of(error: BaseException) -> str:
+    """An error and where it happened, in one line."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+    return " ".join(f"{type(error).__name__}: {error}".split()) + place

@@ -48,17 +48,31 @@ class Job:
     deliver: Callable[[Part | ApiError], None]
     budget: int | None = None  # draft tokens of a call, at most; None: the server's
     prompt_scores: PromptScores | None = None  # to be filled while the prompt is read
+    client: str = ""  # who asks; clients take turns
+    request_number: int = 0  # of the request that the text belongs to, such as one for several choices; set by `submit`
     cancelled: bool = False  # set by any thread: the text is dropped between two calls
     cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
     sequence: SequenceState | None = None
     unread: int = 0  # tokens of the prompt to be read before the text is decoded
     num_delivered: int = 0  # of the request's calls
+    num_tokens_delivered: int = 0
     failure: ApiError | None = None  # what ended its decoding, and no other text's
 
     @property
     def num_tokens(self) -> int:
         """The longest that the text can get."""
         return len(self.request.request.prompt) + self.request.request.max_new_tokens
+
+
+def next_part(job: Job) -> Part:
+    """What the calls since the last part have added."""
+    request, before, first = job.request.request, job.num_tokens_delivered, not job.num_delivered
+    calls = tuple(request.calls[job.num_delivered :])
+    job.num_delivered += len(calls)
+    job.num_tokens_delivered += sum(len(call.tokens) for call in calls)
+    logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
+    text = job.request.output.release(request.finished)
+    return Part(text, calls, logprobs, top, request.finish_reason, job.prompt_scores if first else None)
 
 
 @runtime_checkable
