@@ -3,11 +3,12 @@
 
 BIN := .venv/bin
 PYTHON ?=
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,kernels packed network coupling noise)
 WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kernel thread each
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test quick format lint docs clean distclean help
+.PHONY: demo test quick sanitize format lint docs clean distclean help
 
 demo: .venv/.ready-run  ## answer a question with the default model, several tokens a call
 	@$(BIN)/saltus demo $(ARGS)
@@ -18,6 +19,10 @@ test: lint  ## every check: format, lint, types, import contracts, tests
 
 quick: .venv/.ready-dev  ## a minute's worth: the first case of every test that is not slow
 	@$(BIN)/python -m pytest $(WORKERS) --quick -q $(ARGS)
+
+sanitize: .venv/.ready-dev  ## the kernels' tests, with kernels that check every address and undefined operation
+	@.ci/sanitizing-cc run $(BIN)/python -m pytest $(WORKERS) -q -m "not slow and not model and not gpu" \
+		$(KERNEL_TESTS) $(ARGS)
 
 format: .venv/.ready-dev  ## rewrite the code in the house format and fix what can be fixed
 	@$(BIN)/ruff check --fix --exit-zero

@@ -26,7 +26,7 @@ import saltus
 from saltus.engine.infill_template import InfillTemplate
 from saltus.evaluation.benchmarks import program_assembly
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.evaluation.sandbox import run_program
+from saltus.evaluation.sandbox.run_program import run_tests
 
 OPEN = 32  # tokens that a line may have
 
@@ -95,7 +95,7 @@ def passed(rows: list[dict], lines: list[str]) -> list[bool]:
     """By each task's tests."""
     made = [program_assembly.infilling(row, line + "\n") for row, line in zip(rows, lines, strict=True)]
     with ThreadPoolExecutor(2) as pool:
-        return [verdict.passed for verdict in pool.map(run_program.run_program, made)]
+        return [verdict.passed for verdict in pool.map(run_tests, made)]
 
 
 def ways(given: argparse.Namespace, rows: list[dict]) -> Iterator[tuple[str, Callable[[int], Answers]]]:

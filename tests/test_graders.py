@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from saltus.evaluation.benchmarks import math_answers, program_assembly
+from saltus.evaluation.benchmarks import math_answers
 from saltus.evaluation.benchmarks.graders import GRADERS, exact_answer, last_number, main_score
 
 confined = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
@@ -151,7 +151,7 @@ def test_a_program_of_mbpp_is_set_up_after_its_code(text: str, passed: bool) -> 
 
 
 def test_rows_of_mbpp_need_no_set_up() -> None:
-    assert program_assembly.mbpp({"test_list": ["assert one == 1"]}, "one = 1") == "one = 1\n\nassert one == 1\n"
+    assert GRADERS["mbpp"].score({"test_list": ["assert one == 1"]}, "one = 1") == {"passed": True}
 
 
 @confined

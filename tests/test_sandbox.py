@@ -9,13 +9,18 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 
-from saltus.evaluation.sandbox.run_program import LAUNCHER, run_program, run_with_guards
+from saltus.evaluation.sandbox.run_program import run_program, run_with_guards
+from saltus.evaluation.sandbox.start_process import ENVIRONMENT, LAUNCHER, bubblewrap_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="programs are confined on Linux and macOS")
 FILTERED = sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64")
 needs_filter = pytest.mark.skipif(not FILTERED, reason="no filter of system calls on this system")
+
+BUBBLEWRAP = bool(bubblewrap_command(str(Path(numpy.__file__).parent.parent)))
+needs_bubblewrap = pytest.mark.skipif(not BUBBLEWRAP, reason="no bubblewrap that works")
 
 GOOD = {
     "plain": "assert sum(range(10)) == 45",
@@ -127,6 +132,9 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
     yield
     assert list(folders.iterdir()) == []
+    deadline = time.monotonic() + 5
+    while BUBBLEWRAP and launched() and time.monotonic() < deadline:
+        time.sleep(0.01)  # what runs in bubblewrap ends just after it
     assert launched() == []
 
 
@@ -167,6 +175,41 @@ def test_a_program_that_does_not_reach_its_end_fails_with_the_reason(program: st
     verdict = run_program(program, seconds=seconds, memory_mb=512)
     assert not verdict.passed
     assert verdict.reason.startswith(why)
+
+
+@pytest.mark.parametrize("guards", ["filter+hook", "filter+hook+bubblewrap"])
+def test_no_variable_of_our_environment_reaches_a_program(guards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    program = f"import os\nassert set(os.environ) - {{'PWD', 'LC_CTYPE'}} == {set(ENVIRONMENT)}"  # PWD is bubblewrap's
+    assert run_with_guards(program, 20.0, 1024, guards).reason == "passed"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+@pytest.mark.parametrize("opening", [
+    "os.open('proc/self/mem', os.O_RDONLY, dir_fd=os.open('/', os.O_RDONLY))",
+    "os.open('self/mem', os.O_RDONLY, dir_fd=os.open('/proc', os.O_RDONLY))",
+    "[os.chdir('/'), open('proc/self/environ')]",
+    "open('/usr/../proc/self/environ')",
+    "open('/etc/mtab')",
+    "os.open(pathlib.Path('/proc/self/mem'), os.O_RDONLY)",
+    "open(Text('/proc/self/environ'))",
+    "[setattr(os, 'stat', print), setattr(builtins, 'type', print), open('/usr/../proc/self/environ')]",
+])  # fmt: skip
+def test_no_process_is_read_through_its_files(opening: str) -> None:
+    program = (
+        "import builtins, os, pathlib\nclass Text(str):\n"
+        f"    startswith = __getitem__ = __eq__ = lambda *_: False\n    __hash__ = str.__hash__\n{opening}"
+    )
+    assert run_with_guards(stubborn(program), 20.0, 1024, "hook").reason.startswith("tried to open a ")
+
+
+@needs_bubblewrap
+def test_bubblewrap_hides_what_python_does_not_need(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hidden")
+    paths = [str(tmp_path / "secret"), "/proc/self/environ", "/etc/passwd", __file__]
+    program = f"import os\nassert not any(map(os.path.exists, {paths}))"
+    assert run_program(program).reason == "passed"
+    assert not run_with_guards(program, 20.0, 1024, "filter+hook").passed
 
 
 @pytest.mark.parametrize(("program", "why"), MISDEEDS.values(), ids=MISDEEDS)

@@ -124,7 +124,7 @@ static void count_time(const Decoder *a, int part, double *last) {
 #define FIXED 5
 #define MOST_ROWS 48
 static int64_t best_tile(int64_t rows, int64_t heads, int64_t unit) {
-  const int64_t threads = pool.alone ? 1 : pool.workers + 1;
+  const int64_t threads = num_threads();
   int64_t best = 0, least = INT64_MAX;
   for (int64_t tiles = 1, tile; tiles <= rows; tiles++) {
     tile = PAD((rows + tiles - 1) / tiles, unit);

@@ -11,19 +11,27 @@
 
 typedef void (*Work)(const void *job, int64_t piece);
 
+// Every access of a field is atomic; `number` alone is touched under `busy` only. The ticket and `finished` order the
+// others: storing a ticket publishes the job's fields, and loading it acquires them.
 static struct {
   _Atomic uint64_t ticket;  // number of the job << 32 | next piece
   _Atomic int64_t finished;
   _Atomic int asleep;
-  Work work;
-  const void *job;
-  int64_t pieces;
+  _Atomic(Work) work;
+  _Atomic(const void *) job;
+  _Atomic int64_t pieces;
   uint64_t number;
-  int workers, alone;
+  _Atomic int workers, alone;
   pthread_mutex_t busy, sleep;
   pthread_cond_t wake;
 } pool = {.ticket = CLOSED, .busy = PTHREAD_MUTEX_INITIALIZER, .sleep = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
+
+#define LOAD_RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
+#define STORE_RELAXED(field, value) atomic_store_explicit(&(field), value, memory_order_relaxed)
+
+static inline uint64_t current_ticket(void) { return atomic_load_explicit(&pool.ticket, memory_order_acquire); }
+static inline int64_t num_threads(void) { return LOAD_RELAXED(pool.alone) ? 1 : LOAD_RELAXED(pool.workers) + 1; }
 
 static inline void breathe(void) {
 #if defined __x86_64__ || defined __i386__
@@ -32,15 +40,18 @@ static inline void breathe(void) {
 }
 
 // Take and do one piece of the job that the ticket names; 0 if there is none left. A ticket that can still be
-// exchanged proves that its job is under way, so what was read of the job is its own.
+// exchanged proves that its job is under way, so what was read of the job is its own: the next job's fields are stored
+// after all pieces of this one were exchanged and finished.
 static int take(uint64_t ticket) {
-  const Work work = pool.work;
-  const void *job = pool.job;
-  const int64_t pieces = pool.pieces, piece = ticket & CLOSED;
+  const Work work = LOAD_RELAXED(pool.work);
+  const void *job = LOAD_RELAXED(pool.job);
+  const int64_t pieces = LOAD_RELAXED(pool.pieces), piece = ticket & CLOSED;
   if ((uint64_t)piece == CLOSED || piece >= pieces) return 0;
-  if (!atomic_compare_exchange_strong(&pool.ticket, &ticket, ticket + 1)) return 1;
+  if (!atomic_compare_exchange_strong_explicit(&pool.ticket, &ticket, ticket + 1, memory_order_acq_rel,
+                                               memory_order_relaxed))
+    return 1;
   work(job, piece);
-  atomic_fetch_add(&pool.finished, 1);
+  atomic_fetch_add_explicit(&pool.finished, 1, memory_order_release);
   return 1;
 }
 
@@ -48,11 +59,11 @@ static void *worker(void *unused) {
   for (;;) {
     int spins = 0;
     while (spins < SPINS) {
-      if (take(atomic_load(&pool.ticket))) spins = 0;
+      if (take(current_ticket())) spins = 0;
       else spins++, breathe();
     }
     pthread_mutex_lock(&pool.sleep);
-    atomic_fetch_add(&pool.asleep, 1);
+    atomic_fetch_add(&pool.asleep, 1);  // sequentially consistent, as in `share`: one of the two sees the other
     if ((atomic_load(&pool.ticket) & CLOSED) == CLOSED) pthread_cond_wait(&pool.wake, &pool.sleep);
     atomic_fetch_sub(&pool.asleep, 1);
     pthread_mutex_unlock(&pool.sleep);
@@ -63,19 +74,20 @@ static void *worker(void *unused) {
 // Work with so many threads, the caller included. They are started when first asked for and never stopped.
 void saltus_threads(int64_t threads) {
   pthread_mutex_lock(&pool.busy);
-  pool.alone = threads < 2;
-  while (pool.workers < threads - 1 && pool.workers < WORKERS) {
+  STORE_RELAXED(pool.alone, threads < 2);
+  int workers = LOAD_RELAXED(pool.workers);
+  for (; workers < threads - 1 && workers < WORKERS; workers++) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, worker, NULL)) break;
     pthread_detach(thread);
-    pool.workers++;
   }
+  STORE_RELAXED(pool.workers, workers);
   pthread_mutex_unlock(&pool.busy);
 }
 
 // In a child there are no workers, and nobody who would give a lock back.
 static void forked(void) {
-  pool.workers = 0;
+  STORE_RELAXED(pool.workers, 0);
   atomic_store(&pool.ticket, CLOSED);
   atomic_store(&pool.asleep, 0);
   pthread_mutex_init(&pool.busy, NULL);
@@ -85,12 +97,14 @@ static void forked(void) {
 static __attribute__((constructor)) void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
 
 static void share(Work work, const void *job, int64_t pieces) {
-  if (pieces < 2 || pool.alone || !pool.workers || pthread_mutex_trylock(&pool.busy)) {
+  if (pieces < 2 || num_threads() < 2 || pthread_mutex_trylock(&pool.busy)) {
     for (int64_t piece = 0; piece < pieces; piece++) work(job, piece);
     return;
   }
-  pool.work = work, pool.job = job, pool.pieces = pieces;
-  atomic_store(&pool.finished, 0);
+  STORE_RELAXED(pool.work, work);
+  STORE_RELAXED(pool.job, job);
+  STORE_RELAXED(pool.pieces, pieces);
+  STORE_RELAXED(pool.finished, 0);
   const uint64_t first = ++pool.number << 32;
   atomic_store(&pool.ticket, first);
   if (atomic_load(&pool.asleep)) {
@@ -98,8 +112,8 @@ static void share(Work work, const void *job, int64_t pieces) {
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.sleep);
   }
-  while (take(atomic_load(&pool.ticket))) continue;
-  while (atomic_load(&pool.finished) < pieces) breathe();
-  atomic_store(&pool.ticket, first | CLOSED);
+  while (take(current_ticket())) continue;
+  while (atomic_load_explicit(&pool.finished, memory_order_acquire) < pieces) breathe();
+  STORE_RELAXED(pool.ticket, first | CLOSED);
   pthread_mutex_unlock(&pool.busy);
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from saltus.evaluation.benchmarks import program_assembly
 from saltus.evaluation.benchmarks.math_answers import HAS_MATH_VERIFY, math_answer
-from saltus.evaluation.sandbox.run_program import run_program
+from saltus.evaluation.sandbox.run_program import GradedProgram, run_tests
 
 Score = dict[str, bool | float]
 
@@ -77,8 +77,8 @@ def _rouge_scorer() -> Any:
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 
-def _pass_at_1(build_program: Callable[[Mapping[str, Any], str], str]) -> Grader:
-    return Grader("pass@1", lambda row, text: {"passed": run_program(build_program(row, text)).passed})
+def _pass_at_1(build_program: Callable[[Mapping[str, Any], str], GradedProgram]) -> Grader:
+    return Grader("pass@1", lambda row, text: {"passed": run_tests(build_program(row, text)).passed})
 
 
 def _math_grader() -> Grader:

@@ -1,7 +1,10 @@
-"""Build one program from an answer and the tests of its task, for the sandbox.
+"""Build a program from an answer, and the tests of its task, for the sandbox.
 
 A chat model fences its code and adds words around it; a model without template continues the prompt, and goes on
 after the function. Both forms are read here. The only repair is the indentation of a body that was fenced without it.
+
+Tests run in a process of their own (run_program.py): they get what their task gives, such as functions of HumanEval's
+prompts and names in MBPP's reference, and of the answer only what it defines.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from saltus.evaluation.sandbox.run_program import GradedProgram
+
 CODE_FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 PYTHON_FENCE_LANGUAGES = ("python", "python3", "py", "")
 TOP_LEVEL_STATEMENT = re.compile(
@@ -21,29 +26,32 @@ TOP_LEVEL_STATEMENT = re.compile(
 CODE_START = re.compile(r"^(?:(?:import|from|async def|def|class)\b|@|\w+ *=[^=])", re.MULTILINE)  # code out of a fence
 
 
-def humaneval(row: Mapping[str, Any], text: str) -> str:
+def humaneval(row: Mapping[str, Any], text: str) -> GradedProgram:
     """HumanEval (Chen et al. 2021): the text is the rest of `row["prompt"]`, or a fenced body or function.
 
     If the text defines the function anew, the part of the prompt above its definition is put in front.
     """
     if _starts_indented(text):
         return _with_tests(row, row["prompt"] + function_body(text))
-    definition = re.compile(rf"^(?:async )?def {re.escape(row['entry_point'])}\b", re.MULTILINE)
+    definition = _definition(row)
     code = extract_code(text, definition)
     if definition.search(code):
-        own = definition.search(row["prompt"])
-        above = row["prompt"][: own.start()] if own else ""
-        return _with_tests(row, f"{above}\n{code}")
+        return _with_tests(row, f"{_above(row)}\n{code}")
     indented = code if _starts_indented(code) else textwrap.indent(code, "    ")
     return _with_tests(row, row["prompt"] + function_body(indented))
 
 
-def mbpp(row: Mapping[str, Any], text: str) -> str:
-    """MBPP (Austin et al. 2021): the text is a program, fenced or not, for `test_setup_code` and `test_list`."""
-    return "\n".join([extract_code(text), row.get("test_setup_code") or "", *row["test_list"], ""])
+def mbpp(row: Mapping[str, Any], text: str) -> GradedProgram:
+    """MBPP (Austin et al. 2021): the text is a program, fenced or not, for `test_setup_code` and `test_list`.
+
+    The set-up uses the program's classes, and runs with it.
+    """
+    program = "\n".join([extract_code(text), row.get("test_setup_code") or "", ""])
+    functions, modules = _defined_names(row.get("code") or "")
+    return GradedProgram(program, "\n".join([*row["test_list"], ""]), functions, modules)
 
 
-def infilling(row: Mapping[str, Any], text: str) -> str:
+def infilling(row: Mapping[str, Any], text: str) -> GradedProgram:
     """HumanEval infilling (Bavarian et al. 2022): prompt, text and suffix; the text is cut to the lines of the hole.
 
     A hole of whole lines gets whole lines; a hole that ends within a line is filled within that line.
@@ -100,14 +108,39 @@ def _longest_parsable_code(text: str) -> str:
 
 
 def _parses(code: str) -> bool:
+    return _syntax_tree(code) is not None
+
+
+def _syntax_tree(code: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # escapes that later versions of Python refuse
-            ast.parse(code)
+            return ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        return None
 
 
-def _with_tests(row: Mapping[str, Any], code: str) -> str:
-    return f"{code}\n{row['test']}\ncheck({row['entry_point']})\n"
+def _defined_names(code: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The functions and classes that code defines, and the modules that it imports, by name."""
+    tree = _syntax_tree(code)
+    statements = tree.body if tree else []
+    functions = [part.name for part in statements if isinstance(part, (ast.FunctionDef, ast.ClassDef))]
+    imported = [name for part in statements if isinstance(part, ast.Import) for name in part.names]
+    return tuple(functions), {name.asname: name.name for name in imported if name.asname} | {
+        name.name: name.name for name in imported if not name.asname and "." not in name.name
+    }
+
+
+def _definition(row: Mapping[str, Any]) -> re.Pattern[str]:
+    return re.compile(rf"^(?:async )?def {re.escape(row['entry_point'])}\b", re.MULTILINE)
+
+
+def _above(row: Mapping[str, Any]) -> str:
+    """The part of a prompt above the function that is asked for: imports, and functions that tests use."""
+    own = _definition(row).search(row["prompt"])
+    return row["prompt"][: own.start()] if own else ""
+
+
+def _with_tests(row: Mapping[str, Any], code: str) -> GradedProgram:
+    tests = f"{_above(row)}\n{row['test']}\ncheck({row['entry_point']})\n"
+    return GradedProgram(f"{code}\n", tests, (row["entry_point"],))

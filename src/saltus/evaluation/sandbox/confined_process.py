@@ -4,14 +4,21 @@ This file gets a token and the program on stdin, and imports only the standard l
 confine the program: resource limits (memory, seconds, files), a seccomp filter of system calls (Linux on x86-64 and
 aarch64), and a hook on Python's audit events. The hook gives readable reasons, and is the only guard against writing
 and networking on other systems, where a malicious program could circumvent it.
+
+There are three roles: a program "alone", one that is "tested", and its "tests". The last two are two processes, joined
+by a socket; only the tests' process has the pipe on which they report that the program passed.
 """
 
+import json
 import os
 import resource
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
+from typing import Any, NoReturn
 
 WRITES_FILE, STARTS_PROCESS, OPENS_SOCKET = (
     "tried to write a file",
@@ -20,6 +27,7 @@ WRITES_FILE, STARTS_PROCESS, OPENS_SOCKET = (
 )
 ACCESSES_LAUNCHER = "tried to reach into its launcher"
 READABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo")
+PROGRAM_LOST = b"?"  # what the tests report if the program's process has ended
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -50,7 +58,7 @@ REASONS_BY_EVENT = _by_name(
         "tried to lock a file": "os.lockf fcntl.flock fcntl.lockf",
         ACCESSES_LAUNCHER: (
             "sqlite3.enable_load_extension sqlite3.load_extension gc.get_objects gc.get_referrers "
-            "gc.get_referents sys.settrace sys.remote_exec"
+            "gc.get_referents sys.settrace sys.remote_exec sys._current_frames sys._current_exceptions"
         ),
     }
 )
@@ -58,8 +66,8 @@ REASONS_BY_EVENT = _by_name(
 
 def main() -> None:
     """Confine this process, run the program, report how it ended, and exit without running more of its code."""
-    report, parent, seconds, megabytes = (int(word) for word in sys.argv[1:5])
-    guards, place = sys.argv[5:7]
+    report, parent, seconds, megabytes, channel = (int(word) for word in sys.argv[1:6])
+    role, guards, place = sys.argv[6:9]
     token, _, program = sys.stdin.buffer.read().partition(b"\n")
     tokens = [token]
     del token
@@ -72,6 +80,7 @@ def main() -> None:
 
     for name in ("exit", "quit"):  # as site would
         setattr(builtins, name, sys.exit)
+    remote_objects = load_neighbour("remote_objects") if role != "alone" else None
     module = type(sys)("program")  # not __main__: as in HumanEval, code for scripts only is not run
     sys.modules["program"] = sys.modules["__main__"] = module
 
@@ -81,26 +90,46 @@ def main() -> None:
         write(report, b"-" + why.encode("utf-8", "replace"))
         leave(1)
 
+    def lose() -> NoReturn:
+        if role == "tests":
+            write(report, PROGRAM_LOST)
+        leave(0)
+
     lower_limits(AS=megabytes << 20, CPU=seconds + 2, FSIZE=0, NOFILE=64, CORE=0, MEMLOCK=0, MSGQUEUE=0, RTPRIO=0)
+    parent = 1 if "bubblewrap" in guards else parent  # bubblewrap's own process, which dies with our parent
     if not ("filter" in guards and install_seccomp_filter(parent)):
         lower_limits(NPROC=0)  # on Linux this also counts threads: without the filter allow neither
     if "hook" in guards:
         install_audit_hook(end)
     del end
     write(report, b"!")  # ready: from here on the program's seconds count
-    # The token is on the evaluation stack only, where the program cannot find it by name or through a frame.
-    write(report, tokens.pop() + execute(program, vars(module), megabytes))
+    namespace = vars(module)
+    if remote_objects and role == "tested":
+        outcome = execute(lambda: run_source(program, namespace), megabytes)
+        if outcome == b"+":
+            remote_objects.Peer(channel, lose, namespace).serve()
+        write(report, outcome)
+    elif remote_objects:
+        peer = remote_objects.Peer(channel, lose)
+        write(report, tokens.pop() + execute(lambda: run_tests(program, namespace, peer, remote_objects), megabytes))
+    else:
+        # The token is on the evaluation stack only, where the program cannot find it by name or through a frame.
+        write(report, tokens.pop() + execute(lambda: run_alone(program, namespace), megabytes))
     leave(0)
 
 
-def execute(program: bytes, namespace: dict, megabytes: int) -> bytes:
-    """Run the program and wait for its threads; "+" if it came to its end, else "-" and the reason."""
+def load_neighbour(name: str) -> Any:
+    """A module of this folder that imports only the standard library; programs do not find it by name."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    module = __import__(name)
+    del sys.path[0], sys.modules[name]
+    return module
+
+
+def execute(run: Callable[[], None], megabytes: int) -> bytes:
+    """Run; "+" if that came to its end, else "-" and the reason."""
     try:
-        exec(compile(program.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True), namespace)
-        if threading := sys.modules.get("threading"):
-            for thread in threading.enumerate():
-                if thread is not threading.main_thread() and not thread.daemon:
-                    thread.join()
+        run()
     except SystemExit:
         return b"-left early"
     except MemoryError:
@@ -108,6 +137,28 @@ def execute(program: bytes, namespace: dict, megabytes: int) -> bytes:
     except BaseException as error:
         return b"-" + describe_exception(error)
     return b"+"
+
+
+def run_source(program: bytes, namespace: dict) -> None:
+    """Run a program."""
+    exec(compile(program.decode("utf-8", "surrogatepass"), "program", "exec", dont_inherit=True), namespace)
+
+
+def run_alone(program: bytes, namespace: dict) -> None:
+    """Run a program and wait for its threads."""
+    run_source(program, namespace)
+    if threading := sys.modules.get("threading"):
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+
+
+def run_tests(given: bytes, namespace: dict, peer: Any, remote_objects: ModuleType) -> None:
+    """Run the tests of a program that another process runs."""
+    task = json.loads(given)
+    tests = compile(task["tests"], "tests", "exec", dont_inherit=True)
+    namespace.update(remote_objects.names_for_tests(peer, tests, task["functions"], task["modules"]))
+    exec(tests, namespace)
 
 
 def describe_exception(error: BaseException) -> bytes:
@@ -139,13 +190,9 @@ def install_seccomp_filter(parent_pid: int) -> bool:
     """Install the seccomp filter, and die with the parent; False if the system has no such filter."""
     if not sys.platform.startswith("linux"):
         return False
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import ctypes
 
-    import seccomp_filter  # pyright: ignore[reportMissingImports]  (the file beside this one)
-
-    del sys.path[0], sys.modules["seccomp_filter"]
-    steps = seccomp_filter.build_filter(os.uname().machine, os.getpid())
+    steps = load_neighbour("seccomp_filter").build_filter(os.uname().machine, os.getpid())
     if steps is None:
         return False
 
@@ -154,8 +201,9 @@ def install_seccomp_filter(parent_pid: int) -> bool:
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
-    end_with_parent, no_new_privileges, seccomp, by_filter = 1, 38, 22, 2
+    end_with_parent, dumpable, no_new_privileges, seccomp, by_filter = 1, 4, 38, 22, 2
     prctl(end_with_parent, signal.SIGKILL, 0, 0, 0)
+    prctl(dumpable, 0, 0, 0, 0)  # a program of the same user cannot read its tests in their process's memory
     if os.getppid() != parent_pid:
         os._exit(1)
     program = Program(len(steps) // 8, steps)
@@ -164,22 +212,39 @@ def install_seccomp_filter(parent_pid: int) -> bool:
 
 
 def install_audit_hook(end_process: Callable[[str], None]) -> None:
-    """End the process at the first audit event that is not allowed; no exception can be caught."""
-    itself, family, text, starts = os.getpid(), 1, (str, bytes), str.startswith
-    absolute, plain = os.path.abspath, os.fsdecode
+    """End the process at the first audit event that is not allowed; no exception can be caught.
+
+    What the hook calls is bound here, before the program runs: the program may replace builtins and functions of `os`.
+    """
+    itself, family, write_flags, readable = os.getpid(), 1, WRITE_FLAGS, READABLE_DEVICES
+    exact, is_subclass, status, kind, starts = type, issubclass, os.stat, stat.S_IFMT, str.startswith
+    text, part, byte_text, decode, failed = str, str.__getitem__, bytes, bytes.decode, (OSError, ValueError)
+    everything, device_nodes = slice(None), (stat.S_IFCHR, stat.S_IFBLK)
+    mounts = {os.stat(folder).st_dev for folder in ("/proc", "/dev", "/dev/shm") if os.path.isdir(folder)}
+    mounts.discard(os.stat("/").st_dev)
 
     def opened(arguments: tuple) -> str | None:
-        path, _, flags = arguments
-        if not isinstance(path, text):
+        path, mode, flags = arguments
+        if is_subclass(exact(path), byte_text):
+            path = decode(path, "utf-8", "surrogateescape")
+        elif not is_subclass(exact(path), text):
             return None
-        if flags & WRITE_FLAGS:
+        path = part(path, everything)  # a str without methods of the program
+        if flags & write_flags:
             return WRITES_FILE
-        where = absolute(plain(path))
-        hidden = starts(where + "/", ("/dev/", "/proc/")) and where not in READABLE_DEVICES
+        if mode is None and not starts(path, "/"):  # os.open, whose dir_fd is not among the arguments
+            return "tried to open a file relative to a folder"
+        if path in readable:
+            return None
+        hidden = starts(path, ("/dev/", "/proc/"))
+        try:
+            found = status(path)  # whatever links or .. the path has
+            hidden = hidden or found.st_dev in mounts or kind(found.st_mode) in device_nodes
+        except failed:
+            pass
         return "tried to open a device" if hidden else None
 
-    decided = {
-        **REASONS_BY_EVENT,
+    checks: dict[str, Callable[[tuple], str | None]] = {
         "open": opened,
         "os.kill": lambda arguments: None if arguments[0] == itself else "tried to signal another process",
         "socket.__new__": lambda arguments: (
@@ -188,12 +253,11 @@ def install_audit_hook(end_process: Callable[[str], None]) -> None:
         "sqlite3.connect": lambda arguments: None if arguments[0] == ":memory:" else WRITES_FILE,
         "sqlite3.connect/handle": lambda arguments: None,
     }
-    rooms = dict(REASONS_BY_MODULE)
+    events, modules, before_dot = dict(REASONS_BY_EVENT), dict(REASONS_BY_MODULE), str.partition
 
     def hook(event: str, arguments: tuple) -> None:
-        why = decided.get(event) or rooms.get(event.partition(".")[0])
-        if why is not None and not isinstance(why, str):
-            why = why(arguments)
+        check = checks.get(event)
+        why = check(arguments) if check else events.get(event) or modules.get(before_dot(event, ".")[0])
         if why is not None:
             end_process(why)
 

@@ -1,31 +1,32 @@
-"""Run programs that a language model wrote, each in a confined process, and report whether they ended without error.
+"""Run programs that a language model wrote, each in a confined process, and report whether they pass their tests.
 
 See confined_process.py for the guards. On Linux (x86-64, aarch64) a program can neither write, nor start processes, nor
 reach other processes or the network. On other systems a hook in Python stops accidents, but not a malicious program.
-Programs may read files. Why our own: HumanEval's checks disable functions in Python only, and containers, bubblewrap or
-nsjail need privileges or packages that a user's machine may lack.
+Programs may read files; where bubblewrap works, only those that Python needs. Why our own: HumanEval's checks disable
+functions in Python only, and containers, bubblewrap or nsjail need privileges or packages that a user's machine may
+lack.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
+import json
 import os
 import secrets
 import selectors
 import signal
-import subprocess
-import sys
+import socket
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-LAUNCHER = Path(__file__).with_name("confined_process.py")
+from saltus.evaluation.sandbox.start_process import ConfinedProcess, start
+
 START_TIMEOUT = 60.0  # seconds that Python itself may take to start, on a machine busy with other things
 MAX_THREADS = 256
-MAX_REPORT_BYTES = 4096  # bytes read of a report at most
+PROGRAM_LOST = b"!?"  # the report of tests whose program has ended
+DEFAULT_GUARDS = "filter+hook+bubblewrap"
 
 
 @dataclass(frozen=True)
@@ -36,97 +37,93 @@ class ProgramResult:
     reason: str
 
 
+@dataclass(frozen=True)
+class GradedProgram:
+    """A program, and tests of what it defines: `functions` and `modules` (by name) are what its task asks it to define.
+
+    Builtins that the tests use are Python's own but for `functions`, and `modules` are Python's own, too, so that a
+    program cannot pass by other definitions of `abs` or `math`.
+    """
+
+    program: str
+    tests: str
+    functions: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+
+
 def run_program(program: str, *, seconds: float | int = 10, memory_mb: int = 1024) -> ProgramResult:
     """Run a Python program for at most `seconds` of wall time within `memory_mb` MB of address space.
 
     It sees the standard library and numpy, an empty folder, no input; what it prints is thrown away, and `__name__` is
-    not "__main__". ValueError on Windows, and where Python itself does not start within the memory.
+    not "__main__". It passes by its own report, which a malicious program could forge: `run_tests` is for grading.
+    ValueError on Windows, and where Python itself does not start within the memory.
     """
-    return run_with_guards(program, seconds, memory_mb, "filter+hook")
+    return run_with_guards(program, seconds, memory_mb, DEFAULT_GUARDS)
 
 
-def run_with_guards(program: str, seconds: float | int, memory_mb: int, guards: str) -> ProgramResult:
-    """`run_program` with the named guards only, so that tests can check each one."""
+def run_tests(tested: GradedProgram, *, seconds: float | int = 10, memory_mb: int = 1024) -> ProgramResult:
+    """Run a program, and its tests in a second process, each as confined as by `run_program`.
+
+    The tests call the program's functions over a socket, with copies of the arguments, and compare copies of the
+    results. So a program can neither report that it passed, nor change what tests call, nor return what equals all.
+    """
+    return run_with_guards(tested, seconds, memory_mb, DEFAULT_GUARDS)
+
+
+def run_with_guards(program: str | GradedProgram, seconds: float | int, memory_mb: int, guards: str) -> ProgramResult:
+    """`run_program` or `run_tests` with the named guards only, so that tests can check each one."""
     if os.name != "posix":
         raise ValueError("programs can only be confined on Linux and macOS; run them there, or in WSL")
     token = secrets.token_hex(16).encode()
-    reading, writing = os.pipe()
-    try:
-        with tempfile.TemporaryDirectory(prefix="saltus-") as folder:
-            try:
-                process = _start(folder, writing, seconds, memory_mb, guards)
-            finally:
-                os.close(writing)
-            try:
-                _send_program(process, token + b"\n" + program.encode("utf-8", "surrogatepass"))
-                report, stopped = _wait(process.pid, reading, token, seconds)
-            finally:
-                _kill(process)
-    finally:
-        os.close(reading)
-    if not report.startswith(b"!") and stopped is None:
+    if isinstance(program, str):
+        sources = {"alone": program}
+    else:
+        task = {"tests": program.tests, "functions": program.functions, "modules": dict(program.modules)}
+        sources = {"tests": json.dumps(task), "tested": program.program}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="saltus-"))
+        processes = []
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        for (role, source), end in zip(sources.items(), ends, strict=False):
+            process = start(folder, role, end.fileno(), seconds, memory_mb, guards)
+            processes.append(stack.enter_context(process))
+            secret = b"" if role == "tested" else token  # with the token a process says that the program passed
+            process.send(secret + b"\n" + source.encode("utf-8", "surrogatepass"))
+        for end in ends:  # each process notices when the other ends
+            end.close()
+        stop_reason = _wait(processes, seconds)
+        decisive = _decisive(processes)
+        exit_status = decisive.kill()
+    if not decisive.report.startswith(b"!") and stop_reason is None:
         raise ValueError(f"Python did not start within {memory_mb:,} MB; give programs more memory")
-    return _parse_result(report[1:], token, stopped, process.returncode, seconds)
+    return _parse_result(decisive.report[1:], token, stop_reason, exit_status, seconds)
 
 
-def _start(folder: str, report_fd: int, seconds: float | int, memory_mb: int, guards: str) -> subprocess.Popen[bytes]:
-    numpy = importlib.util.find_spec("numpy")
-    place = str(Path(numpy.origin).parent.parent) if numpy and numpy.origin else ""
-    isolated = ["-P", "-s", "-S", "-B"]  # -I less -E: the environment is ours, and fixes the order of sets
-    words = [report_fd, os.getpid(), math.ceil(seconds), memory_mb, guards, place]
-    return subprocess.Popen(
-        [sys.executable, *isolated, "-X", "utf8", str(LAUNCHER), *map(str, words)],
-        cwd=folder,
-        env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # output is discarded
-        stderr=subprocess.DEVNULL,
-        pass_fds=(report_fd,),
-        start_new_session=True,
-    )
-
-
-def _send_program(process: subprocess.Popen[bytes], payload: bytes) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.write(payload)
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-
-
-def _wait(pid: int, report_fd: int, token: bytes, seconds: float | int) -> tuple[bytes, str | None]:
-    """What the process reports until it ends, and the reason if it had to be stopped."""
-    report, deadline = b"", time.monotonic() + START_TIMEOUT
+def _wait(processes: list[ConfinedProcess], seconds: float | int) -> str | None:
+    """Wait until a process has reported its end, and read what others did; a reason if they had to be stopped."""
+    started, deadline = False, time.monotonic() + START_TIMEOUT
     with selectors.DefaultSelector() as selector:
-        selector.register(report_fd, selectors.EVENT_READ)
+        for process in processes:
+            selector.register(process.report_fd, selectors.EVENT_READ, process)
         while (left := deadline - time.monotonic()) > 0:
-            if selector.select(min(left, 0.05)):
-                part = os.read(report_fd, MAX_REPORT_BYTES)
-                if not report and part:
-                    deadline = time.monotonic() + seconds
-                report += part
-                if not part or len(report) > 1 or len(report) > MAX_REPORT_BYTES:
-                    return report, None
-            elif _num_threads(pid) > MAX_THREADS:
-                return report, f"started more than {MAX_THREADS} threads"
-    return report, f"took more than {seconds:g} s"
+            ready = selector.select(min(left, 0.05))
+            for key, _ in ready:
+                key.data.read_report()
+            if any(process.has_decided() for process in processes):
+                for key, _ in selector.select(0):
+                    key.data.read_report()
+                return None
+            if not started and all(process.report for process in processes):
+                started, deadline = True, time.monotonic() + seconds
+            if not ready and sum(process.num_threads() for process in processes) > MAX_THREADS:
+                return f"started more than {MAX_THREADS} threads"
+    return f"took more than {seconds:g} s"
 
 
-def _num_threads(pid: int) -> int:
-    """The number of threads of a process; 0 if the system does not tell cheaply."""
-    try:
-        return os.stat(f"/proc/{pid}/task").st_nlink - 2
-    except OSError:
-        return 0
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its group; the group id cannot be reused before the process is waited for."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS: not permitted if the process has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(OSError):
-        process.kill()
-    process.wait()
+def _decisive(processes: list[ConfinedProcess]) -> ConfinedProcess:
+    """The process that decides: the first, unless it only reports that the other has ended, or reports nothing."""
+    first, last = processes[0], processes[-1]
+    return first if first.has_decided() and first.report != PROGRAM_LOST else last
 
 
 def _parse_result(
