@@ -34,23 +34,18 @@ CONSTANT int64_t group_bytes(int format, int64_t in) {
   return all_scale_bytes(format, in) + in / 32 * integer_bytes(format);
 }
 
-// The integers of 32 inputs, part `part` of a block of a GGUF file.
+// The integers of 32 inputs, part `part` of a block of 256 weights or of Q8_0.
 static void unpack_block(int format, const uint8_t *b, int part, uint8_t *q) {
   if (format == Q8_0) {
     for (int i = 0; i < 32; i++) q[i] = b[2 + i] ^ 128;
   } else if (format == Q6_K) {
     const uint8_t *low = b + part / 4 * 64 + part % 2 * 32, *high = b + 128 + part / 4 * 32;
     for (int i = 0; i < 32; i++) q[i] = (part % 4 / 2 ? low[i] >> 4 : low[i] & 15) | (high[i] >> part % 4 * 2 & 3) << 4;
-  } else if (is_of_256(format)) {
+  } else {
     const uint8_t *low = b + (format == Q5_K ? 48 : 16) + part / 2 * 32;
     for (int i = 0; i < 32; i++) q[i] = part % 2 ? low[i] >> 4 : low[i] & 15;
     if (format == Q5_K)
       for (int i = 0; i < 32; i++) q[i] |= (b[16 + i] >> part & 1) << 4;
-  } else {
-    const uint8_t *high = b + (has_minimums(format) ? 4 : 2), *low = high + (bits_of(format) == 5 ? 4 : 0);
-    for (int i = 0; i < 16; i++) q[i] = low[i] & 15, q[16 + i] = low[i] >> 4;
-    if (bits_of(format) == 5)
-      for (int i = 0; i < 32; i++) q[i] |= (high[i / 8] >> i % 8 & 1) << 4;
   }
 }
 
@@ -61,14 +56,34 @@ CONSTANT int64_t high_place(int bits, int64_t output, int i) {
   return 256 + (bits == 6 ? i / 16 * 64 : 0) + output * 4 + i % 4;
 }
 
+// Four inputs of an output at a time.
 static void put_integers(int bits, const uint8_t *q, int64_t output, uint8_t *to) {
-  for (int i = 0; i < 32; i++)
-    if (bits == 8) to[i / 4 * 64 + output * 4 + i % 4] = q[i];
-    else {
-      to[low_place(output, i)] |= (q[i] & 15) << (i < 16 ? 0 : 4);
-      if (bits == 5) to[high_place(5, output, i)] |= (q[i] >> 4) << i / 4;
-      if (bits == 6) to[high_place(6, output, i)] |= (q[i] >> 4) << i / 4 % 4 * 2;
-    }
+  uint32_t four[8], *out = (uint32_t *)to + output, *above = out + 4 * OUTPUTS;
+  memcpy(four, q, sizeof four);
+  for (int j = 0; j < 8 && bits == 8; j++) out[j * OUTPUTS] = four[j];
+  for (int j = 0; j < 4 && bits < 8; j++) out[j * OUTPUTS] = (four[j] & 0x0f0f0f0f) | (four[j + 4] & 0x0f0f0f0f) << 4;
+  if (bits == 5) {
+    *above = 0;
+    for (int j = 0; j < 8; j++) *above |= (four[j] >> 4 & 0x01010101) << j;
+  } else if (bits == 6) {
+    above[0] = above[OUTPUTS] = 0;
+    for (int j = 0; j < 8; j++) above[j / 4 * OUTPUTS] |= (four[j] >> 4 & 0x03030303) << j % 4 * 2;
+  }
+}
+// The same from a block of 32 weights, whose low bits already stand as they do in a group.
+static void put_block_of_32(int format, const uint8_t *b, int64_t output, uint8_t *to) {
+  const uint8_t *high = b + (has_minimums(format) ? 4 : 2), *low = high + (bits_of(format) == 5 ? 4 : 0);
+  uint32_t four[4], *out = (uint32_t *)to + output, bits, all = 0;
+  memcpy(four, low, sizeof four);
+  for (int j = 0; j < 4; j++) out[j * OUTPUTS] = four[j];
+  if (bits_of(format) == 4) return;
+  memcpy(&bits, high, sizeof bits);
+  for (int i = 0; i < 4; i++) {  // byte i: the bits of inputs i, i + 4, …
+    uint32_t x = bits >> i & 0x11111111;
+    x = (x | x >> 3) & 0x03030303, x = (x | x >> 6) & 0x000f000f, x = (x | x >> 12) & 0xff;
+    all |= x << 8 * i;
+  }
+  out[4 * OUTPUTS] = all;
 }
 static void get_integers(int bits, const uint8_t *from, int64_t output, uint8_t *q) {
   for (int i = 0; i < 32; i++)
@@ -145,8 +160,10 @@ static void interleave_group(const void *of, int64_t group) {
     for (int64_t number = 0; number < a->in / 32; number++) {
       uint8_t q[32];
       if (number % parts == 0) put_scales(format, block, output, to + number / parts * scale_bytes(format));
-      unpack_block(format, block, number % parts, q);
-      put_integers(bits_of(format), q, output, integers + number * integer_bytes(format));
+      if (is_of_256(format) || format == Q8_0) {
+        unpack_block(format, block, number % parts, q);
+        put_integers(bits_of(format), q, output, integers + number * integer_bytes(format));
+      } else put_block_of_32(format, block, output, integers + number * integer_bytes(format));
       if (number % parts == parts - 1) block += formats[format].bytes;
     }
   }
