@@ -63,7 +63,7 @@ def _apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished,
             tools=list(tools) or None,
         )  # fmt: skip
-    except (TemplateError, KeyError, TypeError, ValueError) as error:
+    except (TemplateError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"the chat template of {model_name} refuses these messages ({first_line(error)});"
             " each needs a role (user, assistant, system) and a content"
