@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from saltus.serving.guard import MAX_BODY_BYTES
+from saltus.serving.bodies import MAX_BODY_BYTES
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
 
