@@ -44,6 +44,7 @@ VALID = [
         **SHORT, "messages": TALK[:1], "max_tokens": 3, "stream": True,
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
     }),
+    ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}], "max_tokens": 2}),
     ("/v1/completions", {
         **SHORT, "prompt": ["the", "a cat"], "max_tokens": 2, "echo": True, "logprobs": 2, "n": 2, "top_p": 0.9,
         "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1,
@@ -57,6 +58,7 @@ VALID = [
         "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     }),
     ("/v1/responses", {**SHORT, **METADATA, "input": "the", "max_output_tokens": 3, "include": ["a"], "store": False}),
+    ("/v1/responses", {**SHORT, **METADATA, "input": "the", "max_output_tokens": 3, "stream": True}),
     ("/infill", {
         **SHORT, "input_prefix": "the", "input_suffix": "cat", "prompt": "a", "n_predict": 3, "stream": True,
         "input_extra": [{"text": "the dog", "filename": "a.py", "time": 5}],
@@ -78,17 +80,19 @@ WRONG = [
 ]  # fmt: skip
 
 
-def places(value, path=()):
-    """The way to each value in a body."""
-    yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from places(value[key], (*path, key))
+def place_in(body, chance: random.Random) -> list:
+    """The way to some value: each field of an object is as likely, however much is in it."""
+    way, value = [], body
+    while isinstance(value, dict | list) and value and (not way or chance.random() < 0.9):
+        way.append(chance.choice(list(value) if isinstance(value, dict) else range(len(value))))
+        value = value[way[-1]]
+    return way
 
 
 def corrupt(body, chance: random.Random):
     """A copy of a body in which a value is another one, is gone, is there twice, or has a name that is not known."""
     whole = [copy.deepcopy(body)]
-    *way, last = (0, *chance.choice(list(places(body))))
+    *way, last = (0, *place_in(body, chance))
     holder = whole
     for key in way:
         holder = holder[key]
