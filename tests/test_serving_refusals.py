@@ -107,11 +107,14 @@ def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
     assert not log_requests or json.loads(line["body"]) == asked
 
 
-def test_a_fault_is_an_error_object(engine, monkeypatch):
+def test_a_fault_is_an_error_object_with_an_id_and_says_that_the_connection_ends(engine, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="saltus.serving")
     with serving(engine) as (service, url):
         monkeypatch.setattr(service, "check_model", lambda _: 1 / 0)
-        answer = httpx.post(url + "/detokenize", json={"tokens": [5]})
+        answer = httpx.post(url + "/detokenize", json={"tokens": [5]}, headers={"X-Request-Id": "mine"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert (answer.headers["connection"], answer.headers["x-request-id"]) == ("close", "mine")
+    assert json.loads(caplog.messages[-1])["status"] == 500
 
 
 def test_keys_are_asked_for_where_the_server_has_some(engine):
