@@ -154,10 +154,17 @@ def test_many_wrong_values_are_one_error(server, route, fields, monkeypatch):
     assert len(answer.text) < 1000
 
 
+def test_prompts_have_a_limit(server):
+    answer = httpx.post(f"{server[1]}/v1/completions", json={**ASKED, "prompt": ["the"] * 5000})
+    assert answer.status_code == 400
+    assert "at most 4096 items" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stop", [["a"] * 65, "a" * 257, ["a" * 257]])
 def test_stop_strings_have_limits(server, stop):
     answer = httpx.post(f"{server[1]}/v1/completions", json={**ASKED, "stop": stop})
     assert (answer.status_code, answer.json()["error"]["param"][:4]) == (400, "stop")
+    assert "at most" in answer.json()["error"]["message"]
     assert httpx.post(f"{server[1]}/v1/completions", json={**ASKED, "stop": ["a" * 256] * 64}).status_code == 200
 
 

@@ -11,8 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEAD_BYTES = 16 * 2**10  # of a request's line and headers
 SPARE_CONNECTIONS = 240  # besides those whose requests run or wait
-SPARE_DESCRIPTORS = 128  # for files
-BACKLOG = 128  # connections that are accepted at once
+SPARE_DESCRIPTORS = 256  # for files, and for the backlog
+BACKLOG = 128  # connections that are accepted at once, before others have made room for them
 CHECK_SECONDS = 15.0  # a connection that is found waiting twice in a row is closed
 CHECK_SECONDS_AT_THE_END = 2.0  # when the server has been told to stop
 
@@ -26,7 +26,7 @@ def server_config(
     """
     return uvicorn.Config(
         app, host=host, port=port, http=LimitedConnection, ws="none", h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        limit_concurrency=min(max_requests + SPARE_CONNECTIONS, _num_descriptors() - SPARE_DESCRIPTORS),
+        limit_concurrency=min(max_requests + SPARE_CONNECTIONS, _num_descriptors() - SPARE_DESCRIPTORS) + BACKLOG,
         backlog=BACKLOG, timeout_graceful_shutdown=math.ceil(shutdown_seconds), log_config=None, log_level="warning",
         access_log=False,
     )  # fmt: skip
@@ -84,14 +84,13 @@ class LimitedConnection(H11Protocol):
 
     def _make_room(self) -> None:
         """Where there are too many connections, close the one that has kept us waiting longest."""
-        limit = self.limit_concurrency
-        if limit is None or len(self.connections) < limit:
+        if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency - BACKLOG:
             return
         others = [one for one in self.connections if isinstance(one, LimitedConnection) and one is not self]
         waiting = [one for one in others if one.incomplete and not one.transport.is_closing()]
         if waiting:
             min(waiting, key=lambda one: one.made).transport.abort()
-        elif len(self.connections) > limit + BACKLOG:  # those below are answered, with 503
+        elif len(self.connections) > self.limit_concurrency:  # up to there they are answered
             self.transport.abort()
 
     def _check_later(self) -> None:

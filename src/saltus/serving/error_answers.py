@@ -31,9 +31,8 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-    first = max(
-        of_field, key=lambda one: len(one["loc"])
-    )  # where a value may have several forms, the one that fits most
+    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts
+    first = max(of_field, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
     names = _names_in(error.body, first["loc"])
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"

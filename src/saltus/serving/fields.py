@@ -46,7 +46,8 @@ class Fields(BaseModel):
     @model_validator(mode="after")
     def _is_unicode(self) -> Fields:
         for name, value in self:
-            for text in value if isinstance(value, list) else (value,):
-                if isinstance(text, str):
-                    require_unicode(text, name)
+            texts = value if isinstance(value, list) else [value]
+            if texts and isinstance(texts[0], str):  # else it may be a million numbers
+                for text in texts:
+                    require_unicode(str(text), name)
         return self
