@@ -162,6 +162,8 @@ def engine(coder) -> saltus.Engine:  # noqa: F811
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
 def test_the_requests_are_valid_before_they_are_corrupted(engine):
     with serving(engine) as (_, url):
         for route, body in VALID:
