@@ -25,6 +25,14 @@ def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
     assert len(apps) == 2
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_starts_no_server(key):
+    for arguments, variables in ((["--api-key", key], {}), ([], {"SALTUS_API_KEY": key})):
+        found = CliRunner().invoke(app, ["serve", "-m", "nowhere", *arguments], env=variables)
+        assert found.exit_code == 2
+        assert "key" in " ".join(found.output.split())
+
+
 @pytest.fixture
 def unused_port() -> int:
     with socket.socket() as found:

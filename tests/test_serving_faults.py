@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from saltus.core.forward import TARGET
-from saltus.serving import guard, prompt_reading
+from saltus.serving import bodies, prompt_reading
 from saltus.serving.batching import Batcher
 from saltus.serving.errors import ApiError
 from saltus.serving.jobs import Job, Limits
@@ -85,12 +85,15 @@ def test_a_client_that_vanishes_while_it_waits_leaves_the_queue(engine, monkeypa
         {"model": "tiny", "prompt": "the", "max_tokens": 9, "ignore_eos": True, "speculative": False}
     ).encode()
     with serving(engine, Limits(max_batch=1)) as (service, url):
+        cancelled, cancel = [], service.batcher.cancel
+        monkeypatch.setattr(service.batcher, "cancel", lambda job: (cancelled.append(job), cancel(job)))
         try:
             connections = []
             for number in range(3):
                 connections.append(post(url, body))
                 assert eventually(lambda number=number: service.batcher.num_open == number + 1)
             connections.pop().close()
+            assert eventually(lambda: cancelled)
             permits.release(2)  # a text of nine tokens is not finished by them
             assert eventually(lambda: service.batcher.num_open == 2)
         finally:
@@ -114,7 +117,7 @@ def test_a_body_that_comes_slowly_delays_nobody(engine):
 
 
 def test_a_body_has_a_time_limit(engine, monkeypatch):
-    monkeypatch.setattr(guard, "MAX_BODY_SECONDS", 0.3)
+    monkeypatch.setattr(bodies, "MAX_BODY_SECONDS", 0.3)
     with serving(engine) as (_, url), post(url, b'{"model":', 1000) as slow:
         head, _, body = read(slow).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408")

@@ -12,7 +12,7 @@ import torch
 import saltus
 from saltus.serving import prompt_reading
 from saltus.serving.jobs import Limits
-from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
+from tiny_server import MESSAGES, PROMPT, alone, engine, serving  # noqa: F401
 
 
 def mixed_request(engine, number: int) -> tuple[dict, str]:
@@ -82,12 +82,23 @@ def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch)
             assert "piece piece" not in " ".join(happened[: len(happened) - happened[::-1].index("text")])
 
 
-def test_a_full_queue_says_so_at_once(engine):
-    with serving(engine, Limits(max_batch=1, max_queue=1)) as (_, url):
+def test_a_full_queue_says_so_at_once(engine, monkeypatch):
+    with serving(engine, Limits(max_batch=1, max_queue=2)) as (service, url):
         body = {"model": "tiny", "prompt": "the", "max_tokens": 4, "n": 3}
+        monkeypatch.setattr(service.batcher, "num_open", 1)
         answer = httpx.post(url + "/v1/completions", json=body)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert httpx.post(url + "/v1/completions", json={**body, "n": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_more_texts_than_the_queue_holds_are_refused_before_they_are_prepared(engine, monkeypatch, route):
+    prompts = {"prompt": ["the"] * 50} if route == "completions" else {"messages": MESSAGES}
+    with serving(engine, Limits(max_batch=16, max_queue=16)) as (_, url):
+        monkeypatch.setattr(type(engine), "text_request", lambda *_, **__: 1 / 0)
+        answer = httpx.post(f"{url}/v1/{route}", json={"model": "tiny", "n": 128, **prompts})
+        assert answer.status_code == 400
+        assert "the server takes 32; split it" in answer.json()["error"]["message"]
 
 
 def test_a_text_that_cannot_fit_is_refused(engine):

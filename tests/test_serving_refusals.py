@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from saltus.serving.guard import MAX_BODY_BYTES
+from saltus.serving.bodies import MAX_BODY_BYTES
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
 
@@ -33,6 +33,9 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"stop": ["a", "b" * 257]}, "stop"),
         ({"n": 0}, "n"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 30, "logprobs": True}, "top_logprobs"),
@@ -107,11 +110,14 @@ def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
     assert not log_requests or json.loads(line["body"]) == asked
 
 
-def test_a_fault_is_an_error_object(engine, monkeypatch):
+def test_a_fault_is_an_error_object_with_an_id_and_says_that_the_connection_ends(engine, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="saltus.serving")
     with serving(engine) as (service, url):
         monkeypatch.setattr(service, "check_model", lambda _: 1 / 0)
-        answer = httpx.post(url + "/detokenize", json={"tokens": [5]})
+        answer = httpx.post(url + "/detokenize", json={"tokens": [5]}, headers={"X-Request-Id": "mine"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert (answer.headers["connection"], answer.headers["x-request-id"]) == ("close", "mine")
+    assert json.loads(caplog.messages[-1])["status"] == 500
 
 
 def test_keys_are_asked_for_where_the_server_has_some(engine):

@@ -14,6 +14,7 @@ import uvicorn
 import saltus
 from conftest import TEMPLATE
 from saltus.serving.app import make_app
+from saltus.serving.connections import server_config
 from saltus.serving.jobs import Limits
 from saltus.serving.service import Service
 
@@ -26,7 +27,7 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 def serving(engine, limits=None, remember_bytes=0, learner=None, **settings):
     """A service, and the address that it listens on."""
     service = Service(engine, "tiny", limits or Limits(), remember_bytes, learner)
-    server = uvicorn.Server(uvicorn.Config(make_app(service, **settings), port=0, log_level="error"))
+    server = uvicorn.Server(server_config(make_app(service, **settings)))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

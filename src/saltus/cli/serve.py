@@ -17,6 +17,7 @@ from saltus.cli import options as o
 
 SERVER_PANEL = "Server"
 LEARN_SHARE = 0.08
+KEYS_VARIABLE = "SALTUS_API_KEY"
 
 
 def _server_option(*names: str, help: str, **settings: object) -> object:
@@ -35,7 +36,15 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         _server_option(
-            "--api-key", metavar="KEY", envvar="SALTUS_API_KEY", help="Requests need such a key; may be repeated."
+            "--api-key", metavar="KEY", envvar=KEYS_VARIABLE, help="Requests need such a key; may be repeated."
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        _server_option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Another name of this server in requests, where there is no key; may be repeated. *: any.",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -78,6 +87,12 @@ def serve(
         bool,
         _server_option("--learn-across-keys", help="With --learn: one drafter from the texts of all API keys."),
     ] = False,
+    shutdown_timeout: Annotated[
+        float,
+        _server_option(
+            "--shutdown-timeout", metavar="SECONDS", min=0.0, help="How long texts may go on after Ctrl-C or SIGTERM."
+        ),
+    ] = 60.0,
     log_requests: Annotated[
         bool, _server_option("--log-requests", help="Log the bodies of requests, prompts included.")
     ] = False,
@@ -117,12 +132,16 @@ def serve(
         import uvicorn
 
         from saltus.serving.app import make_app
+        from saltus.serving.connections import server_config
+        from saltus.serving.guard import checked_keys
+        from saltus.serving.hosts import allowed_hosts
     except ImportError as error:
         raise ValueError(
             f"the server needs {error.name}, which is not installed; run: pip install 'saltus[serve]'"
         ) from error
     from saltus.cli.answers import print_note
 
+    keys = checked_keys(api_key or _keys_of_environment())
     if (replicas > 1 or replica_cpus is not None) and not ray:
         raise ValueError("--replicas and --replica-cpus need --ray")
     remember_bytes = _num_bytes(remember) if remember else 0
@@ -130,12 +149,13 @@ def serve(
         raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
         raise ValueError("--learn is for a single server; leave out --ray, or --learn")
-    plan = _learning_plan(learn_share, api_key or (), learn_across_keys, learn_reset) if learn else None
+    plan = _learning_plan(learn_share, keys, learn_across_keys, learn_reset) if learn else None
 
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
         from saltus.serving.allocator import return_freed_buffers
         from saltus.serving.jobs import Limits
+        from saltus.serving.log_lines import LogLines
         from saltus.serving.service import Service
 
         return_freed_buffers()
@@ -153,10 +173,10 @@ def serve(
         ):  # else texts without max_tokens are refused
             engine.limit_context(fitting)
             print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-memory")
-        logging.basicConfig(format="%(message)s")
+        logging.basicConfig(format="%(message)s", handlers=[LogLines()])
         logging.getLogger("saltus.serving").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
-        return make_app(service, api_key or (), log_requests)
+        return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -166,7 +186,7 @@ def serve(
             super().handle_exit(sig, frame)
 
     if not ray:
-        server = Server(uvicorn.Config(app(), host=host, port=port, log_level="warning", access_log=False))
+        server = Server(server_config(app(), host, port, max_batch + max_queue, shutdown_timeout))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
             server.run()
         if not server.started:
@@ -180,6 +200,13 @@ def serve(
     wait_for_signal()
     print_note("finishing what runs")
     stop_replicas()
+
+
+def _keys_of_environment() -> Sequence[str]:
+    """None, unless the variable is set without a key, which typer takes as not set. Errors: ValueError."""
+    if os.environ.get(KEYS_VARIABLE) is not None:
+        raise ValueError(f"{KEYS_VARIABLE} is set, but has no key; unset it, or give one")
+    return ()
 
 
 def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:

@@ -8,17 +8,24 @@ from typing import Any
 from jinja2 import TemplateError
 
 from saltus.engine.results import PromptLike
+from saltus.engine.text_bounds import require_fits
 from saltus.engine.tool_calls import readable_messages
 from saltus.networks.loading.checkpoints import first_line
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: PromptLike | Any, raw: bool, model_name: str, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    prompt: PromptLike | Any,
+    raw: bool,
+    model_name: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    context: int | None = None,
 ) -> list[int]:
     """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
 
     With `raw` a prompt may be token ids itself; `Checkpoint.check_tokens` says whether the model has them.
-    `tools` are what the answer may call, as OpenAI describes them.
+    `tools` are what the answer may call, as OpenAI describes them. A text that has no room in `context` tokens is
+    refused by its length.
     """
     if raw and is_tokens(prompt):
         tokens: Any = prompt
@@ -33,8 +40,10 @@ def encode_prompt(
         for number, message in enumerate(() if isinstance(prompt, str) else prompt, start=1):
             require_unicode(str(message.get("content") or ""), f"message {number}")
         text = require_unicode(_apply_chat_template(tokenizer, prompt, model_name, tools), "the prompt")
+        require_fits([text], tokenizer, context, model_name, "the prompt")
         tokens = tokenizer(text, add_special_tokens=False).input_ids
     else:
+        require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
         tokens = tokenizer(str(prompt)).input_ids
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
@@ -63,7 +72,7 @@ def _apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished,
             tools=list(tools) or None,
         )  # fmt: skip
-    except (TemplateError, KeyError, TypeError, ValueError) as error:
+    except (TemplateError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"the chat template of {model_name} refuses these messages ({first_line(error)});"
             " each needs a role (user, assistant, system) and a content"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Unpack, overload
 
 from saltus import methods
+from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
@@ -33,6 +34,7 @@ from saltus.engine.results import (
     Stream,
     statistics_of,
 )
+from saltus.engine.text_bounds import cut_to_context, require_fits
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.networks.loading.model_identity import model_fingerprint
@@ -57,6 +59,14 @@ class TextRequest:
             self.prompt, self.output.text, request.tokens, request.finish_reason, list(request.calls),
             log_probabilities, statistics_of(request),
         )  # fmt: skip
+
+    def with_seed(self, seed: int, constraint: Constraint | None = None) -> TextRequest:
+        """The same before its first call, for another seed; a constraint is of one text."""
+        detokenizer = self.output.detokenizer
+        begun = Detokenizer(detokenizer.tokenizer, detokenizer.context_tokens)
+        output = TextOutput(begun, self.output.end_tokens, self.output.stop_strings)
+        request = replace(self.request, seed=seed, is_end=output.add, constraint=constraint)
+        return TextRequest(self.prompt, request, output)
 
 
 AnyRequest = TextRequest | InfillRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
@@ -213,12 +223,13 @@ class Engine:
         Noise(seed)  # refuses a negative seed
         ends = frozenset() if ignore_eos else self.target.end_tokens
         if suffix is None:
-            tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools)
+            tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools, self.target.context_length)
             chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
             continues = () if chat else tokens
         else:
             if not isinstance(prompt, str):
                 raise ValueError("with a suffix the prompt is the text before it, as a str")
+            self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
             fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
             tokens, continues, ends = fim.tokens, fim.before, ends | (frozenset() if ignore_eos else fim.end_tokens)
         self.target.check_tokens(tokens, "the prompt")
@@ -242,7 +253,8 @@ class Engine:
             request.constraint = grammar.constraint(self.tokenizer, self.target.end_tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
-            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids[:context]  # no text is longer
+            text = cut_to_context(text, self.tokenizer, context)  # no text is longer
+            request.prediction = self.tokenizer(text, add_special_tokens=False).input_ids[:context]
             self.target.check_tokens(request.prediction, "the prediction")
         return TextRequest(prompt, request, output)
 
@@ -263,12 +275,16 @@ class Engine:
         """
         if open_tokens < 1:
             raise ValueError(f"open_tokens is {open_tokens}, but a hole has one token or more")
-        if not self.network.any_subset:
-            return self._fim_request(as_template(text, suffix), open_tokens, seed=seed, logprobs=logprobs, **sampling)
         template = as_template(text, suffix)
+        self._require_fits("the text", *template.pieces)
+        if not self.network.any_subset:
+            return self._fim_request(template, open_tokens, seed=seed, logprobs=logprobs, **sampling)
         return infill_request(
             self.target, template, verbatim or suffix is not None, open_tokens, seed, logprobs, sampling
         )
+
+    def _require_fits(self, what: str, *texts: str) -> None:
+        require_fits(texts, self.tokenizer, self.target.context_length, self.target.name, what)
 
     def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
         before, *_, after = template.pieces

@@ -73,7 +73,7 @@ def readable_messages(
     found = [_as_text(message) for message in found]
     if tools:
         prompt = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if found and found[0]["role"] == "system":
+        if found and found[0].get("role") == "system":
             found[0]["content"] = f"{found[0]['content']}\n\n{prompt}"
         else:
             found.insert(0, {"role": "system", "content": prompt})
@@ -170,27 +170,38 @@ class ToolCallReader:
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its calls as objects: templates write them as JSON themselves."""
-    found = dict(message)
-    if found.get("tool_calls"):
-        calls = []
-        for call in found["tool_calls"]:
-            function = dict(call["function"])
-            if isinstance(function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-                except ValueError:
-                    raise ValueError(f"the arguments of a call of {function.get('name')!r} are not JSON") from None
-            calls.append({**call, "function": function})
-        found["tool_calls"] = calls
+    found, calls = dict(message), message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
+            raise ValueError(
+                'tool_calls must be a list of objects such as {"function": {"name": "look", "arguments": "{}"}}'
+            )
+        found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
     return found
+
+
+def _is_call(given: Any) -> bool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The function of a call with its arguments as an object."""
+    arguments = function.get("arguments")
+    try:
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        json.dumps(arguments)  # templates do so
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"the arguments of a call of {function['name']!r} are not JSON") from None
+    return {**function, "arguments": arguments}
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its calls, or the result of one, as Hermes's text."""
-    content = message.get("content") or ""
+    content = str(message.get("content") or "")
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     for call in message.get("tool_calls") or ():
         body = json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}, ensure_ascii=False)
         content += ("\n" if content else "") + f"{HERMES.begin}\n{body}\n{HERMES.end}"
-    return {"role": message["role"], "content": content}
+    return {"role": message.get("role"), "content": content}

@@ -23,3 +23,11 @@ def return_freed_buffers(threshold: int = MEGABYTE) -> None:
                 ctypes.CDLL(None).mallopt(setting, value)
         except (OSError, AttributeError, TypeError):  # another C library or system
             return
+
+
+def return_free_memory() -> None:
+    """Give what is free in all heaps back to the system, where there is glibc; it takes some milliseconds."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import saltus
-from saltus.engine.encoding import require_unicode
 from saltus.engine.fim import find_fim_format
 from saltus.serving.answers import Answer
 from saltus.serving.error_answers import add_error_answers
-from saltus.serving.errors import ApiError
-from saltus.serving.guard import KEY_IN_SCOPE, PAGE_FILES, Guard
+from saltus.serving.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys
 from saltus.serving.infill import InfillRequest
+from saltus.serving.preparation import Prepare
 from saltus.serving.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -28,7 +27,8 @@ from saltus.serving.protocol import (
     TokenizeRequest,
 )
 from saltus.serving.service import Service
-from saltus.serving.translation import conversation
+
+Result = TypeVar("Result")
 
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {
@@ -37,8 +37,14 @@ PAGE_HEADERS = {
 }
 
 
-def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool = False) -> FastAPI:
-    """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log."""
+def make_app(
+    service: Service, api_keys: Sequence[str] = (), log_requests: bool = False, hosts: Collection[str] = ()
+) -> FastAPI:
+    """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log.
+
+    `hosts` are names of the server, besides localhost and addresses. Errors: ValueError for an empty key.
+    """
+    keys = checked_keys(api_keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,15 +53,27 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
         await asyncio.to_thread(service.close, 10.0)
 
     app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
-    app.add_middleware(Guard, api_keys=tuple(api_keys), log_bodies=log_requests)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(Guard, api_keys=keys, log_bodies=log_requests, hosts=hosts)  # pyright: ignore[reportArgumentType]
     add_error_answers(app)
 
-    async def respond(request: Request, answer: Answer) -> Response:
+    def prepare_for(request: Request) -> Prepare:
+        return service.workers.of_body(request.scope[BODY_IN_SCOPE].num_bytes)
+
+    async def respond(request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], asked: Any) -> Response:
+        answer = await _unless_gone(request, make(asked, prepare_for(request)))
+        if answer is None:
+            return Response(status_code=GONE)  # nobody reads it
         key = request.scope.get(KEY_IN_SCOPE, "")
         answer.client = key or (request.client.host if request.client else "")
         if service.memories is not None:
             answer.draft_from(service.memories.of(key))
+        answer.submit()
+        request.scope[BODY_IN_SCOPE].release()
         return await _respond(request, answer)
+
+    async def translate(request: Request, make: Callable[[Any], dict[str, Any]], asked: Any) -> Response:
+        made = prepare_for(request)(lambda: JSONResponse(make(asked)))
+        return await _unless_gone(request, made) or Response(status_code=GONE)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -69,19 +87,19 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
-        return await respond(request, await service.chat(asked))
+        return await respond(request, service.chat, asked)
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await respond(request, await service.complete(asked))
+        return await respond(request, service.complete, asked)
 
     @app.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await respond(request, await service.respond(asked))
+        return await respond(request, service.respond, asked)
 
     @app.post("/infill")
     async def infill(request: Request, asked: InfillRequest) -> Response:
-        return await respond(request, await service.infill(asked))
+        return await respond(request, service.infill, asked)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -101,31 +119,12 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
         }  # fmt: skip
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
-        try:
-            if asked.messages is not None:
-                tokens = service.engine.encode(conversation(asked.messages))
-            elif asked.add_special_tokens:
-                tokens = service.engine.encode(asked.prompt or "", raw=True)
-            else:
-                text = require_unicode(asked.prompt or "", "the prompt")
-                tokens = service.engine.tokenizer(text, add_special_tokens=False).input_ids
-        except ValueError as error:
-            raise ApiError(400, str(error), "prompt" if asked.messages is None else "messages") from error
-        strings = service.engine.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        length = service.engine.target.context_length
-        return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": length}
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
+        return await translate(request, service.tokenize, asked)
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
-        service.check_model(asked.model)
-        size = max(len(service.engine.tokenizer), service.engine.target.num_token_ids)
-        if wrong := [token for token in asked.tokens if not 0 <= token < size]:
-            raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
-        return {"prompt": service.engine.tokenizer.decode(asked.tokens)}
+    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
+        return await translate(request, service.detokenize, asked)
 
     @app.get("/health")
     async def health() -> Response:
@@ -148,19 +147,22 @@ def make_app(service: Service, api_keys: Sequence[str] = (), log_requests: bool 
 
 async def _respond(request: Request, answer: Answer) -> Response:
     """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
-    answer.submit()
     if answer.asked.stream:
         return StreamingResponse(
             _until_read(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
-    whole, gone = asyncio.ensure_future(answer.whole()), asyncio.ensure_future(_until_gone(request))
+    whole = await _unless_gone(request, answer.whole())
+    return Response(status_code=GONE) if whole is None else JSONResponse(whole)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of the work; None if the client leaves before, which cancels it."""
+    done, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
     try:
-        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not whole.done():
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(whole.result())
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
     finally:
-        whole.cancel()
+        done.cancel()
         gone.cancel()
 
 

@@ -14,12 +14,11 @@ from saltus.serving.errors import ApiError
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer errors of all kinds with an error object."""
+    """Answer errors of all kinds with an error object; Guard does so for faults of the server."""
     app.exception_handler(ApiError)(_api_error)
     app.exception_handler(RequestValidationError)(_invalid_request)
     app.exception_handler(HTTPException)(_http_error)
     app.exception_handler(RecursionError)(_too_deep)
-    app.exception_handler(Exception)(_fault)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
@@ -32,9 +31,8 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-    first = max(
-        of_field, key=lambda one: len(one["loc"])
-    )  # where a value may have several forms, the one that fits most
+    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts
+    first = max(of_field, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
     names = _names_in(error.body, first["loc"])
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"
@@ -68,10 +66,6 @@ async def _http_error(_: Request, error: Exception) -> Response:
     if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
         message = "the body is not JSON in UTF-8, or it is nested too deeply"
     return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
-
-
-async def _fault(_: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, f"a fault of the server: {type(error).__name__}; please report it").body(), 500)
 
 
 async def _too_deep(_: Request, error: Exception) -> Response:

@@ -15,7 +15,7 @@ from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.serving.answers import Answer, Backend
 from saltus.serving.errors import ApiError
-from saltus.serving.fields import Fields
+from saltus.serving.fields import Fields, Items
 from saltus.serving.protocol import SamplingFields
 from saltus.serving.translation import speculation_metrics
 
@@ -42,12 +42,16 @@ class InfillRequest(SamplingFields):
     input_prefix: str = ""
     input_suffix: str = ""
     prompt: str = ""  # what follows the prefix
-    parts: list[str] | None = Field(None, min_length=2, max_length=257)  # the texts around holes, in place of the two
-    hole_lengths: list[int | None] | None = None  # of the holes between parts, in tokens; null: the model ends it
-    input_extra: list[ExtraFile] = Field(default_factory=list, max_length=1024)
+    parts: Items[str] | None = Field(None, min_length=2, max_length=257)  # the texts around holes, in place of the two
+    hole_lengths: Items[int | None] | None = Field(
+        None, max_length=256
+    )  # of the holes between parts, in tokens; null: the model ends it
+    input_extra: Items[ExtraFile] = Field(default_factory=list, max_length=1024)
     n_predict: int = Field(128, ge=-1)  # −1: as many tokens as the context holds
     repeat_penalty: float | None = Field(None, gt=0)
-    response_fields: list[str] | None = None  # which fields the answer has; "timings/prompt_n" is a field in a field
+    response_fields: Items[str] | None = Field(
+        None, max_length=1024
+    )  # which fields the answer has; "timings/prompt_n" is a field in a field
 
     @model_validator(mode="before")
     @classmethod

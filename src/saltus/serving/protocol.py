@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from saltus.engine.decoder import MAX_BUDGET
-from saltus.serving.fields import Fields
+from saltus.serving.fields import Fields, Items, JsonObject
 from saltus.serving.structured import (
     MAX_TOOLS,
     FlatJsonSchemaFormat,
@@ -24,6 +24,31 @@ from saltus.serving.structured import (
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
+MAX_BIASES = 1024  # tokens of logit_bias
+MAX_ITEMS = 4096  # messages of a conversation with their parts, or prompts of a request
+MAX_TOKENS = 2**20  # of a prompt that is given as token ids
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
+
+
+def _of_few_biases(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_BIASES:  # each wrong one would be an error of its own
+        raise ValueError(f"logit_bias has {len(given):,} tokens, but at most {MAX_BIASES:,} are read; leave some out")
+    return given
+
+
+def _of_few_items(given: Any) -> Any:
+    """A conversation with few messages and parts: a million of them would take seconds to be read."""
+    if isinstance(given, list):
+        contents = [one.get("content", one.get("output")) for one in given if isinstance(one, dict)]
+        count = len(given) + sum(len(content) for content in contents if isinstance(content, list))
+        if count > MAX_ITEMS:
+            raise ValueError(
+                f"a conversation has {count:,} messages and parts, but at most {MAX_ITEMS:,} are read; shorten it"
+            )
+    return given
 
 
 class StreamOptions(Fields):
@@ -49,7 +74,7 @@ class SamplingFields(Fields):
     model: str | None = None
     stream: bool = False
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
@@ -57,14 +82,14 @@ class SamplingFields(Fields):
     repetition_penalty: float | None = Field(None, gt=0)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_of_few_biases)] = None
     ignore_eos: bool = False
     speculative: bool | Speculative = True
     include_metrics: bool = False  # of drafting, in the answer
     # accepted and ignored
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -100,20 +125,20 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
 
 
 class Prediction(Fields):
     """OpenAI's Predicted Outputs: what the answer will probably repeat."""
 
     type: Literal["content"] = "content"
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
 
 
 class ChatCompletionRequest(SharedFields, ToolFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[Items[Message], BeforeValidator(_of_few_items)] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -124,7 +149,12 @@ class ChatCompletionRequest(SharedFields, ToolFields):
 class CompletionRequest(SharedFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[Items[str], Field(max_length=MAX_ITEMS)]
+        | TokenIds
+        | Annotated[Items[TokenIds], Field(max_length=MAX_ITEMS)]
+    )
     max_tokens: int | None = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool = False
@@ -137,7 +167,7 @@ class TokenizeRequest(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[Items[Message] | None, BeforeValidator(_of_few_items)] = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -146,7 +176,7 @@ class DetokenizeRequest(Fields):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class ResponseContentPart(Fields):
@@ -163,7 +193,7 @@ class ResponseMessage(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ResponseContentPart]
+    content: str | Items[ResponseContentPart]
     id: str | None = None
     status: str | None = None
 
@@ -184,7 +214,7 @@ class ResponseCallOutput(Fields):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ResponseContentPart]
+    output: str | Items[ResponseContentPart]
     id: str | None = None
     status: str | None = None
 
@@ -212,18 +242,20 @@ class ResponseNamedTool(Fields):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
 
-    input: str | list[ResponseCall | ResponseCallOutput | ResponseMessage] = Field(min_length=1)
+    input: Annotated[
+        str | Items[ResponseCall | ResponseCallOutput | ResponseMessage], BeforeValidator(_of_few_items)
+    ] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: ResponseText | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     # accepted and ignored
-    include: list[str] | None = None
-    reasoning: dict[str, Any] | None = None
+    include: Items[str] | None = None
+    reasoning: JsonObject | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from saltus.engine.engine import Engine
 from saltus.engine.grammar import Grammar
 from saltus.engine.tool_calls import ToolCall, ToolCallReader, tool_format, tool_grammar
 from saltus.serving.errors import ApiError
-from saltus.serving.fields import Fields
+from saltus.serving.fields import Fields, Items, JsonObject
 
 MAX_TOOLS = 128
 
@@ -35,7 +35,7 @@ class JsonSchema(Fields):
 
     name: str = "answer"
     description: str | None = None
-    definition: dict[str, Any] = Field(alias="schema")
+    definition: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -57,9 +57,9 @@ class StructuredOutputs(Fields):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -69,9 +69,9 @@ class GrammarFields(Fields):
 
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
 
     def grammar(self, engine: Engine) -> Grammar | None:
@@ -115,7 +115,7 @@ class Function(Fields):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
+    parameters: JsonObject | None = None  # a JSON schema
     strict: bool | None = None
 
 
@@ -142,7 +142,7 @@ class NamedTool(Fields):
 class ToolFields(Fields):
     """Tools and whether to call them."""
 
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
 

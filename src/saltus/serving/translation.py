@@ -64,25 +64,26 @@ def requested_method(asked: bool | Speculative, default: str) -> str:
     return method
 
 
-def chosen_seed(asked: SamplingFields) -> int:
-    """The seed of the first choice: as asked for, else fresh. The i-th choice has the seed plus i."""
-    return int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
+def chosen_seeds(asked: SamplingFields, count: int = 1) -> list[int]:
+    """The seeds of choices: the first is as asked for, else fresh. The i-th choice has the first seed plus i."""
+    first = int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
+    return [(first + i) % (MAX_SEED + 1) for i in range(count)]
 
 
-def text_request(
+def text_requests(
     engine: Engine,
     prompt: Any,
     asked: SamplingFields,
     max_tokens: int | None,
-    seed: int,
+    seeds: Sequence[int],
     *,
     raw: bool,
     grammar: Grammar | None = None,
     tools: Sequence[dict[str, Any]] = (),
     suffix: str | None = None,
     files: Sequence[tuple[str, str]] = (),
-) -> TextRequest:
-    """A request of the engine for one text. Errors: ApiError 400 that names the field."""
+) -> list[TextRequest]:
+    """Requests of the engine for one prompt, which is tokenised once. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
     wants_logprobs, top_logprobs = asked_logprobs(asked)
     prediction = asked.prediction if isinstance(asked, ChatCompletionRequest) else None
@@ -91,14 +92,17 @@ def text_request(
     }  # fmt: skip
     check_logit_bias(engine, asked)
     try:
-        return engine.text_request(
-            prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seed % (MAX_SEED + 1),
+        first = engine.text_request(
+            prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seeds[0],
             stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
             grammar=grammar, tools=tools, suffix=suffix, files=files, **settings,
         )  # fmt: skip
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
+    ends = engine.target.end_tokens
+    constraints = (None if grammar is None else grammar.constraint(engine.tokenizer, ends) for _ in seeds[1:])
+    return [first, *(first.with_seed(*each) for each in zip(seeds[1:], constraints, strict=True))]
 
 
 def infill_request(
@@ -108,7 +112,7 @@ def infill_request(
     check_logit_bias(engine, asked)
     try:
         return engine.infill_request(
-            template, open_tokens=open_tokens, seed=seed % (MAX_SEED + 1), verbatim=True, **sampling_settings(asked)
+            template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(asked)
         )
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error

@@ -1,0 +1,113 @@
+"""Serve an app over connections that have limits: how many there are, and how long one may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_HEAD_BYTES = 16 * 2**10  # of a request's line and headers
+SPARE_CONNECTIONS = 240  # besides those whose requests run or wait
+SPARE_DESCRIPTORS = 256  # for files, and for the backlog
+BACKLOG = 128  # connections that are accepted at once, before others have made room for them
+CHECK_SECONDS = 15.0  # a connection that is found waiting twice in a row is closed
+CHECK_SECONDS_AT_THE_END = 2.0  # when the server has been told to stop
+
+
+def server_config(
+    app: Any, host: str = "127.0.0.1", port: int = 0, max_requests: int = 272, shutdown_seconds: float = 60.0
+) -> uvicorn.Config:
+    """How to serve an app: within limits, and with logs that are left to Python's root logger.
+
+    The parser is h11, also where a faster one is installed, since that has no limit on heads.
+    """
+    return uvicorn.Config(
+        app, host=host, port=port, http=LimitedConnection, ws="none", h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        limit_concurrency=min(max_requests + SPARE_CONNECTIONS, _num_descriptors() - SPARE_DESCRIPTORS) + BACKLOG,
+        backlog=BACKLOG, timeout_graceful_shutdown=math.ceil(shutdown_seconds), log_config=None, log_level="warning",
+        access_log=False,
+    )  # fmt: skip
+
+
+def _num_descriptors() -> int:
+    """How many files and connections the system lets this process have."""
+    try:
+        import resource
+    except ImportError:  # another system than Unix
+        return 1024
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+class LimitedConnection(H11Protocol):
+    """A connection that is closed if its client neither asks nor reads, or where others need its place."""
+
+    unwritten = math.inf  # bytes that were not sent at the last check
+    waiting_since: Any = None  # the request that had been answered at the last check, or the connection itself
+    next_check: asyncio.TimerHandle | None = None
+    stopping = False
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's are not asyncio's
+        super().connection_made(transport)
+        self.made = self.loop.time()
+        self._make_room()
+        self._check_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.next_check is not None:
+            self.next_check.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        cycle, before = self.cycle, 0 if self.cycle is None else len(self.cycle.body)
+        super().data_received(data)
+        if cycle is None or cycle is not self.cycle or cycle.response_complete or not cycle.more_body:
+            return
+        if len(data) > MAX_HEAD_BYTES and len(cycle.body) - before < len(data) // 2:
+            self.transport.abort()  # a body in chunks of a few bytes, which take seconds to be parsed
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unwritten = math.inf
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.stopping = True
+        self._check_later()
+
+    @property
+    def incomplete(self) -> bool:
+        """No request of the client is here as a whole and not answered."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _make_room(self) -> None:
+        """Where there are too many connections, close the one that has kept us waiting longest."""
+        if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency - BACKLOG:
+            return
+        others = [one for one in self.connections if isinstance(one, LimitedConnection) and one is not self]
+        waiting = [one for one in others if one.incomplete and not one.transport.is_closing()]
+        if waiting:
+            min(waiting, key=lambda one: one.made).transport.abort()
+        elif len(self.connections) > self.limit_concurrency:  # up to there they are answered
+            self.transport.abort()
+
+    def _check_later(self) -> None:
+        if self.next_check is not None:
+            self.next_check.cancel()
+        seconds = CHECK_SECONDS_AT_THE_END if self.stopping else CHECK_SECONDS
+        self.next_check = self.loop.call_later(seconds, self._check)
+
+    def _check(self) -> None:
+        """Close the connection if the client has done nothing since the last check, where it is its turn."""
+        answered = self.cycle is None or self.cycle.response_complete
+        left = self.transport.get_write_buffer_size()
+        writing = left > 0 and (answered or self.flow.write_paused or self.transport.is_closing())
+        waiting = not left and (answered or (self.stopping and self.incomplete))
+        since = (self.cycle or self) if waiting else None
+        if (writing and left >= self.unwritten) or (since is not None and since is self.waiting_since):
+            self.transport.abort()
+            return
+        self.unwritten, self.waiting_since = left if writing else math.inf, since
+        self._check_later()

@@ -1,0 +1,37 @@
+"""Which names of the server a request may give as its host.
+
+A page of another site can have its own name point to this machine (DNS rebinding). Its browser then sends that name,
+and would let the page read the answers.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from ipaddress import ip_address
+
+ANY_HOST = "*"
+ALL_ADDRESSES = ("0.0.0.0", "::", "")  # to listen on all of them
+
+
+def allowed_hosts(address: str, more: Collection[str] = ()) -> frozenset[str]:
+    """The names of a server that listens on `address`, and `more` of them."""
+    machine = socket.gethostname()
+    own = (machine, f"{machine}.local") if address in ALL_ADDRESSES else (address,)
+    return frozenset(name.lower() for name in (*own, *more))
+
+
+def is_allowed(host: str, names: Collection[str]) -> bool:
+    """Whether a Host header names the server: by one of `names`, as localhost, or by an address.
+
+    A page whose host is an address was loaded from there, so addresses do no harm.
+    """
+    name = host.lower().strip()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if name == "localhost" or name.endswith(".localhost") or name in names or ANY_HOST in names:
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
