@@ -63,7 +63,8 @@ def make_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
     config = DecoderConfig(**fields)
     types = {
         "model_type": str, "attention_bias": bool, "tie_word_embeddings": bool, "rope_parameters": dict,
-        "num_attention_heads": int, "num_key_value_heads": int, "head_dim": int,
+        "num_attention_heads": int, "num_key_value_heads": int, "head_dim": int, "hidden_size": int,
+        "intermediate_size": int, "num_hidden_layers": int, "vocab_size": int, "hidden_act": str,
     }  # fmt: skip
     for name, type in types.items():
         if not isinstance(value := getattr(config, name, None), type):
