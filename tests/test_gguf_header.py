@@ -82,7 +82,8 @@ def test_more_layers_than_the_file_has_are_not_made(tmp_path, monkeypatch):
     real = gguf.GGUFWriter.add_block_count
     monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", lambda self, _: real(self, 1 << 23))
     write(tiny("llama"), tmp_path / "tiny.gguf", [Q.Q8_0])
-    assert "a model of 8,388,608 layers has 18 tensors" in refused((tmp_path / "tiny.gguf").read_bytes(), tmp_path)
+    with pytest.raises(SourceError, match="a model of 8,388,608 layers has 21 tensors"):
+        load_gguf_model(resolve(str(tmp_path / "tiny.gguf")), own_classes=True)
 
 
 @pytest.mark.parametrize(
