@@ -472,6 +472,13 @@ def test_overrides_reach_the_section_with_their_key(recipe):
     assert changed.temperatures == (0.5,)
 
 
+def test_only_a_recipe_of_jacobi_needs_no_temperatures():
+    found = recipes.read_recipe(recipes.find_recipe("smollm2-jacobi"), ["temperatures=[]"])
+    assert found.temperatures == ()
+    with pytest.raises(ValueError, match="temperatures is empty"):
+        recipes.read_recipe(recipes.find_recipe("smollm2"), ["temperatures=[]"])
+
+
 def test_shipped_recipes_are_valid_and_listed():
     output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(

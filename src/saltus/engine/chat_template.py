@@ -7,6 +7,8 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
+from saltus.engine.template_limits import check_chat_template
+
 TEMPLATES_FOLDER = Path(__file__).parent / "chat_templates"
 
 
@@ -34,10 +36,8 @@ def read_chat_template(name_or_file: str) -> str:
         raise ValueError(f"the chat template {name_or_file} cannot be read ({reason}); give a Jinja file") from None
     if not text.strip():
         raise ValueError(f"the chat template {name_or_file} is empty; write how messages become a text, in Jinja")
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # knows the tags of Transformers
-
     try:
-        _compile_jinja_template(text)
+        check_chat_template(text)
     except TemplateSyntaxError as error:
         raise ValueError(
             f"the chat template {name_or_file}, line {error.lineno}: this is not Jinja ({error.message}); correct it"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from saltus.engine.results import PromptLike
+from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
 from saltus.engine.tool_calls import readable_messages
-from saltus.networks.loading.checkpoints import first_line
 
 
 def encode_prompt(
@@ -68,13 +66,13 @@ def _apply_chat_template(
     if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
         messages = readable_messages(messages, tools, tokenizer)
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not unfinished, continue_final_message=unfinished,
+        return render_chat(
+            tokenizer, messages, add_generation_prompt=not unfinished, continue_final_message=unfinished,
             tools=list(tools) or None,
         )  # fmt: skip
-    except (TemplateError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(
-            f"the chat template of {model_name} refuses these messages ({first_line(error)});"
+            f"the chat template of {model_name} refuses these messages ({error});"
             " each needs a role (user, assistant, system) and a content"
         ) from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from saltus.engine.grammar import JSON_FORM, Grammar
+from saltus.engine.template_limits import render_chat
 
 ToolChoice = Literal["auto", "required"]
 
@@ -58,8 +59,8 @@ def template_knows_tools(tokenizer: Any) -> bool:
     asked = [{"role": "user", "content": "?"}]
     tool = {"type": "function", "function": {"name": "saltus_probe", "description": "", "parameters": {}}}
     try:
-        return "saltus_probe" in tokenizer.apply_chat_template(asked, tools=[tool], tokenize=False)
-    except Exception:  # a template may run any code of its own
+        return "saltus_probe" in render_chat(tokenizer, asked, tools=[tool])
+    except ValueError:
         return False
 
 

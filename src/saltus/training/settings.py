@@ -230,7 +230,7 @@ class Recipe:
         assert self.truncation is not None  # it raises errors for its settings now
         if wrong := [each for each in self.temperatures if not each > 0]:
             raise ValueError(f"temperatures are those besides 0, and above it; leave {wrong[0]:g} out")
-        if not self.temperatures and self.kind != "forcing":
+        if not self.temperatures and self.kind != "jacobi":
             raise ValueError("temperatures is empty; give one or more, above 0")
 
     @property

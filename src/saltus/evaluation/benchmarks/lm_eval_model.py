@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from saltus.engine.method_options import DEFAULT_METHOD
+from saltus.engine.template_limits import render_chat
 from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRequest, sampling_from_kwargs
 
 MODEL_NAME = "saltus"
@@ -175,12 +176,11 @@ class SaltusLMBase:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text; without a system message if the template has no system role."""
-        from jinja2 import TemplateError
 
         def rendered(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
+            return render_chat(
+                self.tokenizer,
                 messages,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
                 **self.template_arguments,
@@ -193,9 +193,12 @@ class SaltusLMBase:
             )
         try:
             return rendered(chat_history)
-        except TemplateError:
+        except ValueError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
             logger.warning("the chat template refuses these messages; trying without those of the system")
-            return rendered([message for message in chat_history if message["role"] != "system"])
+            return rendered(others)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any

@@ -85,13 +85,15 @@ def load_adapter(folder: Path, model: Any, target_name: str) -> Adapter:
     try:
         settings = GatedLoraSettings(**{**metadata.settings, "targets": tuple(metadata.settings["targets"])})
         weights, embedding = load_file(folder / WEIGHTS_FILE), load_file(folder / EMBEDDING_FILE)
+        if any(weight.shape[0] != settings.rank for name, weight in weights.items() if ".lora_A." in name):
+            raise ValueError(f"its weights are not those of rank {settings.rank}")
         adapter = Adapter(layer_sizes(weights), next(reversed(embedding.values())).shape[0], settings)
         adapter.auxiliary.load_state_dict(embedding)
         expected = lora_tensors(adapter)
         shapes = [{key: value.shape for key, value in tensors.items()} for tensors in (expected, weights)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"its weights are not those of rank {settings.rank}")
-    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+    except (ValueError, TypeError, LookupError, StopIteration, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no adapter that fits together ({first_line(error)}); {RETRY_HINT}") from error
     with torch.no_grad():
         for key, value in lora_tensors(adapter, copy=False).items():

@@ -58,7 +58,7 @@ def evabyte_tokenizer(folder: Path) -> Any:
     names = [*FIRST_SPECIAL_TOKENS, *(f"<extra_id_{number}>" for number in range(len(FIRST_SPECIAL_TOKENS), count))]
     file = folder / "tokenizer_config.json"
     try:
-        settings = json.loads(file.read_text()) if file.is_file() else {}
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
         for number, token in settings.get("added_tokens_decoder", {}).items():
             names[int(number)] = token["content"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -19,7 +19,7 @@ from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.gguf_weights import load_gguf_model
 from saltus.networks.loading.huge_pages import place_in_huge_pages
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
-from saltus.networks.loading.model_folders import INDEX_FILE
+from saltus.networks.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size
 from saltus.networks.loading.packing import PACKINGS, pack_model
 from saltus.networks.loading.progress import Progress
 from saltus.networks.loading.sources import resolve
@@ -95,6 +95,7 @@ def load_checkpoint(
         model = load_model(name_or_path, folder, kind, device, weights, exact, arithmetic)
         try:
             tokenizer = load_tokenizer(folder)
+            tokenizer("a")  # some faults of its settings show only now
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise ValueError(
@@ -140,6 +141,7 @@ def load_model(
         kind = torch.bfloat16 if dtype == "auto" else dtype
         packed = weights == "file" and device == "cpu"
         return load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
+    check_size(folder)
     if weights in PACKINGS:
         dtype = torch.bfloat16
     if is_evabyte(folder):
@@ -160,6 +162,7 @@ def _of_packed(arithmetic: str) -> Arithmetic:
 def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM  # seconds to import
 
+    check_number_of_weights(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
@@ -251,11 +254,14 @@ def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The end tokens that the generation config and the tokenizer name."""
+    """The end tokens that the generation config and the tokenizer name. Errors: ValueError for other than numbers."""
     config = getattr(model, "generation_config", None)
     named = getattr(config, "eos_token_id", None)
     several = named if isinstance(named, list) else [named]
-    return frozenset(token for token in [*several, tokenizer.eos_token_id] if token is not None)
+    ends = [token for token in [*several, tokenizer.eos_token_id] if token is not None]
+    if wrong := [token for token in ends if type(token) is not int]:
+        raise ValueError(f"the model's eos_token_id is {wrong[0]!r}, but must be a token's number; fetch it again")
+    return frozenset(ends)
 
 
 def context_length_of(model: Any) -> int | None:

@@ -31,6 +31,7 @@ from saltus.networks.loading.published_drafters import (
     take_own_matrices,
 )
 from saltus.networks.models.exact.packed_weight import select_rows
+from saltus.networks.models.packed_decoder import check_layer_count
 
 DFlashFormat = Literal["speculators", "flat"]
 FORMATS: tuple[DFlashFormat, ...] = get_args(DFlashFormat)
@@ -59,13 +60,14 @@ def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool) ->
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     shape = _read_shape(config, folder)
+    check_layer_count(shape.layers, weights)
     check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
-    if shape.mask_token >= len(embeddings):
+    if type(shape.mask_token) is not int or not 0 <= shape.mask_token < len(embeddings):
         raise ValueError(
             f"the drafter in {folder} has the mask token {shape.mask_token}, and {target_name} has"
             f" {len(embeddings):,} tokens; take the model that it was trained for"
         )
-    tokens, order = drafted_tokens(weights, len(unembedding))
+    tokens, order = drafted_tokens(folder, weights, len(unembedding))
     own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)

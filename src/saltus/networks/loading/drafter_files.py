@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from saltus.networks.draft_models.dflash import DFLASH, DFlashModel, DFlashShape
 from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
 from saltus.networks.draft_models.heads import HeadModel, HeadShape, upper_layers
 from saltus.networks.loading.dflash_files import is_dflash_folder, load_dflash
+from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.huge_pages import place_in_huge_pages
 from saltus.networks.loading.metadata import (
     METADATA_FILE,
@@ -31,7 +33,8 @@ from saltus.networks.loading.metadata import (
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
 from saltus.networks.loading.published_circuits import is_published_circuit, load_published_circuit
-from saltus.networks.loading.published_drafters import place_like
+from saltus.networks.loading.published_drafters import check_drafted_tokens, place_like
+from saltus.networks.models.packed_decoder import check_layer_count
 from saltus.networks.shipped import SHIPPED
 
 WEIGHTS_FILES = {"drafter": "drafter.safetensors", "heads": "heads.safetensors"}
@@ -77,13 +80,17 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
     settings, weights = _read_files("drafter", folder, target, target_name)
     settings, tokens = (
         {**settings, "hidden_state_layers": tuple(settings["hidden_state_layers"])},
-        weights.pop("tokens").long(),
+        weights.pop("tokens"),
     )
-    if settings.get("network") == DFLASH:
-        model = DFlashModel(DFlashShape(**settings), tokens, *_embeddings(target), trainable)
-        return _with_weights("drafter", model, weights, folder, target)
-    model = DraftModel(DrafterShape(**settings), tokens, *_embeddings(target), trainable)
-    model = _with_weights("drafter", model, weights, folder, target)
+    is_dflash = settings.get("network") == DFLASH
+    shape = DFlashShape(**settings) if is_dflash else DrafterShape(**settings)
+    check_layer_count(shape.layers, weights)
+    kind: Any = DFlashModel if is_dflash else DraftModel
+    make = partial(kind, shape, tokens.long(), *_embeddings(target))
+    _check_weights(lambda: make(False), weights, folder)
+    model = _with_weights("drafter", make(trainable), weights, folder, target)
+    if is_dflash:
+        return model
     model.auxiliary.float()  # faster on processors without bfloat16, and small
     return model
 
@@ -97,8 +104,9 @@ def load_heads(folder: Path, target: Any, target_name: str) -> HeadModel:
         return load_published_circuit(folder, target, target_name)
     settings, weights = _read_files("heads", folder, target, target_name)
     shape = HeadShape(**{**settings, "hidden_state_layers": tuple(settings.get("hidden_state_layers", ()))})
-    model = HeadModel(shape, weights.pop("tokens").long(), *_embeddings(target), upper_layers(shape, target))
-    return _with_weights("heads", model, weights, folder, target)
+    make = partial(HeadModel, shape, weights.pop("tokens").long(), *_embeddings(target))
+    _check_weights(make, weights, folder)
+    return _with_weights("heads", make(upper_layers(shape, target)), weights, folder, target)
 
 
 def find_shipped(kind: str, target: Any) -> Path | None:
@@ -116,14 +124,31 @@ def _read_files(kind: Kind, folder: Path, target: Any, target_name: str) -> tupl
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no {kind} ({WEIGHTS_FILES[kind]} is missing); train with {command}") from None
     except SafetensorError as error:
-        raise ValueError(f"{folder} is damaged ({error}); fetch or train the {kind} again") from None
+        raise ValueError(f"{folder} is damaged ({first_line(error)}); fetch or train the {kind} again") from None
     check_target(metadata, folder, target, target_name)
-    device = _embeddings(target)[0].device
+    embeddings, unembedding = _embeddings(target)
+    device = embeddings.device
+    if (hidden := metadata.settings.get("hidden")) != unembedding.shape[1]:
+        raise ValueError(f"{folder} has states of {hidden!r} numbers, and {target_name} has {unembedding.shape[1]}")
+    tokens = weights.get("tokens")
+    if tokens is None or tokens.dim() != 1 or not len(tokens):
+        raise ValueError(f"{folder} has no list of tokens; fetch or train the {kind} again")
+    check_drafted_tokens(folder, tokens, len(unembedding))
     return metadata.settings, {name: weight.to(device) for name, weight in weights.items()}
 
 
 def _embeddings(target: Any) -> tuple[Tensor, Tensor]:
     return target.get_input_embeddings().weight.detach(), target.get_output_embeddings().weight.detach()
+
+
+def _check_weights(make: Callable[[], Any], weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise ValueError for weights of other sizes than the settings say, before memory is taken for those."""
+    with torch.device("meta"):
+        expected = make().state_dict()
+    for name, weight in weights.items():
+        if name in expected and weight.shape != expected[name].shape:
+            sizes = tuple(weight.shape), tuple(expected[name].shape)
+            raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} by its {METADATA_FILE}")
 
 
 def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Path, target: Any) -> Any:

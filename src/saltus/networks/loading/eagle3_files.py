@@ -46,7 +46,7 @@ def load_eagle3(folder: Path, target: Any, target_name: str) -> Eagle3Model:
         module.weight.detach() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
-    tokens, order = drafted_tokens(weights, len(unembedding))
+    tokens, order = drafted_tokens(folder, weights, len(unembedding))
     own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
     if own_embeddings is not None and not is_same(own_embeddings, embeddings):
         embeddings = own_embeddings.to(target.device, target.dtype)

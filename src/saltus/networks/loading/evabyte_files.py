@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.nn import Parameter
 
-from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.fetching import SourceError, first_line
 from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.evabyte_decoder import EvaByteDecoder
-from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig
+from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, make_decoder_config
 
 EVABYTE = "evabyte"  # model_type in config.json
 REQUIRED_SETTINGS = (
@@ -41,18 +41,26 @@ def load_evabyte(folder: Path, dtype: Any = "auto") -> EvaByteDecoder:
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
             raise SourceError(f"{file} is not a safetensors file; fetch EvaByte's weights as safetensors")
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                own = "prediction_heads.weight" if name == "lm_head.weight" else name
-                if own in missing:
-                    _set_weight(model, own, tensors.get_tensor(name), dtype, file)
-                    missing.remove(own)
+        try:
+            _read_weights(file, model, missing, dtype)
+        except SafetensorError as error:
+            raise SourceError(f"{file} is damaged ({first_line(error)}); fetch it again") from None
     if missing:
         raise SourceError(f"{folder} lacks {len(missing)} of EvaByte's weights, such as {min(missing)}; fetch it again")
     if len({weight.dtype for name, weight in model.named_parameters() if name != "lm_head.weight"}) > 1:
         raise SourceError(f"the weights of {folder} have several dtypes; name one, such as bfloat16")
     model.finish()
     return model.eval()
+
+
+def _read_weights(file: Path, model: EvaByteDecoder, missing: set[str], dtype: Any) -> None:
+    """Set the weights of a file that are missing, and take them off that set."""
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+            own = "prediction_heads.weight" if name == "lm_head.weight" else name
+            if own in missing:
+                _set_weight(model, own, tensors.get_tensor(name), dtype, file)
+                missing.remove(own)
 
 
 def _set_weight(model: EvaByteDecoder, name: str, weight: torch.Tensor, dtype: Any, file: Path) -> None:
@@ -89,7 +97,10 @@ def _read_config(folder: Path) -> DecoderConfig:
         "num_pred_heads": max(found["num_pred_heads"] or 1, 1),
     }  # fmt: skip
     ends = _read_json(folder / "generation_config.json").get("eos_token_id")
-    return DecoderConfig(**found | ({} if ends is None else {"eos_token_id": ends}))
+    try:
+        return make_decoder_config(found | ({} if ends is None else {"eos_token_id": ends}))
+    except (ValueError, TypeError) as error:
+        raise SourceError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -97,7 +108,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_bytes())
     except ValueError as error:
         raise SourceError(f"{file} is not JSON ({error}); fetch the model again") from None
     if not isinstance(found, dict):

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType
 
 from saltus.native.cache_folder import cache_folder
-from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.fetching import SourceError, first_line
+from saltus.networks.loading.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from saltus.networks.loading.gguf_tokenizers import make_tokenizer
 from saltus.networks.loading.model_folders import INDEX_FILE
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS
-from saltus.networks.models.packed_decoder import check_decoder_sizes
+from saltus.networks.models.packed_decoder import check_decoder_sizes, make_decoder_config
 
 Q = GGMLQuantizationType
 PLAIN_FORMATS = (Q.F32, Q.BF16)
@@ -58,18 +58,19 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     Errors: SourceError for a file that is damaged or of a kind that is not supported.
     """
     try:
-        reader = GGUFReader(file)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as error:
-        raise SourceError(f"{file} is not a whole GGUF file; fetch it again") from error
+        header = read_gguf_header(file)
+    except ValueError as error:
+        raise SourceError(f"{file} is not a whole GGUF file ({first_line(error)}); fetch it again") from error
+    metadata = header.metadata
     name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise SourceError(
             f"{file.name} holds a model of the architecture {name}; supported are {', '.join(ARCHITECTURES)}"
         )
     tokenizer = make_tokenizer(metadata, file.name)
     try:
-        config = _config(metadata, name, reader)
+        config = _config(header, name)
+        make_decoder_config(config)
     except SourceError:
         raise
     except (ValueError, TypeError) as error:  # of numbers that no decoder has
@@ -77,14 +78,14 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
-    write_index(reader, config, file, folder, stored_as)
+    write_index(header, config, file, folder, stored_as)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # errors as of other files
     _write_tokenizer_config(metadata, folder)
 
 
-def write_index(reader: GGUFReader, config: dict[str, Any], file: Path, folder: Path, stored_as: str) -> None:
+def write_index(header: GgufHeader, config: dict[str, Any], file: Path, folder: Path, stored_as: str) -> None:
     """Write where the weights lie in a GGUF file to `folder`; `stored_as` is the file's path in it."""
-    found = (_tensor(tensor, config, file) for tensor in reader.tensors)
+    found = (_tensor(tensor, config, file) for tensor in header.tensors)
     tensors = {name: asdict(tensor) for name, tensor in found}
     _write_json(folder / INDEX_FILE, {"file": stored_as, "tensors": tensors})
 
@@ -95,7 +96,7 @@ def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:
     Only an index in the cache of this machine may name a file in another folder.
     """
     try:
-        content = json.loads((folder / INDEX_FILE).read_text())
+        content = json.loads((folder / INDEX_FILE).read_bytes())
         name = str(content["file"])
         tensors = {
             key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
@@ -114,7 +115,9 @@ def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:
     return folder / name, tensors
 
 
-def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str, Any]:
+def _config(header: GgufHeader, name: str) -> dict[str, Any]:
+    metadata = header.metadata
+
     # Written by hand, not by Transformers: the same file with each of its versions, hence the same fingerprint.
     def of(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
@@ -127,12 +130,8 @@ def _config(metadata: dict[str, Any], name: str, reader: GGUFReader) -> dict[str
     window = of("attention.sliding_window", 0)
     architecture = MISTRAL if name == "llama" and window else ARCHITECTURES[name]
     token_count = len(metadata["tokenizer.ggml.tokens"])
-    names = {tensor.name for tensor in reader.tensors}
+    names = {tensor.name for tensor in header.tensors}
     biased = "blk.0.attn_q.bias" in names
-    check_decoder_sizes(
-        heads, of("attention.head_count_kv", heads), hidden_size=hidden, head_dim=head_dim,
-        intermediate_size=of("feed_forward_length"), num_hidden_layers=of("block_count"), vocab_size=token_count,
-    )  # fmt: skip
     return {
         "architectures": [architecture],
         "attention_bias": biased,
@@ -178,13 +177,12 @@ def _rope(of: Any) -> dict[str, Any]:
     return rope
 
 
-def _tensor(tensor: gguf.ReaderTensor, config: dict[str, Any], file: Path) -> tuple[str, GgufTensor]:
+def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path) -> tuple[str, GgufTensor]:
     """The name of a tensor in Transformers, and where it lies."""
-    if tensor.tensor_type not in (*PACKED_FORMATS, *PLAIN_FORMATS):
+    if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
         names = ", ".join(one.name for one in (*PACKED_FORMATS, *PLAIN_FORMATS))
-        raise SourceError(f"{file.name} stores {tensor.name} as {tensor.tensor_type.name}; supported are {names}")
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    place = int(tensor.tensor_type), shape, int(tensor.data_offset), int(tensor.n_bytes)
+        raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
+    place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
     if tensor.name == ROPE_FACTORS:
         return ROPE_FACTORS, GgufTensor(*place)
     parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
@@ -206,7 +204,7 @@ def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:
     content |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
     length = metadata.get(f"{metadata['general.architecture']}.context_length")
     _write_json(folder / "tokenizer_config.json", {**content, "model_max_length": length})
-    if template := metadata.get("tokenizer.chat_template"):
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str) and template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 

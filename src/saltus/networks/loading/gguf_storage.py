@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 
 from saltus.networks.loading.gguf_files import TENSOR_NAMES, read_gguf_index, write_index
+from saltus.networks.loading.gguf_header import read_gguf_header
 from saltus.networks.loading.model_folders import INDEX_FILE
 from saltus.networks.loading.packing import PACKINGS, quantized_blocks
 
@@ -37,7 +38,7 @@ def store_as_gguf(folder: Path, packing: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     require_packable(config)
     _write_gguf(folder / PACKED_FILE, config, load_file(folder / WEIGHTS_FILE), PACKINGS[packing])
-    write_index(GGUFReader(folder / PACKED_FILE), config, folder / PACKED_FILE, folder, PACKED_FILE)
+    write_index(read_gguf_header(folder / PACKED_FILE), config, folder / PACKED_FILE, folder, PACKED_FILE)
     (folder / WEIGHTS_FILE).unlink()
 
 

@@ -7,9 +7,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.fetching import SourceError, first_line
 
-UNKNOWN_TOKEN_TYPE, CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE = 2, 3, 4  # of GGUF
+CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE = 3, 4  # of GGUF
+SPECIAL_TOKENS = ("bos", "eos", "eot", "unknown", "padding")  # whose ids GGUF files have
+MAX_TOKEN_LENGTH = 1024  # characters; merges of SentencePiece's tokens are found in the square of it
 SPACE = "▁"  # what SentencePiece writes for a space
 
 # How the tokenizers of each kind split a text before merging, by GGUF's names; the names of llama.cpp.
@@ -30,29 +32,64 @@ KINDS = sorted({*SPLITS, *WORD_KINDS, *DIGIT_KINDS})
 
 
 def make_tokenizer(metadata: dict[str, Any], file: str) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata. Errors: SourceError for a kind that is not supported."""
-    kind = metadata.get("tokenizer.ggml.model")
+    """The tokenizer of a GGUF file's metadata. Errors: SourceError for a damaged one, or a kind that is not supported.
+
+    With it, the vocabulary, the special tokens and their ids in the metadata are known to fit together.
+    """
     if "tokenizer.ggml.tokens" not in metadata:
         raise SourceError(f"{file} has no tokenizer; choose a file with a whole model")
-    if kind == "gpt2":
-        tokenizer, adds_bos = _byte_level(metadata, file)
-    elif kind == "llama":
-        tokenizer, adds_bos = _sentencepiece(metadata), True
-    else:
+    if (kind := metadata.get("tokenizer.ggml.model")) not in ("gpt2", "llama"):
         raise SourceError(f"{file} has a tokenizer of the kind {kind}; supported are gpt2 and llama")
+    _check_metadata(metadata, kind, file)
+    try:
+        tokenizer, adds_bos = _byte_level(metadata, file) if kind == "gpt2" else (_sentencepiece(metadata), True)
+        _add_special_tokens(tokenizer, metadata, adds_bos)
+    except SourceError:
+        raise
+    except Exception as error:  # the library raises bare exceptions
+        raise SourceError(f"{file} has a tokenizer that does not load ({first_line(error)}); fetch it again") from error
+    return tokenizer
+
+
+def _check_metadata(metadata: dict[str, Any], kind: str, file: str) -> None:
+    """Raise SourceError unless lists are of one length and type, and special tokens are in the vocabulary."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    needed = ["tokens", *(["scores"] if kind == "llama" else [])]
+    for name, types in {"tokens": str, "merges": str, "scores": int | float, "token_type": int}.items():
+        values = (
+            metadata.get(f"tokenizer.ggml.{name}") if name in needed else metadata.get(f"tokenizer.ggml.{name}", [])
+        )
+        if not isinstance(values, list) or not all(isinstance(value, types) for value in values):
+            raise SourceError(f"{file}: its tokenizer's {name} are missing or of another type; fetch it again")
+        if name != "merges" and (values or name in needed) and len(values) != len(tokens):
+            raise SourceError(f"{file} has {len(tokens):,} tokens and {len(values):,} {name}; fetch it again")
+    for name in SPECIAL_TOKENS:
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None and (type(number) is not int or not 0 <= number < len(tokens)):
+            raise SourceError(
+                f"{file}: its {name} token is number {number!r} of {len(tokens):,} tokens; fetch it again"
+            )
+    if kind == "llama" and (long := next((token for token in tokens if len(token) > MAX_TOKEN_LENGTH), None)):
+        raise SourceError(
+            f"{file} has a token of {len(long):,} characters, which begins with {long[:16]!r}; tokens have at most"
+            f" {MAX_TOKEN_LENGTH}"
+        )
+
+
+def _add_special_tokens(tokenizer: Tokenizer, metadata: dict[str, Any], adds_bos: bool) -> None:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    for token, number in zip(tokens, types, strict=True):
-        if number in (CONTROL_TOKEN_TYPE, USER_TOKEN_TYPE):
-            special = AddedToken(token, normalized=False, special=number == CONTROL_TOKEN_TYPE)
-            (tokenizer.add_special_tokens if special.special else tokenizer.add_tokens)([special])
+    for wanted, add in ((CONTROL_TOKEN_TYPE, tokenizer.add_special_tokens), (USER_TOKEN_TYPE, tokenizer.add_tokens)):
+        special = wanted == CONTROL_TOKEN_TYPE
+        # all at once: each call rebuilds the search for all of them
+        add([AddedToken(token, normalized=False, special=special) for token, type in zip(tokens, types, strict=True)
+             if type == wanted])  # fmt: skip
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         bos_token = (tokens[bos], bos)
         tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
             single=f"{bos_token[0]} $A", pair=f"{bos_token[0]} $A {bos_token[0]} $B", special_tokens=[bos_token]
         )
-    return tokenizer
 
 
 def _byte_level(metadata: dict[str, Any], file: str) -> tuple[Tokenizer, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +16,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from saltus import native
-from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.fetching import SourceError, first_line
 from saltus.networks.loading.gguf_files import PLAIN_FORMATS, ROPE_FACTORS, GgufTensor, read_gguf_index
 from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, Arithmetic, PackedWeight, dequantize_blocks
-from saltus.networks.models.packed_decoder import ROPE_TYPES, DecoderConfig, PackedDecoder
+from saltus.networks.models.packed_decoder import (
+    ROPE_TYPES,
+    DecoderConfig,
+    PackedDecoder,
+    check_layer_count,
+    make_decoder_config,
+)
 
 
 def load_gguf_model(
@@ -44,7 +51,7 @@ def load_gguf_model(
     factors = tensors.pop(ROPE_FACTORS, None)
     if factors is not None:
         _check_size(ROPE_FACTORS, factors, file)
-    config = DecoderConfig(**json.loads((folder / "config.json").read_text()))
+    config = _read_config(folder, tensors)
     if packed and own_classes and config.rope_parameters["rope_type"] in ROPE_TYPES:
         model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
     else:
@@ -62,6 +69,17 @@ def load_gguf_model(
     if hasattr(mmap, "MADV_DONTNEED"):  # of what was copied no second copy stays in memory; the rest is read again
         cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
     return model.eval()
+
+
+def _read_config(folder: Path, tensors: Mapping[str, GgufTensor]) -> DecoderConfig:
+    """The configuration of a folder with these weights. Errors: SourceError."""
+    file = folder / "config.json"
+    try:
+        config = make_decoder_config(json.loads(file.read_bytes()))
+        check_layer_count(config.num_hidden_layers, tensors)
+    except (ValueError, TypeError) as error:
+        raise SourceError(f"{file} is damaged: {first_line(error)}") from None
+    return config
 
 
 def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:

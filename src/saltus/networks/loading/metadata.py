@@ -60,6 +60,8 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
     try:
         found = _parse(data)
+        if found is not None:
+            _check_types(found)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
     if found is None or expected not in (None, found.kind):
@@ -85,6 +87,14 @@ def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
     return DrafterMetadata(
         "adapter", data["target_name"], data["target"], data.get("signs"), settings, data["training"], files
     )
+
+
+def _check_types(metadata: DrafterMetadata) -> None:
+    """Raise TypeError for a field of another type than metadata have."""
+    tables = metadata.settings, metadata.training, metadata.files
+    texts = metadata.target_name, metadata.target_fingerprint or "", metadata.target_signs or ""
+    if not all(isinstance(table, dict) for table in tables) or not all(isinstance(text, str) for text in texts):
+        raise TypeError("a field is of another type")
 
 
 def _renamed(settings: dict[str, Any], name: str) -> dict[str, Any]:

@@ -3,16 +3,21 @@
 import json
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.loading.fetching import SourceError
+from saltus.networks.loading.fetching import SourceError, first_line
 
 WEIGHT_FILE_PATTERNS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
     re.compile(r"[^/]+\.safetensors"),
 )
+LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
+MIN_LAYER_BYTES = 100  # of a layer in a pickled file
+MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
+MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
 PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
@@ -51,13 +56,76 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
-            return [
-                folder / name for name in sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-            ]
+            return [folder / name for name in _indexed_files(folder / index)]
     for kind in WEIGHT_FILE_PATTERNS:
         if found := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
             return found
     return []
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The names of the files of an index. Errors: SourceError if it is damaged, or names a file of another folder."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is damaged ({first_line(error)}); fetch the model again") from None
+    if outside or not names:
+        what = f"names {outside[0]!r}, which is not a file of its folder" if outside else "names no files"
+        raise SourceError(f"{index} {what}; fetch the model again")
+    return names
+
+
+def check_size(folder: Path) -> None:
+    """Raise SourceError for a config.json of more layers than its weights can be, before anything is made of it.
+
+    Layers are counted by the tensors of safetensors files, and by the bytes of others.
+    """
+    try:
+        layers = max(_layer_counts(json.loads((folder / "config.json").read_bytes())), default=0)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{folder / 'config.json'} is not JSON ({first_line(error)}); fetch the model again"
+        ) from None
+    possible = 0
+    for file in weight_files(folder):
+        is_listed = file.suffix == ".safetensors"
+        possible += len(_read_safetensors_header(file)[0]) if is_listed else file.stat().st_size // MIN_LAYER_BYTES
+    if layers > possible:
+        raise SourceError(
+            f"{folder / 'config.json'} says {layers:,} layers, which its weights cannot be; fetch the model again"
+        )
+
+
+def check_number_of_weights(folder: Path) -> None:
+    """Raise SourceError for a configuration of far more weights than the files hold.
+
+    Transformers would draw the missing ones, however many. Its model is made without weights to count them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # said by who loads it
+        return
+    wanted = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    size = sum(file.stat().st_size for file in weight_files(folder))
+    if wanted > MAX_WEIGHTS_PER_BYTE * size + MAX_OTHER_WEIGHTS:
+        raise SourceError(
+            f"{folder / 'config.json'} says {wanted:,} weights, but its files have {size:,} bytes;"
+            " fetch the model again"
+        )
+
+
+def _layer_counts(config: Any) -> Iterator[int]:
+    """Every number of layers in a configuration, also of parts."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, int) and LAYER_COUNT.fullmatch(key):
+            yield value
+        yield from _layer_counts(value)
 
 
 def _read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.model_folders import weight_files
 from saltus.networks.models.exact.packed_weight import select_rows
 
@@ -40,7 +41,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             pickled = file.suffix == ".bin"
             weights |= torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        raise ValueError(f"{folder} is damaged ({error}); fetch the drafter again") from None
+        raise ValueError(f"{folder} is damaged ({first_line(error)}); fetch the drafter again") from None
     return weights
 
 
@@ -111,9 +112,22 @@ def check_weights(folder: Path, weights: Mapping[str, Tensor], needed: Mapping[s
             )
 
 
-def drafted_tokens(weights: dict[str, Tensor], vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Takes `d2t` out of the weights: the ids of the drafted tokens, ascending, and the rows of their logits."""
+def drafted_tokens(folder: Path, weights: dict[str, Tensor], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Takes `d2t` out of the weights: the ids of the drafted tokens, ascending, and the rows of their logits.
+
+    Errors: ValueError for a token beyond the vocabulary.
+    """
     offsets = weights.pop("d2t", None)
     tokens = torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets.long()
+    check_drafted_tokens(folder, tokens, vocabulary)
     order = tokens.argsort()
     return tokens[order], order
+
+
+def check_drafted_tokens(folder: Path, tokens: Tensor, vocabulary: int) -> None:
+    """Raise ValueError unless the target has all tokens that a drafter drafts."""
+    if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+        raise ValueError(
+            f"{folder} drafts token {int(wrong[0])}, and the target has {vocabulary:,}; take the model that it was"
+            " trained for"
+        )

@@ -17,6 +17,7 @@ from saltus.networks.loading.drafter_files import (
     load_heads,
 )
 from saltus.networks.loading.eagle3_files import is_eagle3_folder, load_eagle3
+from saltus.networks.loading.fetching import first_line
 from saltus.networks.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, TRAIN_COMMANDS, read_metadata
 from saltus.networks.loading.sources import HUB_ID, SourceError, resolve
 from saltus.networks.protocols import DrafterHost, TargetNetwork
@@ -40,6 +41,18 @@ def load_drafter_for_target(
     one, or one for another target or method.
     """
     kind, _, place = spec.partition(":")
+    try:
+        return _load_drafter(kind, place, target, target_name, method)
+    except ValueError:
+        raise
+    except Exception as error:  # its files may come from anybody, and hold numbers of any kind
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"the {kind} in {place} does not load ({reason}); fetch or train it again") from error
+
+
+def _load_drafter(
+    kind: str, place: str, target: TargetNetwork, target_name: str, method: str
+) -> DraftNetwork | DFlashNetwork | Eagle3Network | HeadNetwork | None:
     if not target.accepts_drafters:
         raise ValueError(
             f"{target_name} fills holes anywhere, but drafters, heads and adapters are for causal models; take assd"

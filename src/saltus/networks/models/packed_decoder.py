@@ -6,7 +6,8 @@ the Hugging Face model of the same weights when somebody asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +45,50 @@ def check_decoder_config(config: Any) -> None:
         raise ValueError(f"a decoder's head_dim is {head_dim}, but must be even; fetch it again")
 
 
+def check_layer_count(layers: int, tensors: Collection[Any]) -> None:
+    """Raise ValueError for more layers than tensors, before modules are made of them: a file may say anything."""
+    if layers > len(tensors):
+        raise ValueError(f"a model of {layers:,} layers has {len(tensors):,} tensors; fetch it again")
+
+
 class DecoderConfig(SimpleNamespace):
     """The fields of a config.json as attributes."""
 
     def get_text_config(self) -> DecoderConfig:
         return self
+
+
+def make_decoder_config(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration of a Llama-type decoder. Errors: ValueError for fields that are missing or of another type."""
+    config = DecoderConfig(**fields)
+    types = {
+        "model_type": str, "attention_bias": bool, "tie_word_embeddings": bool, "rope_parameters": dict,
+        "num_attention_heads": int, "num_key_value_heads": int, "head_dim": int, "hidden_size": int,
+        "intermediate_size": int, "num_hidden_layers": int, "vocab_size": int, "hidden_act": str,
+    }  # fmt: skip
+    for name, type in types.items():
+        if not isinstance(value := getattr(config, name, None), type):
+            raise ValueError(f"a decoder's {name} is {value!r}, but must be of type {type.__name__}; fetch it again")
+    check_decoder_config(config)
+    rope = config.rope_parameters
+    if not isinstance(kind := rope.get("rope_type"), str):
+        raise ValueError(f"a decoder's rope_type is {kind!r}, but must be a word, such as default; fetch it again")
+    numbers = {"rope_theta": rope.get("rope_theta"), "rms_norm_eps": getattr(config, "rms_norm_eps", None)}
+    for name, value in (numbers | ({} if kind == "default" else {"factor": rope.get("factor")})).items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"a decoder's {name} is {value!r}, but must be a number above 0; fetch it again")
+    for name in ("max_position_embeddings", "sliding_window"):
+        if (length := getattr(config, name, None)) is not None and (not isinstance(length, int) or length < 1):
+            raise ValueError(f"a decoder's {name} is {length!r}, but must be 1 or more; fetch it again")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        _check_token_ids(name, getattr(config, name, None), config.vocab_size)
+    return config
+
+
+def _check_token_ids(name: str, value: Any, vocabulary: int) -> None:
+    for token in value if isinstance(value, list) else [value]:
+        if token is not None and (not isinstance(token, int) or not 0 <= token < vocabulary):
+            raise ValueError(f"a decoder's {name} is {token!r}, but its vocabulary has {vocabulary:,}; fetch it again")
 
 
 class UninitializedLinear(nn.Linear):
