@@ -115,6 +115,12 @@ class DraftModel(nn.Module):
         layers = [weight for weight in self.llama.model.layers.parameters() if weight.dim() == 2]
         return [self.fuse.weight, *layers, *(self.correction.parameters() if self.correction else ())]
 
+    @property
+    def products(self) -> list[nn.Module]:
+        """The linear layers of a pass."""
+        layers = [module for module in self.llama.model.layers.modules() if isinstance(module, nn.Linear)]
+        return [self.fuse, *layers, self.lm_head, *([self.correction.state] if self.correction else [])]
+
     def context_inputs(
         self, hidden_states: Float[Tensor, "*slots states"], tokens: Int[Tensor, "*context_inputs"]
     ) -> Float[Tensor, "*slots hidden"]:

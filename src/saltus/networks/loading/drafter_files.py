@@ -32,8 +32,10 @@ from saltus.networks.loading.metadata import (
     write_metadata,
 )
 from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
+from saltus.networks.loading.packing import pack_layers
 from saltus.networks.loading.published_circuits import is_published_circuit, load_published_circuit
 from saltus.networks.loading.published_drafters import check_drafted_tokens, place_like
+from saltus.networks.models.exact.packed_weight import uses_integers
 from saltus.networks.models.packed_decoder import check_layer_count
 from saltus.networks.shipped import SHIPPED
 
@@ -92,6 +94,9 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
     if is_dflash:
         return model
     model.auxiliary.float()  # faster on processors without bfloat16, and small
+    if not trainable and uses_integers(target):  # no token of a text depends on how its drafts round
+        pack_layers(model.products, "q8_0", "int8")
+        place_in_huge_pages(model)
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ def pack_model(model: Any, packing: str, folder: Path, arithmetic: Arithmetic = 
             weight = PackedWeight.from_blocks(blocks[name], format, arithmetic)
         layer.weight = nn.Parameter(weight, requires_grad=False)
     model.tie_weights()
+
+
+def pack_layers(layers: Iterable[Any], packing: str, arithmetic: Arithmetic) -> None:
+    """Replace the matrices of some linear layers by packed ones, where their rows are whole blocks."""
+    format = PACKINGS[packing]
+    for layer in layers:
+        if layer.weight.shape[1] % GGML_QUANT_SIZES[format][0] == 0:
+            weight = PackedWeight.from_blocks(quantized_blocks(layer.weight, format), format, arithmetic)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _packable_layers(model: Any, block: int) -> Iterator[tuple[str, Any]]:
