@@ -17,6 +17,7 @@ from saltus.engine.fim import find_fim_format
 from saltus.serving.answers import Answer
 from saltus.serving.error_answers import add_error_answers
 from saltus.serving.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys
+from saltus.serving.hosts import ANY_HOST
 from saltus.serving.infill import InfillRequest
 from saltus.serving.preparation import Prepare
 from saltus.serving.protocol import (
@@ -38,11 +39,12 @@ PAGE_HEADERS = {
 
 
 def make_app(
-    service: Service, api_keys: Sequence[str] = (), log_requests: bool = False, hosts: Collection[str] = ()
+    service: Service, api_keys: Sequence[str] = (), log_requests: bool = False, hosts: Collection[str] = (ANY_HOST,)
 ) -> FastAPI:
     """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log.
 
-    `hosts` are names of the server, besides localhost and addresses. Errors: ValueError for an empty key.
+    `hosts` are names of the server, besides localhost and addresses; the command `saltus serve` gives them. Errors:
+    ValueError for an empty key.
     """
     keys = checked_keys(api_keys)
 
