@@ -1,10 +1,11 @@
 // Vectors for products of interleaved integers with 8-bit activations: VECTOR_OUTPUTS outputs at a time, four inputs each.
-// Without them, integer_tile.inc goes one by one.
+// Without them integer_tile.inc goes one by one. MAX_HEIGHT is the number of rows whose sums fit into the registers.
 #pragma once
 #include "integer_weights.h"
 
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define VECTOR_OUTPUTS 16
+#define MAX_HEIGHT 8
 typedef __m512 some_floats;
 typedef __m512i some_integers;
 #define VECTOR(operation) _mm512_##operation
@@ -27,10 +28,66 @@ CONSTANT some_integers widen_signed_bytes(const uint8_t *p) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
 }
 #ifdef __AVXVNNI__
+#define MAX_HEIGHT 6
 CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) {
   return _mm256_dpbusd_avx_epi32(sum, w, x);
 }
 #else
+#define MAX_HEIGHT 4
 #define PAIRS_OF_PRODUCTS  // sums of two products in 16 bits, of which a few are added there
 #endif
+#elif defined __ARM_FEATURE_DOTPROD && defined __FLT16_MAX__
+#include <arm_neon.h>
+#define VECTOR_OUTPUTS 4
+#define MAX_HEIGHT 8
+#define SIGNED_WEIGHTS  // products of signed integers only; those of fewer than 8 bits are signed as well
+typedef float32x4_t some_floats;
+typedef int32x4_t some_integers;
+CONSTANT some_floats load_halves(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+CONSTANT some_integers widen_bytes(const uint8_t *p) { return (some_integers){p[0], p[1], p[2], p[3]}; }
+CONSTANT some_integers widen_signed_bytes(const uint8_t *p) {
+  return (some_integers){(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
+}
+CONSTANT some_integers dot(some_integers sum, some_integers w, some_integers x) {
+  return vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x));
+}
+#else
+#define MAX_HEIGHT 8
+#endif
+
+#ifdef VECTOR  // of x86
+CONSTANT some_integers load_bytes(const uint8_t *p) { return WHOLE(loadu)((const void *)p); }
+CONSTANT some_integers all_bytes(int x) { return VECTOR(set1_epi8)(x); }
+CONSTANT some_integers all_integers(int32_t x) { return VECTOR(set1_epi32)(x); }
+CONSTANT some_integers add_integers(some_integers a, some_integers b) { return VECTOR(add_epi32)(a, b); }
+CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return WHOLE(and)(a, b); }
+CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return WHOLE(or)(a, b); }
+CONSTANT some_integers other_bits(some_integers a, some_integers b) { return WHOLE(xor)(a, b); }
+// By n bits to the left, or −n to the right, across the bytes of a word of 16 bits.
+CONSTANT some_integers shifted(some_integers a, const int n) {
+  return n < 0 ? VECTOR(srli_epi16)(a, -n) : n ? VECTOR(slli_epi16)(a, n) : a;
+}
+CONSTANT some_floats all_floats(float x) { return VECTOR(set1_ps)(x); }
+CONSTANT some_floats to_floats(some_integers a) { return VECTOR(cvtepi32_ps)(a); }
+CONSTANT some_floats multiply(some_floats a, some_floats b) { return VECTOR(mul_ps)(a, b); }
+CONSTANT some_floats subtract(some_floats a, some_floats b) { return VECTOR(sub_ps)(a, b); }
+CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return VECTOR(fmadd_ps)(a, b, c); }
+CONSTANT void store_floats(float *p, some_floats a) { VECTOR(storeu_ps)(p, a); }
+#elif defined VECTOR_OUTPUTS  // of Arm
+CONSTANT some_integers load_bytes(const uint8_t *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+CONSTANT some_integers all_bytes(int x) { return vreinterpretq_s32_s8(vdupq_n_s8(x)); }
+CONSTANT some_integers all_integers(int32_t x) { return vdupq_n_s32(x); }
+CONSTANT some_integers add_integers(some_integers a, some_integers b) { return vaddq_s32(a, b); }
+CONSTANT some_integers bits_of_both(some_integers a, some_integers b) { return vandq_s32(a, b); }
+CONSTANT some_integers bits_of_either(some_integers a, some_integers b) { return vorrq_s32(a, b); }
+CONSTANT some_integers other_bits(some_integers a, some_integers b) { return veorq_s32(a, b); }
+CONSTANT some_integers shifted(some_integers a, const int n) {
+  return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(a), vdupq_n_s16(n)));
+}
+CONSTANT some_floats all_floats(float x) { return vdupq_n_f32(x); }
+CONSTANT some_floats to_floats(some_integers a) { return vcvtq_f32_s32(a); }
+CONSTANT some_floats multiply(some_floats a, some_floats b) { return vmulq_f32(a, b); }
+CONSTANT some_floats subtract(some_floats a, some_floats b) { return vsubq_f32(a, b); }
+CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return vfmaq_f32(c, a, b); }
+CONSTANT void store_floats(float *p, some_floats a) { vst1q_f32(p, a); }
 #endif

@@ -53,6 +53,11 @@ static inline unsigned flush_subnormals(void) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);
   return before;
+#elif defined __aarch64__
+  uint64_t before;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+  __asm__ volatile("msr fpcr, %0" : : "r"(before | 1 << 24));
+  return before;
 #else
   return 0;
 #endif
@@ -60,6 +65,8 @@ static inline unsigned flush_subnormals(void) {
 static inline void restore_subnormals(unsigned before) {
 #ifdef __SSE__
   _mm_setcsr(before);
+#elif defined __aarch64__
+  __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
 #endif
 }
 
