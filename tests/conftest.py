@@ -26,6 +26,8 @@ from transformers import (
     set_seed,
 )
 
+from saltus import native
+
 hypothesis.settings.register_profile("saltus", deadline=None)  # machines are busy; nothing is timed in tests
 hypothesis.settings.load_profile("saltus")
 
@@ -203,3 +205,15 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
         "mtpc": {"model": str(tiny_heads()), "least": 0.0},
         "assd": {"draft": "bigram"},
     }
+
+
+@pytest.fixture(params=native.INSTRUCTION_SETS)
+def instruction_set(request, monkeypatch):
+    """Kernels that are compiled for an instruction set, below this processor's own."""
+    needed = native.INSTRUCTION_SETS[request.param][1]
+    if needed not in native._processor_features().split():
+        pytest.skip(f"this processor lacks {needed}")
+    monkeypatch.setenv("SALTUS_ISA", request.param)
+    native.load_kernels.cache_clear()
+    yield request.param
+    native.load_kernels.cache_clear()

@@ -11,7 +11,7 @@ from reference_integer_products import product
 from saltus import native
 from saltus.networks.models.exact.batch_invariant_ops import linear
 from saltus.networks.models.exact.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
-from test_packed import INSTRUCTION_SETS, random_blocks, same_bits
+from test_packed import random_blocks, same_bits
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 each_format = pytest.mark.parametrize("format", INTEGER_FORMATS, ids=lambda format: format.name)
@@ -69,18 +69,10 @@ def test_what_is_not_finite_stays_so_and_in_its_row():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("march", INSTRUCTION_SETS)
-def test_kernels_of_other_processors_give_the_same_bits(march, monkeypatch):
-    if INSTRUCTION_SETS[march] not in native._processor_features():
-        pytest.skip(f"this processor lacks {INSTRUCTION_SETS[march]}")
-    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
-    monkeypatch.setattr(native, "COMPILER_FLAGS", flags)
-    native.load_kernels.cache_clear()
-    try:
-        for format in INTEGER_FORMATS:
-            check(format)
-    finally:
-        native.load_kernels.cache_clear()
+@pytest.mark.usefixtures("instruction_set")
+def test_kernels_of_other_processors_give_the_same_bits():
+    for format in INTEGER_FORMATS:
+        check(format)
 
 
 def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():

@@ -111,9 +111,6 @@ def test_what_a_model_is_stored_in_is_named_by_size():
     assert describe_weights(model) == "float32, Q4_1"
 
 
-INSTRUCTION_SETS = {"x86-64-v2": "sse4_2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw", "cooperlake": "avx512_bf16"}
-
-
 @needs_kernels
 def test_the_matrix_unit_is_used_where_it_may_be_and_can_be_turned_off(monkeypatch):
     """With and without it the sums differ in their order: by the rounding of float32, which bfloat16 mostly hides."""
@@ -132,19 +129,11 @@ def test_the_matrix_unit_is_used_where_it_may_be_and_can_be_turned_off(monkeypat
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("march", INSTRUCTION_SETS)
-def test_kernels_of_other_processors_expand_to_the_same_numbers(march, monkeypatch):
-    if INSTRUCTION_SETS[march] not in native._processor_features():
-        pytest.skip(f"this processor lacks {INSTRUCTION_SETS[march]}")
-    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
-    monkeypatch.setattr(native, "COMPILER_FLAGS", flags)
-    native.load_kernels.cache_clear()
-    try:
-        for format in PACKED_FORMATS:
-            check_expansion(format, 768)
-            check_products(format, 43)
-    finally:
-        native.load_kernels.cache_clear()
+@pytest.mark.usefixtures("instruction_set")
+def test_kernels_of_other_processors_expand_to_the_same_numbers():
+    for format in PACKED_FORMATS:
+        check_expansion(format, 768)
+        check_products(format, 43)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-15, 1e-19])  # the last has products and sums that are subnormal numbers

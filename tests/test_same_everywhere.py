@@ -20,7 +20,6 @@ from saltus.networks.loading.checkpoints import load_checkpoint
 from saltus.networks.models.exact.packed_weight import PackedWeight
 from saltus.networks.models.native_decoder import DecoderCall
 from test_gguf import tiny, write
-from test_packed import INSTRUCTION_SETS
 
 FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0]
 
@@ -41,24 +40,26 @@ def digest(file: Path) -> list[bytes]:
     return [*bits, logits.contiguous().view(torch.int16).numpy().tobytes()]
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def file_and_bits(request, tmp_path_factory):
+    """A packed model, and what the kernels of this processor compute."""
+    file = tmp_path_factory.mktemp("same") / "tiny.gguf"
+    write(tiny(request.param), file, FORMATS)
+    return file, digest(file)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_every_build_gives_the_same_bits(architecture, tmp_path, monkeypatch):
-    file = tmp_path / "tiny.gguf"
-    write(tiny(architecture), file, FORMATS)
-    expected = digest(file)
-    try:
-        for march, needed in INSTRUCTION_SETS.items():
-            if needed not in native._processor_features():
-                continue
-            flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
-            monkeypatch.setattr(native, "COMPILER_FLAGS", flags)
-            native.load_kernels.cache_clear()
-            assert digest(file) == expected, march
-            monkeypatch.undo()
-    finally:
-        native.load_kernels.cache_clear()
+def test_every_build_gives_the_same_bits(file_and_bits, instruction_set):
+    file, expected = file_and_bits
+    assert digest(file) == expected, instruction_set
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("sse9", "can be generic, avx2"), ("amx", "lacks amx_bf16")])
+def test_an_instruction_set_that_there_is_not_is_refused(name, complaint, monkeypatch):
+    monkeypatch.setenv("SALTUS_ISA", name)
+    with pytest.raises(ValueError, match=complaint):
+        native._compiler_flags("flags: sse4_2 avx2")
 
 
 # On Arm: a call is written down, made by an emulated processor, and compared

@@ -33,6 +33,15 @@ COMPILER_FLAGS = [
     "-fPIC",
     "-pthread",
 ]
+INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
+    "generic": (["-march=x86-64-v2"], "sse4_2"),
+    "avx2": (["-march=x86-64-v3"], "avx2"),
+    "avx-vnni": (["-march=x86-64-v3", "-mavxvnni"], "avx_vnni"),
+    "avx512": (["-march=x86-64-v4"], "avx512bw"),
+    "avx512-vnni": (["-march=x86-64-v4", "-mavx512vnni"], "avx512_vnni"),
+    "avx512-bf16": (["-march=cooperlake"], "avx512_bf16"),
+    "amx": (["-march=sapphirerapids"], "amx_bf16"),
+}
 MAX_WEIGHTS = 4  # of one call of linear, at most
 
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -179,7 +188,10 @@ class DraftPaths(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def load_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source."""
+    """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source.
+
+    SALTUS_ISA chooses an instruction set below the processor's own. Errors: ValueError for one that it lacks.
+    """
     if os.environ.get("SALTUS_NATIVE", "1") == "0":
         return None
     folder = files(__name__)
@@ -188,7 +200,7 @@ def load_kernels() -> ctypes.CDLL | None:
     compiler = next((path for name in named if (path := shutil.which(name))), None)
     features = _processor_features()
     flags = [
-        *COMPILER_FLAGS,
+        *_compiler_flags(features),
         *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),  # linear_tile_either.inc
         *(["-DAMX_PERMITTED"] if _request_amx(features) else []),  # linear_amx.inc
     ]
@@ -256,10 +268,26 @@ def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> st
         return str(error)
 
 
+def _compiler_flags(features: str) -> list[str]:
+    """Those of the processor's own instruction set, or of the one that SALTUS_ISA names."""
+    if not (chosen := os.environ.get("SALTUS_ISA")):
+        return COMPILER_FLAGS
+    if chosen not in INSTRUCTION_SETS:
+        raise ValueError(f"SALTUS_ISA is {chosen}, but can be {', '.join(INSTRUCTION_SETS)}, or unset")
+    named, needed = INSTRUCTION_SETS[chosen]
+    if needed not in features.split():
+        raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
+    return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
+
+
 def _request_amx(features: str) -> bool:
     """Ask Linux to let this process use the matrix unit (AMX), as each must before its first tile; True if it may."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    if "amx_bf16" not in features or os.environ.get("SALTUS_AMX", "1") == "0":
+    if (
+        "amx_bf16" not in features
+        or os.environ.get("SALTUS_AMX", "1") == "0"
+        or os.environ.get("SALTUS_ISA", "amx") != "amx"
+    ):
         return False
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
