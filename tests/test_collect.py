@@ -156,9 +156,7 @@ def test_a_folder_is_continued_with_the_same_settings_only(folder, tiny_folder, 
     assert "coupling gumbel, not probability" in refused(
         "-f", prompts_file, "-m", folder, "-n", 12, "--coupling", "probability"
     )
-    older = {name: value for name, value in json.loads(metadata.read_text()).items() if name != "coupling"}
-    metadata.write_text(json.dumps(older))  # a folder of an earlier version
-    collect("-f", prompts_file, "-m", folder, *out, "--coupling", "probability")
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "coupling": "probability"}))
     assert "temperatures [0.0, 0.7], not [0.5]" in refused("-f", prompts_file, "-m", folder, "-n", 12, "-t", 0.5)
     assert "other prompts" in refused("-f", prompts_file, "-m", folder, "-n", 12, "--limit", 2)
     assert "another model" in refused("-f", prompts_file, "-m", tiny_folder(1), "-n", 12)

@@ -474,15 +474,6 @@ def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told)
         new_head_model(replace(shape, own=False), tokens, target, seeded_generator(0, "begun"))
 
 
-def test_heads_that_were_saved_with_an_older_name_of_a_setting_load(tiny_folder, tmp_path):
-    own = saltus.load(str(tiny_folder()), "plain").network.model
-    save_drafter("heads", begun(own, "hmm", embeds_last_token=False), tmp_path, "tiny", own, {"steps": 0})
-    metadata = json.loads((tmp_path / "saltus.json").read_text())
-    metadata["shape"]["told"] = metadata["shape"].pop("embeds_last_token")
-    (tmp_path / "saltus.json").write_text(json.dumps(metadata))
-    assert not load_heads(tmp_path, own, "tiny").shape.embeds_last_token
-
-
 def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp_path):
     folder = tiny_folder()
     engine = saltus.load(str(folder), "plain")

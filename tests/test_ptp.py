@@ -259,17 +259,6 @@ def drafter(target: CausalNetwork, **changes) -> DraftNetwork:
     return DraftNetwork(model, target)
 
 
-def test_a_drafter_that_was_saved_with_older_names_of_settings_loads(tiny_drafter, tiny_folder):
-    own = saltus.load(str(tiny_folder()), "plain").network.model
-    folder = tiny_drafter(hidden_state_layers=(1, 2), reads_uniforms=False)
-    metadata = json.loads((folder / "saltus.json").read_text())
-    shape = metadata["shape"]
-    shape["taps"], shape["informed"] = shape.pop("hidden_state_layers"), shape.pop("reads_uniforms")
-    (folder / "saltus.json").write_text(json.dumps(metadata))
-    loaded = load_drafter(folder, own, "tiny").shape
-    assert (loaded.hidden_state_layers, loaded.reads_uniforms) == ((1, 2), False)
-
-
 def states(target: CausalNetwork, text: np.ndarray) -> torch.Tensor:
     """Of every token."""
     return target.forward([ForwardInputs(continuation(text, 2), output_hidden_states=True)], [target.new_kv_cache()])[

@@ -75,7 +75,7 @@ class HolePredictions:
     correction: PairwiseCorrection | None
     banned: np.ndarray  # tokens that are never drafted
     last_tokens: frozenset[int] = frozenset()  # tokens that end a hole: nothing is drafted after them
-    _uncorrected: dict[int, LikelyTokens] = field(default_factory=dict, init=False)
+    _without_correction: dict[int, LikelyTokens] = field(default_factory=dict, init=False)  # by position
 
     @property
     def num_positions(self) -> int:
@@ -98,11 +98,13 @@ class HolePredictions:
         return found.columns, found.logits, found.rest
 
     def _likely_tokens(self, position: int, path: Sequence[int]) -> LikelyTokens:
-        if self.correction is None and position in self._uncorrected:
-            return self._uncorrected[position]
+        if position in self._without_correction:
+            return self._without_correction[position]
         row = self.holes[position].corrected(self.correction, self.unknown[position], path)
         if len(self.banned):
             row = row.copy()
             row[self.banned[self.banned < len(row)]] = -np.inf
-        found = self._uncorrected[position] = likely_tokens(row)
+        found = likely_tokens(row)
+        if self.correction is None:
+            self._without_correction[position] = found
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +43,6 @@ class Ptp:
     choices: int = 3  # tokens offered for each position, at most
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
-    trained_coupling: Coupling = field(default="probability", init=False)  # under others queries have no uniforms
 
     def __post_init__(self) -> None:
         for name in ("length", "choices", "drafts"):
@@ -54,25 +53,39 @@ class Ptp:
     def draft_models(self) -> dict[str, str]:
         return {"ptp": f"drafter:{self.model}"}
 
-    def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Ptp | AdapterPtp:
+    def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> DrafterPtp | AdapterPtp:
         """The method for the model in its folder: an adapter is decoded with the queries that it was trained for."""
         coupling = training.get("coupling", "probability")
         if kind != "adapter":
-            made = replace(self)
-            object.__setattr__(made, "trained_coupling", coupling)
-            return made
+            return DrafterPtp(self, coupling)
         form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
         return AdapterPtp(
             self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling, self.drafts
         )
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        if self.drafts > 1:
-            raise ValueError(f"ptp: several drafts need an adapter, but {self.model} is a drafter; leave drafts out")
-        return HiddenStateDrafter(self.length, self._draft_calls(noise, sampling, rule))
+        return DrafterPtp(self).drafter(noise, sampling, rule)
+
+
+@dataclass(frozen=True)
+class DrafterPtp:
+    """`Ptp` with a drafter."""
+
+    options: Ptp
+    trained_coupling: Coupling = "probability"  # under others queries have no uniforms
+
+    @property
+    def draft_models(self) -> dict[str, str]:
+        return self.options.draft_models
+
+    def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
+        if self.options.drafts > 1:
+            name = self.options.model
+            raise ValueError(f"ptp: several drafts need an adapter, but {name} is a drafter; leave drafts out")
+        return HiddenStateDrafter(self.options.length, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
-        form = usable_form("one-hot", self.trained_coupling, sampling)
+        form, choices = usable_form("one-hot", self.trained_coupling, sampling), self.options.choices
 
         def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
@@ -83,10 +96,10 @@ class Ptp:
             outputs = yield inputs
             predictions = position_predictions(outputs)
             if rule is match and not sampling.greedy and not sampling.has_uniforms:
-                choose = Coupled(self.choices, sampling, noise, canvas.open_positions)
+                choose = Coupled(choices, sampling, noise, canvas.open_positions)
             else:
                 of_this_temperature = predictions.reads_uniforms or sampling.greedy
-                choose = Likeliest(self.choices, 1.0 if of_this_temperature else sampling.temperature)
+                choose = Likeliest(choices, 1.0 if of_this_temperature else sampling.temperature)
             text = canvas.decided_prefix[-2:].tolist()
             return likely_paths(predictions, text, choose, SOURCE)
 

@@ -19,13 +19,6 @@ from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 
 RECIPES_FOLDER = Path(__file__).parent / "recipes"
-RENAMED_SETTINGS = {
-    "lessons": "data", "forcing": "jacobi", "laws": "distillation_weight", "texts": "batch_size",
-    "windows": "windows_per_text", "placement": "uniform_beta", "greedy": "greedy_fraction", "slots": "max_length",
-    "held_out": "validation_fraction", "rate": "learning_rate", "warm_up": "warmup_steps", "clip": "max_grad_norm",
-    "every": "checkpoint_steps", "decay": "weight_decay", "optimiser": "optimizer", "half": "muon_bfloat16",
-    "taps": "hidden_state_layers", "informed": "reads_uniforms",
-}  # fmt: skip
 NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 
 
@@ -143,8 +136,5 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", 
 
 
 def _suggestion(name: str, known: Sequence[str], listed: Sequence[str] = ()) -> str:
-    renamed = ".".join(RENAMED_SETTINGS.get(part, part) for part in name.split("."))
-    if renamed != name:
-        return f"it is called {renamed} now"
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(listed or known)}"

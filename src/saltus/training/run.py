@@ -65,7 +65,7 @@ class TrainingRun(TrainingInputs):
         train_task(task, self.recipe.schedule, self.checkpoint_path, settings, on_checkpoint, on_step)
         state = load_checkpoint(self.checkpoint_path)
         assert state is not None
-        evaluations = state.get("evaluations", state.get("exams", []))  # "exams": in earlier versions
+        evaluations = state["evaluations"]
         last = evaluations[-1] if evaluations else {}
         metrics = {name: round(value, 3) for name, value in last.items() if name != "step" and value == value}
         minutes = round(state["seconds"] / 60, 1)

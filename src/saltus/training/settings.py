@@ -242,7 +242,7 @@ class Recipe:
     def identity(self) -> Mapping[str, Any]:
         """All settings that can change the result, as checkpoints and cards hold them."""
         omitted = ["about", "time", "chat_template", *(kind for kind in get_args(Kind) if kind != self.kind)]
-        if self.coupling == RECIPE_COUPLING:  # as in checkpoints that exist
+        if self.coupling == RECIPE_COUPLING:  # jacobi recipes name none: that of the texts counts
             omitted.append("coupling")
         if not self.truncation:
             omitted += ["top_k", "top_p"]

@@ -20,11 +20,10 @@ def render_markdown(results: Mapping[str, Any]) -> str:
 
 def _run_description(results: Mapping[str, Any]) -> Iterator[str]:
     model, suite, settings = results["model"], results["suite"], results["settings"]
-    coupling = f", coupling {settings['coupling']}" if "coupling" in settings else ""  # of older runs: probability
-    way = f"T = {settings['temperature']}, seed {settings['seed']}{coupling}" if settings["temperature"] else "greedy"
+    sampled = "T = {temperature}, seed {seed}, coupling {coupling}".format_map(settings)
+    way = sampled if settings["temperature"] else "greedy"
     turns = f" ({suite['turns']} turns)" if suite["turns"] != suite["tasks"] else ""
-    weights = model.get("weights", model["dtype"])
-    yield f"{model['name']} in {weights} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
+    yield f"{model['name']} in {model['weights']} on {suite['name']}: {suite['tasks']} tasks{turns}, {way}, at most"
     yield f"{settings['max_new_tokens']} new tokens, prefill included. In brackets: 95 % intervals."
     yield ""
 

@@ -18,7 +18,7 @@ from saltus.networks.adapters.uniform_embedding import KINDS, UniformEmbedding
 
 @dataclass(frozen=True)
 class GatedLoraSettings:
-    """The settings of a gated adapter, as in saltus.json; the names are kept for files that exist."""
+    """The settings of a gated adapter, as in saltus.json."""
 
     rank: int = 64
     alpha: float = 64.0  # the low-rank part is multiplied by alpha / rank

@@ -40,7 +40,7 @@ MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """The sizes of a drafter, as in saltus.json; the names are kept for files that exist."""
+    """The sizes of a drafter, as in saltus.json."""
 
     hidden: int  # the target's hidden size
     intermediate: int

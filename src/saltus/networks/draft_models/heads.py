@@ -31,7 +31,7 @@ CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btre
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes of heads, as in saltus.json; the names are kept for files that exist."""
+    """The sizes of heads, as in saltus.json."""
 
     hidden: int  # the target's hidden size
     circuit: str = "btree"  # ff, cp, hmm or btree

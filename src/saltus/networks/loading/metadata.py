@@ -34,7 +34,7 @@ class DrafterMetadata:
     kind: Kind
     target_name: str
     target_fingerprint: str | None  # None for a whole model, which needs no target
-    target_signs: str | None = None  # `embedding_signs` of the target; None in older files
+    target_signs: str | None = None  # `embedding_signs` of the target; None for a whole model
     settings: Mapping[str, Any] = field(default_factory=dict)  # of DrafterShape, HeadShape or GatedLoraSettings
     training: Mapping[str, Any] = field(default_factory=dict)  # how it was trained
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of each file of an adapter, by name
@@ -43,8 +43,8 @@ class DrafterMetadata:
 def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata:
     """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of a kind that is not expected.
 
-    The three layouts of the file have different keys, which are kept for files that exist: drafters and heads have
-    `kind`, adapters a `seal`, and models `trained_from`.
+    The three layouts of the file have different keys: drafters and heads have `kind`, adapters a `seal`, and models
+    `trained_from`.
     """
     file, what = folder / METADATA_FILE, expected or "drafter"
     cure = f"train it again with {TRAIN_COMMANDS[what]}"
@@ -74,19 +74,17 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
 def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
     """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong seal."""
     if (kind := data.get("kind")) in ("drafter", "heads"):
-        signs = data.get("signs")
-        shape = _renamed(data["shape"], "embeds_last_token" if kind == "heads" else "embeds_temperature")
-        return DrafterMetadata(kind, data["target"], data["fingerprint"], signs, shape, data.get("card", {}))
+        return DrafterMetadata(kind, data["target"], data["fingerprint"], data["signs"], data["shape"], data["card"])
     if "trained_from" in data:
         return DrafterMetadata("model", data["trained_from"], None, None, {}, data["training"])
     if "settings" not in data:
         return None
     if data.pop("seal") != _digest(data):
         raise KeyError("seal")
-    files, settings = data["files"], _renamed(data["settings"], "embeds_temperature")
     return DrafterMetadata(
-        "adapter", data["target_name"], data["target"], data.get("signs"), settings, data["training"], files
-    )
+        "adapter", data["target_name"], data["target"], data["signs"], data["settings"], data["training"],
+        data["files"],
+    )  # fmt: skip
 
 
 def _check_types(metadata: DrafterMetadata) -> None:
@@ -95,12 +93,6 @@ def _check_types(metadata: DrafterMetadata) -> None:
     texts = metadata.target_name, metadata.target_fingerprint or "", metadata.target_signs or ""
     if not all(isinstance(table, dict) for table in tables) or not all(isinstance(text, str) for text in texts):
         raise TypeError("a field is of another type")
-
-
-def _renamed(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """With today's names of settings that files of earlier versions call otherwise; `told` has become `name`."""
-    names = {"told": name, "taps": "hidden_state_layers", "informed": "reads_uniforms"}
-    return {names.get(key, key): value for key, value in settings.items()}
 
 
 def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:

@@ -138,8 +138,7 @@ class AnySubsetNetwork(CausalNetwork):
         yield _Chunk(sequence, tokens, rows, len(queries), inputs.output_hidden_states)
 
 
-# Names in the file, in the order of the fields; they are kept for files that exist.
-LINK_TENSORS = ("left", "before", "right", "told")
+CORRECTION_TENSORS = ("left", "second_left", "right", "gate")  # fields of `PairwiseCorrection`, and names in its file
 
 
 def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) -> PairwiseCorrection | None:
@@ -151,7 +150,7 @@ def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) ->
         return None
     try:
         found = load_file(folder / PAIRWISE_CORRECTION_FILE)
-        left, second_left, right, gate = (found[name].float().numpy() for name in LINK_TENSORS)
+        left, second_left, right, gate = (found[name].float().numpy() for name in CORRECTION_TENSORS)
         correction = PairwiseCorrection(left, second_left, right, gate)
         _, rank = correction.left.shape
     except (SafetensorError, KeyError, ValueError) as error:
@@ -168,7 +167,7 @@ def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) ->
 
 def save_pairwise_correction(correction: PairwiseCorrection, folder: Path) -> None:
     """Save in bfloat16, beside the model's weights."""
-    tables = zip(LINK_TENSORS, correction.tables, strict=True)
+    tables = zip(CORRECTION_TENSORS, correction.tables, strict=True)
     save_file({name: torch.from_numpy(table).bfloat16() for name, table in tables}, folder / PAIRWISE_CORRECTION_FILE)
 
 

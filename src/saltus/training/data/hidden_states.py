@@ -57,9 +57,9 @@ def collect_hidden_states(
     """
     metadata = {
         "target": model_fingerprint(network.model),
-        "taps": list(network.hidden_state_layers),
+        "hidden_state_layers": list(network.hidden_state_layers),
         "temperatures": list(temperatures),
-        **coupling_metadata(coupling),
+        "coupling": coupling,
         **truncation_metadata(truncation),
     }
     yield from write_shards(
@@ -71,13 +71,8 @@ def collect_hidden_states(
     )
 
 
-def coupling_metadata(coupling: Coupling) -> dict[str, str]:
-    """The coupling of uniform intervals in the metadata of shards: none for `probability`, as in older ones."""
-    return {} if coupling == "probability" else {"coupling": coupling}
-
-
 def truncation_metadata(truncation: Truncation | None) -> dict[str, Any]:
-    """Top-k and top-p of uniform intervals in the metadata of shards: none where nothing is cut, as in older ones."""
+    """Top-k and top-p of uniform intervals in the metadata of shards: none where nothing is cut."""
     return asdict(truncation) if truncation else {}
 
 
@@ -100,7 +95,7 @@ def write_shards(
             continue
         file = folder / f"{number:05d}.safetensors"
         part = samples[start : start + TEXTS_PER_SHARD]
-        shard_metadata = {"papers": json.dumps(metadata | {"texts": _texts_digest(part)})}
+        shard_metadata = {"metadata": json.dumps(metadata | {"texts": _texts_digest(part)})}
         if file.exists():
             if _read_metadata(file) != shard_metadata:
                 raise ValueError(
@@ -208,12 +203,13 @@ class HiddenStateCorpus:
 
 def load_hidden_states(folder: Path) -> HiddenStateCorpus:
     """States stay in their files until they are used. Errors: ValueError without shards, or for a damaged one."""
-    # the key "taps" is kept for shards that exist
-    shards, texts, metadata = load_shards(folder, ("target", "taps", "temperatures", "coupling", "top_k", "top_p"))
+    shards, texts, metadata = load_shards(
+        folder, ("target", "hidden_state_layers", "temperatures", "coupling", "top_k", "top_p")
+    )
     return HiddenStateCorpus(
         shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
-        tuple(metadata["temperatures"]), tuple(metadata["taps"]), metadata["target"],
-        metadata.get("coupling", "probability"),
+        tuple(metadata["temperatures"]), tuple(metadata["hidden_state_layers"]), metadata["target"],
+        metadata["coupling"],
     )  # fmt: skip
 
 
@@ -225,8 +221,7 @@ def load_shards(folder: Path, same_keys: Sequence[str]) -> tuple[dict[str, Any],
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no shards of states; collect them first")
-    # the key "papers" is kept for shards that exist
-    metadata = [json.loads(_read_metadata(file)["papers"]) for file in files]
+    metadata = [json.loads(_read_metadata(file)["metadata"]) for file in files]
     for file, one in zip(files, metadata, strict=True):
         if any(one.get(name) != metadata[0].get(name) for name in same_keys):
             raise ValueError(f"{file} holds states of another model than {files[0]}; keep them in folders of their own")

@@ -21,7 +21,6 @@ from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
 
 METADATA_FILE = "collect.json"
-OLD_COUPLING: Coupling = "probability"  # of folders whose metadata names none
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class CollectionPlan:
         return [(text // kinds, self.temperatures[text % kinds]) for text in here]
 
     def metadata(self, engine: Engine) -> dict[str, Any]:
-        """The metadata of a folder of these texts, written by an engine. The keys are kept for folders that exist."""
+        """The metadata of a folder of these texts, written by an engine."""
         model = engine.network.model
         return {
             "model": engine.target.name,
@@ -142,8 +141,6 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
             folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
         )
     found = read_metadata(folder)
-    if "fingerprint" in found:  # an engine wrote it
-        found = {"coupling": OLD_COUPLING, **found}
     names = [name for name in {**metadata, **found} if name != "model"]
     differs = next((name for name in names if found.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):

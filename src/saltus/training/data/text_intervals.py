@@ -16,7 +16,6 @@ from saltus.core.sampling import Coupling
 from saltus.networks.loading.model_identity import model_fingerprint
 from saltus.training.data.hidden_states import (
     Sample,
-    coupling_metadata,
     load_shards,
     truncation_metadata,
     write_shards,
@@ -56,7 +55,7 @@ def collect_uniform_intervals(
     """
     prepare_model(model)
     metadata = {"target": model_fingerprint(model), "temperatures": list(temperatures), "max_length": max_length}
-    metadata |= coupling_metadata(coupling) | truncation_metadata(truncation)
+    metadata |= {"coupling": coupling} | truncation_metadata(truncation)
     yield from write_shards(
         samples,
         folder,
@@ -74,7 +73,7 @@ def load_uniform_intervals(folder: Path) -> TextCorpus:
     )
     return TextCorpus(
         shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
-        metadata.get("coupling", "probability"),
+        metadata["coupling"],
     )  # fmt: skip
 
 

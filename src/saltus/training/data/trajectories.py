@@ -10,7 +10,7 @@ from pathlib import Path
 
 from saltus.core.sampling import Coupling
 from saltus.training.data.hidden_states import Sample
-from saltus.training.data.teacher_texts import OLD_COUPLING, read_metadata, read_rows, shard_paths
+from saltus.training.data.teacher_texts import read_metadata, read_rows, shard_paths
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Trajectory(Sample):
     block_size: int
     seed: int  # of the random numbers that picked the text
     calls: Sequence[Sequence[int]]
-    coupling: Coupling = OLD_COUPLING
+    coupling: Coupling = "probability"
 
     def iterates_by_block(self) -> list[list[list[int]]]:
         """The iterates of each block, in order; the last one is the text. They are truncated at the text's end."""
@@ -46,7 +46,7 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     metadata = read_metadata(folder)
     if not metadata.get("block"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
-    found, coupling = [], metadata.get("coupling", OLD_COUPLING)
+    found, coupling = [], metadata["coupling"]
     for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])

@@ -95,7 +95,7 @@ def train(
         for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, seconds, curve = state["step"], state["seconds"], state["curve"]
-        evaluations = state.get("evaluations", state.get("exams", []))
+        evaluations = state["evaluations"]
     if float(processes.average(torch.tensor(float(step)))) != step:
         raise ValueError(f"only some processes find {checkpoint_path}; all machines must share its disk")
     began, saved, total = time.perf_counter() - seconds, step, 0.0

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.drafting.token_correction import PairwiseCorrection
-from saltus.networks.models.any_subset import LINK_TENSORS, save_pairwise_correction
+from saltus.networks.models.any_subset import CORRECTION_TENSORS, save_pairwise_correction
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.tasks.any_subset import AnySubsetTrainingTask, lattice_ranks
 from saltus.training.tasks.training_task import TrainingTask
@@ -29,9 +29,9 @@ class PairwiseCorrectionModel(nn.Module):
         self.left = nn.Parameter(
             torch.from_numpy(seeded_generator(seed, "links").normal(0, 0.02, (vocab, rank))).float()
         )
-        self.before = nn.Parameter(torch.zeros(vocab, rank))
+        self.second_left = nn.Parameter(torch.zeros(vocab, rank))
         self.right = nn.Parameter(torch.zeros(vocab, rank))
-        self.told = nn.Parameter(torch.zeros(hidden, rank + 1))
+        self.gate = nn.Parameter(torch.zeros(hidden, rank + 1))
 
     def forward(
         self,
@@ -41,12 +41,12 @@ class PairwiseCorrectionModel(nn.Module):
         second_left: Int[Tensor, "rows"],
     ) -> Float[Tensor, "rows vocab"]:
         """Logits after these two tokens, as `PairwiseCorrection` computes them; second_left −1: it was known."""
-        weights = 1 + hidden_states @ self.told
-        second = torch.where(second_left[:, None] >= 0, self.before[second_left.clamp_min(0)], 0.0)
+        weights = 1 + hidden_states @ self.gate
+        second = torch.where(second_left[:, None] >= 0, self.second_left[second_left.clamp_min(0)], 0.0)
         return logits * weights[:, -1:] + ((self.left[left] + second) * weights[:, :-1]) @ self.right.T
 
     def correction(self) -> PairwiseCorrection:
-        return PairwiseCorrection(*(getattr(self, name).detach().cpu().numpy() for name in LINK_TENSORS))
+        return PairwiseCorrection(*(getattr(self, name).detach().cpu().numpy() for name in CORRECTION_TENSORS))
 
 
 @dataclass(eq=False)
