@@ -486,7 +486,7 @@ def test_other_models_say_nothing_of_a_text():
 
 def test_the_code_model_that_comes_with_saltus_fills_a_line_in_packed_weights():
     engine = saltus.load("code", "assd", tuned_settings=False)
-    assert describe_weights(engine.network.model) == "Q8_0"
+    assert describe_weights(engine.network.model) == "Q8_0, int8 activations"
     assert engine.network.pairwise_correction is not None
     text = "def total(prices):\n    result = 0\n    for price in prices:\n[[…]]\n    return result\n"
     filled = engine.infill(text)
@@ -595,7 +595,10 @@ def test_a_model_with_packed_weights_fills_holes_as_its_expanded_numbers_do(tmp_
     byte_tokenizer().save_pretrained(folder)
     store_as_gguf(folder, "q8_0")
     assert not (folder / "model.safetensors").exists()
-    packed, expanded = (saltus.load(str(folder), "assd", weights=weights) for weights in ("file", "bf16"))
+    packed, expanded, integers = (
+        saltus.load(str(folder), "assd", weights=weights, arithmetic=arithmetic)
+        for weights, arithmetic in (("file", "bf16"), ("bf16", "auto"), ("file", "int8"))
+    )
     original = model.state_dict()
     for name, weight in expanded.network.model.state_dict().items():
         expected, format = original[name], PACKINGS["q8_0"]
@@ -603,10 +606,10 @@ def test_a_model_with_packed_weights_fills_holes_as_its_expanded_numbers_do(tmp_
         assert weight.equal(expected.to(weight.dtype)), name
     found = [
         engine.infill("the [[8]] sat [[…]] on [[3]].", temperature=1.0, seed=4, method=method).text
-        for engine in (packed, expanded)
+        for engine in (packed, expanded, integers)
         for method in ("assd", "plain")
     ]
-    assert len(set(found)) == 1
+    assert len(set(found[:4])) == len(set(found[4:])) == 1
     remove_gguf(folder)
     with pytest.raises(ValueError, match="no weights"):
         saltus.load(str(folder))

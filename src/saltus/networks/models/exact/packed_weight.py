@@ -190,13 +190,15 @@ def kernel_arguments(weight: Tensor) -> tuple[int, int]:
 
 
 def describe_weights(model: Any) -> str:
-    """How a model's matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0 by int8"."""
+    """How a model's matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0, int8 activations"."""
     sizes: dict[str, int] = {}
     for weight in model.parameters():
         if weight.ndim >= 2:
             name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
             sizes[name] = sizes.get(name, 0) + weight.nbytes
-    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (" by int8" if uses_integers(model) else "")
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (
+        ", int8 activations" if uses_integers(model) else ""
+    )
 
 
 def uses_integers(model: Any) -> bool:
