@@ -190,7 +190,7 @@ def kernel_arguments(weight: Tensor) -> tuple[int, int]:
 
 
 def describe_weights(model: Any) -> str:
-    """How a model's matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0, int8 activations"."""
+    """How matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0, int8 activations"."""
     sizes: dict[str, int] = {}
     for weight in model.parameters():
         if weight.ndim >= 2:
