@@ -246,7 +246,7 @@ def test_a_side_that_does_not_tell_its_calls_has_none():
     records = invented(2.0)
     for record in records:
         if record["system"] == "fast":
-            record |= {"calls": None, "kind": "peer"}
+            record |= {"calls": None, "kind": "baseline"}
     told = aggregate_records(records)["fast"]
     assert told["speedup"] > 1.5
     assert told["calls"] is told["tokens_per_call"] is told["ms_per_call"] is told["acceptance_by_position"] is None
@@ -330,7 +330,7 @@ def asked(tiny_folder, tmp_path) -> list[object]:
 @pytest.mark.slow
 def test_bench_writes_all_that_it_promises(asked, tmp_path):
     out = tmp_path / "out"
-    shown = saltus_(*asked, "--out", out, "--peers", "transformers").stdout
+    shown = saltus_(*asked, "--out", out, "--baselines", "transformers").stdout
     assert all(name in shown for name in ("plain", "lookup", "transformers", "3 of 3", "ROUGE-L"))
     names = {path.name for path in out.iterdir()}
     assert {
@@ -399,8 +399,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--suite", "humanevil"], "did you mean humaneval"),
         (["--suite", "prompts"], "prompts:FILE"),
         (["--suite", "gsm8k:nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["--peers", "vllm"], "servers by --endpoint"),
-        (["--peers", "transformers-assistant"], "--assistant MODEL"),
+        (["--baselines", "vllm"], "servers by --endpoint"),
+        (["--baselines", "transformers-assistant"], "--assistant MODEL"),
         (["-t", "-1"], "temperature"),
     ],
 )

@@ -136,7 +136,8 @@ def test_the_examples_in_the_help_use_options_that_exist(name):
     for command, rest in examples:
         if COMMANDS[command].context_settings.get("ignore_unknown_options"):
             continue  # its options are another program's
-        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        parameters = COMMANDS[command].params
+        known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
         assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest)) <= known
 
 
@@ -414,10 +415,10 @@ def test_a_flip_in_a_later_turn_counts_the_tokens_of_the_turns_before(engine, fo
     assert flip["position"] == before + 3
 
 
-def test_free_shapes_load_the_model_without_equal_rounding(folder, monkeypatch):
+def test_without_batch_invariance_the_model_is_loaded_without_equal_rounding(folder, monkeypatch):
     inputs = {}
     monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **settings: inputs.update(settings) or exit(0))
-    saltus_("check", "-m", folder, "--free-shapes")
+    saltus_("check", "-m", folder, "--no-batch-invariant")
     assert inputs["exact"] is False
     saltus_("check", "-m", folder)
     assert inputs["exact"] is True

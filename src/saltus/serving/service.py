@@ -50,11 +50,11 @@ class Service:
         engine: Engine,
         name: str,
         limits: Limits,
-        remember_bytes: int = 0,
+        ngram_cache_bytes: int = 0,
         learner: Learner | None = None,
     ) -> None:
         self.engine, self.name = engine, name
-        self.memories = AnswerMemories(remember_bytes) if remember_bytes else None  # of earlier answers, by API key
+        self.memories = AnswerMemories(ngram_cache_bytes) if ngram_cache_bytes else None  # by API key
         self.batcher = Batcher(engine, limits)
         self.metrics = ServerMetrics(name, self.batcher)
         self.started = int(time.time())
