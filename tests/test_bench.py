@@ -422,7 +422,7 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
 
 
 def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(tiny_folder):
-    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.longest=5", "--json"
+    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.max_ngram_size=5", "--json"
     ran = saltus_("bench", "-m", tiny_folder(), *given)
     assert "auto is lookup here" in ran.stderr
     assert set(json.loads(ran.stdout)["methods"]) == {"plain", "auto", "lookup"}

@@ -76,7 +76,8 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     assert (without.method, set(without.decoder.setups)) == ("lookup", {"lookup"})
     drafter = tiny_drafter()
     assert (
-        saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"longest": 5}}).method == "ptp+lookup"
+        saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"max_ngram_size": 5}}).method
+        == "ptp+lookup"
     )
     monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: drafter)
     monkeypatch.setattr("saltus.networks.loading.target_drafters.find_shipped", lambda kind, target: drafter)
