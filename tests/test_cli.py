@@ -499,7 +499,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--method", "lookup+"], "there are"),
         (["a", "--option", "lookup.max_ngram_siz=5"], "did you mean lookup.max_ngram_size?"),
         (["a", "--option", "jacobi.block=5"], "the method is auto"),
-        (["a", "--option", "assd.lenth=5"], "did you mean assd.length?"),
+        (["a", "--option", "assd.num_draft_token=5"], "did you mean assd.num_draft_tokens?"),
         (["a", "--option", "lookup.max_ngram_size=five"], "'five' is not a whole number"),
         (["a", "--option", "max_ngram_size=5"], "write METHOD.FIELD=VALUE"),
         (["a", "--option", "lookup.max_ngram_size=0"], "must be 1 or more"),
@@ -640,7 +640,7 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
 
 
 def test_options_of_all_that_auto_may_choose_are_accepted(folder):
-    for option in ("assd.draft=bigram", "lookup.max_ngram_size=4", "ptp.length=4"):
+    for option in ("assd.draft=bigram", "lookup.max_ngram_size=4", "ptp.num_draft_tokens=4"):
         saltus_("generate", PROMPT, "-m", folder, "-n", 2, "--option", option)
 
 

@@ -39,7 +39,7 @@ class Lookup:
 
     max_ngram_size: int = 64  # longer repeats count like this length
     max_matches: int = 32  # latest occurrences that are used, of each n-gram
-    num_draft_tokens: int = 31  # draft tokens offered, at most
+    num_draft_tokens: int = 31  # of a tree, at most
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
