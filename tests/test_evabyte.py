@@ -56,7 +56,7 @@ def network(request, folder, monkeypatch) -> EvaByteNetwork:
         monkeypatch.setattr(native, "load_kernels", lambda: None)
     found = load_checkpoint(str(folder()), "cpu").network
     assert isinstance(found, EvaByteNetwork)
-    assert found.compute_path == {"kernels": "lean", "torch": "torch"}[request.param]
+    assert found.compute_path == {"kernels": "native", "torch": "torch"}[request.param]
     return found
 
 

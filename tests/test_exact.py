@@ -111,14 +111,14 @@ def test_the_default_models_logits_do_not_depend_on_a_batch_or_its_extents(netwo
 @pytest.mark.model
 @torch.inference_mode()
 def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_forward(network, tokens, model_folder):
-    """Run lean and through Transformers' layers, against the same weights in float32."""
+    """Run natively and through Transformers' layers, against the same weights in float32."""
     assert network.native_decoder is not None
     ways = [chain(network, tokens[:60]).float()]
-    lean, network.native_decoder = network.native_decoder, None
+    native_decoder, network.native_decoder = network.native_decoder, None
     try:
         ways.append(chain(network, tokens[:60]).float())
     finally:
-        network.native_decoder = lean
+        network.native_decoder = native_decoder
     rows = torch.tensor(tokens[None, :60])
     own = load_model("the default model", model_folder, network.model.dtype, weights="bf16")
     theirs = own(rows).logits[0].float()

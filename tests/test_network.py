@@ -15,7 +15,7 @@ from saltus.networks.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNe
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
-LEAN = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+NATIVE = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 LENGTH = 40
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -59,7 +59,7 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     assert errors.max() < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", NATIVE)
 def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
     model, tokens = tiny(name).to(torch.float16), text(LENGTH)
     own = own_logits(model, tokens)

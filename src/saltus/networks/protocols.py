@@ -18,8 +18,8 @@ class TargetNetwork(Network, Protocol):
     accepts_drafters: bool  # True: it satisfies DrafterHost
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
-        """What evaluates a call: our kernels ("lean" in results), fixed shapes, Transformers' code, or torch."""
+    def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
+        """What evaluates a call: our kernels ("native"), fixed shapes, Transformers' code, or torch."""
         ...
 
     @property

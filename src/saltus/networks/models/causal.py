@@ -101,11 +101,11 @@ class CausalNetwork:
     accepts_drafters = True
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
+    def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
         """See TargetNetwork."""
         runner = self.fixed_shape_runner
         if self.native_decoder is not None or (runner is not None and runner.active_decoder is not None):
-            return "lean"
+            return "native"
         return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
 
     @property

@@ -44,9 +44,9 @@ class EvaByteNetwork(CausalNetwork):
             self.native_decoder = TorchDecoder(self.model)
 
     @property
-    def compute_path(self) -> Literal["lean", "torch"]:
+    def compute_path(self) -> Literal["native", "torch"]:
         """See TargetNetwork."""
-        return "lean" if isinstance(self.native_decoder, NativeDecoder) else "torch"
+        return "native" if isinstance(self.native_decoder, NativeDecoder) else "torch"
 
     def new_kv_cache(self) -> EvaKVCache:
         return EvaKVCache(window=self.summaries.window, slots_per_window=self.summaries.per_window)
