@@ -12,7 +12,7 @@ from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.engine.text_bounds import require_fits
 from saltus.serving.answers import Answer, Backend
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.serving.errors import ApiError
 from saltus.serving.infill import InfillAnswer, InfillRequest
@@ -55,7 +55,7 @@ class Service:
     ) -> None:
         self.engine, self.name = engine, name
         self.memories = AnswerMemories(ngram_cache_bytes) if ngram_cache_bytes else None  # by API key
-        self.batcher = Batcher(engine, limits)
+        self.batcher = EngineThread(engine, limits)
         self.metrics = ServerMetrics(name, self.batcher)
         self.started = int(time.time())
         self.backend = Backend(name, engine.tokenizer, self.batcher, self.metrics)
