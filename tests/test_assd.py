@@ -176,7 +176,7 @@ def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dic
 
 @pytest.mark.parametrize("free", [False, True], ids=["exact", "free"])
 def test_texts_in_a_batch_are_those_alone(free: bool):
-    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), free_shapes=free)
+    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), batch_invariant=not free)
     canvases = [text_with_holes(seed=seed, length=30 + 7 * seed) for seed in range(3)]
     kv_caches = [network.new_kv_cache() for _ in canvases]
     batch = [

@@ -27,10 +27,10 @@ def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtype):
+def test_without_batch_invariance_there_are_the_differences_that_ours_do_not_have(name, dtype):
     """The same weights, the library's products and attention: wide calls round otherwise than narrow ones."""
     tokens = text(200)
-    ours, free = (CausalNetwork(tiny(name).to(dtype), free_shapes=free) for free in (False, True))
+    ours, free = (CausalNetwork(tiny(name).to(dtype), batch_invariant=exact) for exact in (True, False))
     one, eight = (by_width(ours, tokens, 40, width) for width in (1, 8))
     assert torch.equal(one, eight)
     one, eight = (by_width(free, tokens, 40, width) for width in (1, 8))

@@ -189,10 +189,10 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
-def test_free_shapes_give_the_same_logits_but_for_rounding(name):
+def test_without_batch_invariance_there_are_the_same_logits_but_for_rounding(name):
     model, tokens = tiny(name), text(LENGTH)
     own = own_logits(model, tokens)
-    assert off(chain(CausalNetwork(model, free_shapes=True), tokens), own).max() < BOUNDS[torch.float32]
+    assert off(chain(CausalNetwork(model, batch_invariant=False), tokens), own).max() < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])
