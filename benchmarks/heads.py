@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--rules", nargs="+", default=["match"], help="match, reject")
-    parser.add_argument("--least", type=float, default=0.0, help="mtpc.least")
+    parser.add_argument("--min-probability", type=float, default=0.0, help="mtpc.min_probability")
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path)
@@ -88,7 +88,7 @@ def main() -> None:
     engines = {}
     for rule in chosen.rules:
         for folder in chosen.heads:
-            options = {"mtpc": {"model": str(folder), "least": chosen.least, "choices": 1}}  # a chain
+            options = {"mtpc": {"model": str(folder), "min_probability": chosen.min_probability, "top_k": 1}}  # a chain
             made = plain.copy_with(rule=rule, options=options, adaptive=chosen.adaptive)  # one model in memory
             engines[rule, folder.name] = replace(made, method="mtpc")
     prompts = [inputs.preview for inputs in read_prompts([], chosen.prompts, chosen.limit)]

@@ -245,10 +245,10 @@ def main() -> None:
         ways["no cache"] = engine.copy_with()
     for length in () if given.by_default else given.lengths:
         for name, options in (
-            (f"Algorithm 1, k = {length}", {"length": length, "two_calls": True}),
-            (f"one call, k = {length}", {"length": length}),
-            (f"{WITHOUT_LINKS}, k = {length}", {"length": length}),
-            (f"Algorithm 2 (bigram), k = {length}", {"length": length, "draft": "bigram"}),
+            (f"Algorithm 1, k = {length}", {"num_draft_tokens": length, "two_calls": True}),
+            (f"one call, k = {length}", {"num_draft_tokens": length}),
+            (f"{WITHOUT_LINKS}, k = {length}", {"num_draft_tokens": length}),
+            (f"Algorithm 2 (bigram), k = {length}", {"num_draft_tokens": length, "draft": "bigram"}),
         ):
             own = engine.copy_with(options={"assd": options}, budget=length, adaptive=False)
             ways[name] = own

@@ -1,10 +1,10 @@
-"""How much faster does a server answer questions that it was asked before, slightly edited, with `--remember`?
+"""How much faster does a server answer questions that it was asked before, slightly edited, with `--ngram-cache`?
 
     python benchmarks/repeated_questions.py --prompts spec_bench.jsonl --every 15
 
-Two servers of Saltus take turns, one with `--remember 64MB`: each is asked all questions, and then each question with
-an edit, and asked the edited questions once more. The texts of both must be the same. Tokens a second of one client,
-prefill included, and for the edited questions by how much of the answer stayed (difflib's ratio of its words).
+Two servers of Saltus take turns, one with `--ngram-cache 64MB`: each is asked all questions, and then each question
+with an edit, and asked the edited questions once more. The texts of both must be the same. Tokens a second of one
+client, prefill included, and for the edited questions by how much of the answer stayed (difflib's ratio of its words).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prompt_options import add_prompt_options, first_turns
 from serve_load import ask, own_server
 
 EDITS = (lambda text: f"{text} Thank you.", lambda text: f"Hello. {text}", lambda text: text.replace(".", " .", 1))
-SERVERS = {"with": ("--remember", "64MB"), "without": ()}
+SERVERS = {"with": ("--ngram-cache", "64MB"), "without": ()}
 
 
 def main() -> None:

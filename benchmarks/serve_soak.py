@@ -171,7 +171,7 @@ def main() -> None:
     options.add_argument("--method", default="auto")
     args = options.parse_args()
     good = good_requests([one for one in first_turns(options, args) if isinstance(one, str)], args.max_new_tokens)
-    more = ["--max-queue", str(args.max_queue), "--remember", "8MB", "--kv-memory", "0.5"]
+    more = ["--max-queue", str(args.max_queue), "--ngram-cache", "8MB", "--kv-memory", "0.5"]
     with own_server(args.method, args.model, args.max_batch, more) as url:
         with httpx.Client(timeout=600) as http:
             expected = {}

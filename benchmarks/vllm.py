@@ -39,7 +39,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
 }
 DRAFTER_SYSTEMS: dict[str, dict[str, Any] | None] = {
     "vllm dflash": {"method": "dflash"},
-    "saltus dflash chains": {"method": "ptp", "choices": 1, "adaptive": False},
+    "saltus dflash chains": {"method": "ptp", "top_k": 1, "adaptive": False},
     "saltus dflash+lookup": {"method": "ptp+lookup"},
 }
 """With --drafter, which all of them use; chains have `--draft-tokens` tokens, as vLLM's have."""
@@ -70,12 +70,12 @@ def vllm_decoder(arguments: argparse.Namespace, speculative: dict[str, Any] | No
     return decode
 
 
-def saltus_decoder(arguments: argparse.Namespace, method: str, choices: int | None = None, adaptive: bool = True):
+def saltus_decoder(arguments: argparse.Namespace, method: str, top_k: int | None = None, adaptive: bool = True):
     import saltus
 
     options: dict[str, dict[str, Any]] = {}
     if method.startswith("ptp"):
-        options["ptp"] = {"model": str(arguments.drafter), **({} if choices is None else {"choices": choices})}
+        options["ptp"] = {"model": str(arguments.drafter), **({} if top_k is None else {"top_k": top_k})}
     budget = None if adaptive else arguments.draft_tokens
     engine = saltus.load(arguments.model, method, options=options, adaptive=adaptive, budget=budget)
 

@@ -10,14 +10,14 @@ from saltus.methods import available_methods
 
 @dataclass(frozen=True)
 class Echo:
-    """Draft the last `length` tokens once more."""
+    """Draft the last `num_draft_tokens` tokens once more."""
 
-    length: int = 4
+    num_draft_tokens: int = 4
     draft_models: dict[str, str] = field(default_factory=dict, init=False)  # no draft models
 
     def drafter(self, noise, sampling, rule):
         def draft(canvas, last, room):
-            tokens = canvas.decided_prefix[-self.length :][:room].tolist()
+            tokens = canvas.decided_prefix[-self.num_draft_tokens :][:room].tolist()
             return [Branch(tokens, [0.5] * len(tokens), source="echo")]
 
         return draft
@@ -29,7 +29,7 @@ parser.add_argument("--max-new-tokens", type=int, default=32)
 given = parser.parse_args()
 
 available_methods()["echo"] = Echo  # a package registers it by an entry point of the group saltus.methods
-engine = saltus.load(given.model, method="echo", options={"echo": {"length": 2}})
+engine = saltus.load(given.model, method="echo", options={"echo": {"num_draft_tokens": 2}})
 prompt, settings = "Say tick tock ten times.", {"max_new_tokens": given.max_new_tokens}
 answer = engine.generate(prompt, **settings)
 print(answer.text)

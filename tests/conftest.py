@@ -202,7 +202,7 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
     return {
         "small_model": {"model": str(tiny_folder(seed=1))},
         "ptp": {"model": str(tiny_drafter())},
-        "mtpc": {"model": str(tiny_heads()), "least": 0.0},
+        "mtpc": {"model": str(tiny_heads()), "min_probability": 0.0},
         "assd": {"draft": "bigram"},
     }
 

@@ -28,7 +28,7 @@ SYSTEMS = {"plain": 0.0, "lookup": 0.45, "jacobi": 0.2, "jacobi+lookup": 0.5, "t
 def invented_records(
     tasks: int = 8, categories: tuple[str, ...] = CATEGORIES, systems: dict[str, float | None] | None = None
 ) -> list[dict[str, Any]]:
-    """Sides map to the chance that a drafted token is accepted; None: a peer that does not tell its calls."""
+    """Sides map to the chance that a drafted token is accepted; None: a baseline that does not tell its calls."""
     records = []
     for task in range(tasks):
         dice = random.Random(task)
@@ -68,7 +68,7 @@ def results_of(records: list[dict[str, Any]]) -> dict[str, Any]:
     for system in dict.fromkeys(record["system"] for record in records):
         own, plain = [[r for r in records if r["system"] == name] for name in (system, "plain")]
         methods[system] = _summary(own, plain) | {
-            "kind": "peer" if ":" in system or system.startswith("transformers") else "method", "accuracy_of": None,
+            "kind": "baseline" if ":" in system or system.startswith("transformers") else "method", "accuracy_of": None,
             "acceptance_by_position": _acceptance(own), "problems": [p for r in own for p in r["problems"]],
         }  # fmt: skip
         methods[system]["by_category"] = {

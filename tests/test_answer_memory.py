@@ -61,7 +61,7 @@ def engine(tiny_folder, partners) -> saltus.Engine:
 
 def test_a_repeated_request_takes_fewer_calls_and_keys_keep_their_answers_apart(engine):
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 40, "extra_body": {"include_metrics": True}}
-    with serving(engine, api_keys=("one", "two"), remember_bytes=1 << 20) as (_, url):
+    with serving(engine, api_keys=("one", "two"), ngram_cache_bytes=1 << 20) as (_, url):
         clients = {key: openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0) for key in ("one", "two")}
         steps = {}
         for key, number in (("one", 0), ("one", 1), ("two", 0)):

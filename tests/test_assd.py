@@ -149,7 +149,13 @@ def test_a_memory_of_another_text_is_forgotten():
         assert torch.equal(kept.logits[0], afresh.logits[0])
 
 
-WAYS = [{}, {"length": 3, "ahead": 4}, {"two_calls": True}, {"draft": "bigram"}, {"draft": "bigram", "length": 2}]
+WAYS = [
+    {},
+    {"num_draft_tokens": 3, "ahead": 4},
+    {"two_calls": True},
+    {"draft": "bigram"},
+    {"draft": "bigram", "num_draft_tokens": 2},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,7 +176,7 @@ def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dic
 
 @pytest.mark.parametrize("free", [False, True], ids=["exact", "free"])
 def test_texts_in_a_batch_are_those_alone(free: bool):
-    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), free_shapes=free)
+    network = AnySubsetNetwork(tiny_llama(any_subset={"mask": MASK}), batch_invariant=not free)
     canvases = [text_with_holes(seed=seed, length=30 + 7 * seed) for seed in range(3)]
     kv_caches = [network.new_kv_cache() for _ in canvases]
     batch = [
@@ -310,7 +316,7 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [{}, {"length": 1}, {"length": 2, "ahead": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 2, "ahead": 3}], ids=str)
 def test_links_leave_the_law_as_it_is(options: dict):
     assert p_value(options, reject, links=random_links(3, hidden=3)) > 1e-4
 
@@ -364,7 +370,7 @@ class WaveringToy:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [{}, {"length": 3, "ahead": 7}, {"two_calls": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 3, "ahead": 7}, {"two_calls": True}], ids=str)
 def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
     """A blank that was drafted and not reached decides when laws are asked for: the next draws must not know it."""
     toy, counts = WaveringToy(), np.zeros(3)
@@ -410,7 +416,7 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
     toy = ChainToy()
     for ahead in (8, 30):
         canvas = infilling([1, 0, *[HOLE] * 29, 3, 5, *[HOLE] * 12, 2])
-        _text, calls = fill(canvas, toy, {"length": 3, "ahead": ahead}, 0, SAMPLED, rule)
+        _text, calls = fill(canvas, toy, {"num_draft_tokens": 3, "ahead": ahead}, 0, SAMPLED, rule)
         assert calls == 1 + 10, "41 holes, of which the first call fills one"
 
 

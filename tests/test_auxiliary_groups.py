@@ -237,7 +237,7 @@ def test_a_witness_believes_the_calls_and_no_query_vouches_for_a_token(calls):
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
 def test_a_perfect_student_writes_all_drafts_and_one_more_in_two_calls(form, sampling):
     target = learned(form, sampling)
-    write(target, 24, calls=2, sampling=sampling, form=form, length=5)
+    write(target, 24, calls=2, sampling=sampling, form=form, num_draft_tokens=5)
     assert target.calls == 8
 
 
@@ -250,7 +250,7 @@ def test_of_a_student_with_a_network_of_its_own_the_first_query_drafts_too(form,
         Noise(0),
         [],
     )
-    drafter = two_call_drafter(noise, sampling, match, form, length=5, network_name="ptp")
+    drafter = two_call_drafter(noise, sampling, match, form, num_draft_tokens=5, network_name="ptp")
     seat = SequenceState(speculate(continuation(PROMPT, 24), noise, sampling, [drafter], steps.append))
     for _ in run_batch([seat], {"target": target, "ptp": student}):
         pass
@@ -264,7 +264,7 @@ def test_of_a_student_with_a_network_of_its_own_the_first_query_drafts_too(form,
 @pytest.mark.parametrize("form", ["one-hot", "categorical"])
 def test_a_perfect_student_writes_all_drafts_and_one_more_in_every_call(form, sampling):
     target = learned(form, sampling)
-    write(target, 25, calls=1, sampling=sampling, form=form, length=5, max_queries=60)
+    write(target, 25, calls=1, sampling=sampling, form=form, num_draft_tokens=5, max_queries=60)
     assert target.calls == 5  # the first decides one token, the others six
 
 
@@ -283,7 +283,7 @@ def test_who_reads_the_uniforms_beats_who_does_not(calls):
     for form in FORMS:
         target = learned(form, BY_UNIFORM)
         for seed in range(3):
-            write(target, 30, calls=calls, seed=seed, form=form, length=6)
+            write(target, 30, calls=calls, seed=seed, form=form, num_draft_tokens=6)
         counts[form] = target.calls
     assert counts["categorical"] < counts["independent"] / 1.5
     assert counts["one-hot"] <= counts["categorical"]
@@ -458,7 +458,7 @@ def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
 @pytest.mark.parametrize("is_student", [False, True])
 def test_the_option_drafts_asks_for_as_many_chains(is_student):
     """Of several chains of a call the most central one is verified."""
-    method = Ptp(drafts=3, length=4).for_trained_model(
+    method = Ptp(drafts=3, num_draft_tokens=4).for_trained_model(
         "adapter",
         {"form": "categorical", "window": 6, "coupling": "probability", **({"student_of": "x"} if is_student else {})},
     )

@@ -246,7 +246,7 @@ def test_a_side_that_does_not_tell_its_calls_has_none():
     records = invented(2.0)
     for record in records:
         if record["system"] == "fast":
-            record |= {"calls": None, "kind": "peer"}
+            record |= {"calls": None, "kind": "baseline"}
     told = aggregate_records(records)["fast"]
     assert told["speedup"] > 1.5
     assert told["calls"] is told["tokens_per_call"] is told["ms_per_call"] is told["acceptance_by_position"] is None
@@ -330,7 +330,7 @@ def asked(tiny_folder, tmp_path) -> list[object]:
 @pytest.mark.slow
 def test_bench_writes_all_that_it_promises(asked, tmp_path):
     out = tmp_path / "out"
-    shown = saltus_(*asked, "--out", out, "--peers", "transformers").stdout
+    shown = saltus_(*asked, "--out", out, "--baselines", "transformers").stdout
     assert all(name in shown for name in ("plain", "lookup", "transformers", "3 of 3", "ROUGE-L"))
     names = {path.name for path in out.iterdir()}
     assert {
@@ -399,8 +399,8 @@ def test_bench_ends_with_1_where_a_method_s_text_is_another(asked, monkeypatch):
         (["--suite", "humanevil"], "did you mean humaneval"),
         (["--suite", "prompts"], "prompts:FILE"),
         (["--suite", "gsm8k:nowhere.jsonl"], "nowhere.jsonl does not exist"),
-        (["--peers", "vllm"], "servers by --endpoint"),
-        (["--peers", "transformers-assistant"], "--assistant MODEL"),
+        (["--baselines", "vllm"], "servers by --endpoint"),
+        (["--baselines", "transformers-assistant"], "--assistant MODEL"),
         (["-t", "-1"], "temperature"),
     ],
 )
@@ -422,7 +422,7 @@ def test_the_quick_suite_comes_with_the_package(tiny_folder):
 
 
 def test_the_default_method_can_be_measured_with_options_of_what_it_stands_for(tiny_folder):
-    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.longest=5", "--json"
+    given = "--limit", 1, "-n", 4, "--methods", "auto,lookup", "--option", "lookup.max_ngram_size=5", "--json"
     ran = saltus_("bench", "-m", tiny_folder(), *given)
     assert "auto is lookup here" in ran.stderr
     assert set(json.loads(ran.stdout)["methods"]) == {"plain", "auto", "lookup"}

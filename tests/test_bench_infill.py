@@ -121,11 +121,11 @@ def test_a_model_that_cannot_end_a_hole_gets_the_reference_s_length(tasks, tmp_p
 
 
 @pytest.mark.slow
-def test_the_command_grades_fillings_and_refuses_peers(filler, tmp_path, monkeypatch):  # noqa: F811
+def test_the_command_grades_fillings_and_refuses_baselines(filler, tmp_path, monkeypatch):  # noqa: F811
     asked = ["bench", "-m", filler, "--suite", f"infilling:{lines(tmp_path / 'rows.jsonl', LINE)}", "-n", 12]
     told = json.loads(saltus_(*asked, "--methods", "assd", "--json").stdout)
     assert (told["methods"]["assd"]["identical"], told["methods"]["plain"]["accuracy"]) == (1, 0.0)
-    assert "fills holes here; leave out peers and servers" in complaint(*asked, "--peers", "transformers")
+    assert "fills holes here; leave out baselines and servers" in complaint(*asked, "--baselines", "transformers")
     own = MethodUnderTest.to_answer
 
     def right(self, request, output):
@@ -164,9 +164,9 @@ def test_a_model_with_fill_in_the_middle_tokens_reads_both_sides(coder, tasks, s
         assert records[0]["tokens"] == expected.tokens
         prompt = fim_prompt(engine.tokenizer, "it", task.raw, task.suffix)
         assert records[0]["prompt_tokens"] == len(prompt.tokens)
-    peer = SimpleNamespace(name="transformers", kind="peer", generate=print, to_answer=print)
-    with pytest.raises(ValueError, match="fills holes here; leave out peers"):
-        Benchmark(engine, [peer], tasks, WRITING)
+    baseline = SimpleNamespace(name="transformers", kind="baseline", generate=print, to_answer=print)
+    with pytest.raises(ValueError, match="fills holes here; leave out baselines"):
+        Benchmark(engine, [baseline], tasks, WRITING)
     left = Benchmark(engine, methods_under_test(engine, ["plain"]), tasks, WRITING | settings, raw=True)
     assert left.measure_task(0)[0]["prompt_tokens"] == len(engine.encode(LINE["prompt"], raw=True))
 

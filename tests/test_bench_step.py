@@ -246,10 +246,10 @@ def test_what_is_replaced_comes_back_even_after_an_error():
 
 
 @pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("lean", [True, False])
-def test_the_parts_of_a_call_add_up_and_none_is_missing(lean, free):
-    network = CausalNetwork(tiny_llama(), free_shapes=free)
-    if not lean:
+@pytest.mark.parametrize("native_decoder", [True, False])
+def test_the_parts_of_a_call_add_up_and_none_is_missing(native_decoder, free):
+    network = CausalNetwork(tiny_llama(), batch_invariant=not free)
+    if not native_decoder:
         network.native_decoder = None
     one = steps.synthetic_inputs(8, 64, 300)
     before = network.forward([one], [network.new_kv_cache()])[0].logits

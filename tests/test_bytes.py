@@ -107,7 +107,7 @@ def test_heads_of_bytes_are_trained_and_draft(trained, tmp_path):
         "train", "mtpc", "-r", "bytes-heads", "-m", model, "--teacher", teacher, *work, "--steps", 20, *small
     )
     assert re.search(r"greedy [1-9]", said.stderr)
-    options = {"mtpc": {"model": str(tmp_path / "heads"), "least": 0.0}}
+    options = {"mtpc": {"model": str(tmp_path / "heads"), "min_probability": 0.0}}
     engine = saltus.load(str(model), "mtpc", options=options, adaptive=False)
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 40, "temperature": temperature, "raw": True}

@@ -136,7 +136,8 @@ def test_the_examples_in_the_help_use_options_that_exist(name):
     for command, rest in examples:
         if COMMANDS[command].context_settings.get("ignore_unknown_options"):
             continue  # its options are another program's
-        known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+        parameters = COMMANDS[command].params
+        known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
         assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest)) <= known
 
 
@@ -220,11 +221,11 @@ def test_method_options_reach_the_method(folder, tmp_path, monkeypatch):
     drafter = tmp_path / "a=b"
     drafter.symlink_to(folder)
     monkeypatch.setattr("saltus.engine.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
-    assigned = ["lookup.longest=7", "jacobi.spawn=0.5", "jacobi.running=yes", f"small_model.model={drafter}"]
+    assigned = ["lookup.max_ngram_size=7", "jacobi.spawn=0.5", "jacobi.running=yes", f"small_model.model={drafter}"]
     options = [part for each in assigned for part in ("--option", each)]
     saltus_("generate", "a", "-m", folder, "--method", "jacobi+lookup+small_model", "--budget", 9, *options)
     expected = {
-        "lookup": {"longest": 7},
+        "lookup": {"max_ngram_size": 7},
         "jacobi": {"spawn": 0.5, "running": True},
         "small_model": {"model": str(drafter)},
     }
@@ -414,10 +415,10 @@ def test_a_flip_in_a_later_turn_counts_the_tokens_of_the_turns_before(engine, fo
     assert flip["position"] == before + 3
 
 
-def test_free_shapes_load_the_model_without_equal_rounding(folder, monkeypatch):
+def test_without_batch_invariance_the_model_is_loaded_without_equal_rounding(folder, monkeypatch):
     inputs = {}
     monkeypatch.setattr("saltus.engine.engine.load", lambda *_, **settings: inputs.update(settings) or exit(0))
-    saltus_("check", "-m", folder, "--free-shapes")
+    saltus_("check", "-m", folder, "--no-batch-invariant")
     assert inputs["exact"] is False
     saltus_("check", "-m", folder)
     assert inputs["exact"] is True
@@ -496,12 +497,12 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["--prompts", "."], "is a folder"),
         (["a", "--method", "lokup"], "did you mean lookup"),
         (["a", "--method", "lookup+"], "there are"),
-        (["a", "--option", "lookup.longst=5"], "did you mean lookup.longest?"),
+        (["a", "--option", "lookup.max_ngram_siz=5"], "did you mean lookup.max_ngram_size?"),
         (["a", "--option", "jacobi.block=5"], "the method is auto"),
-        (["a", "--option", "assd.lenth=5"], "did you mean assd.length?"),
-        (["a", "--option", "lookup.longest=five"], "'five' is not a whole number"),
-        (["a", "--option", "longest=5"], "write METHOD.FIELD=VALUE"),
-        (["a", "--option", "lookup.longest=0"], "must be 1 or more"),
+        (["a", "--option", "assd.num_draft_token=5"], "did you mean assd.num_draft_tokens?"),
+        (["a", "--option", "lookup.max_ngram_size=five"], "'five' is not a whole number"),
+        (["a", "--option", "max_ngram_size=5"], "write METHOD.FIELD=VALUE"),
+        (["a", "--option", "lookup.max_ngram_size=0"], "must be 1 or more"),
         (["a", "--temperature", "-1"], "must be 0 (greedy) or a positive number"),
         (["a", "--temperature", "nan"], "temperature is nan"),
         (["a", "--top-p", "1.5"], "must lie in (0, 1]"),
@@ -639,7 +640,7 @@ def test_ctrl_c_keeps_the_tokens_in_json_too(folder, monkeypatch):
 
 
 def test_options_of_all_that_auto_may_choose_are_accepted(folder):
-    for option in ("assd.draft=bigram", "lookup.longest=4", "ptp.length=4"):
+    for option in ("assd.draft=bigram", "lookup.max_ngram_size=4", "ptp.num_draft_tokens=4"):
         saltus_("generate", PROMPT, "-m", folder, "-n", 2, "--option", option)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from conftest import END, byte_tokenizer, space_tokenizer
-from saltus.evaluation.benchmarks.peers import OpenAIServerPeer
+from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 from saltus.training.data import endpoint_texts
 from saltus.training.data.teacher_texts import METADATA_FILE, read_teacher_texts, text_seed
@@ -116,10 +116,10 @@ def test_texts_are_those_that_our_own_server_writes(server, engine, tiny_folder,
     assert (metadata["served"], metadata["model"], metadata["top_k"]) == ("tiny", str(tiny_folder()), 20)
 
 
-def test_benchmarks_measure_our_own_server_as_a_peer(server, engine):  # noqa: F811
-    peer = OpenAIServerPeer(server[1], engine)
+def test_benchmarks_measure_our_own_server_as_a_baseline(server, engine):  # noqa: F811
+    baseline = OpenAIServerBaseline(server[1], engine)
     request = BenchmarkRequest("the cat", tuple(engine.encode("the cat")), max_new_tokens=12)
-    answer = peer.to_answer(request, peer.generate(request))
+    answer = baseline.to_answer(request, baseline.generate(request))
     expected = engine.generate("the cat", method="plain", max_new_tokens=12)
     assert ("".join(answer.pieces), answer.new_tokens, answer.problems) == (expected.text, len(expected.tokens), [])
 

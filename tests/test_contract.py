@@ -310,7 +310,7 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
     def controller(seed: int) -> Controller:
         return Farsighted(budget=3, adaptive=True, call_cost=jump())
 
-    options = {"small_model": {"least": 0.0}}
+    options = {"small_model": {"min_probability": 0.0}}
     assert p_value("small_model", controller=controller, options=options, error=2.5) < ALPHA
 
 

@@ -356,7 +356,7 @@ def test_shifts_find_out_whether_drafting_pays_though_each_step_says_little(odds
 def test_reading_a_prompt_is_not_held_against_a_drafter():
     controller = Controller(call_cost=CallCost({1: 1.0, 16: 1.1}))
     target = toy_network(logit_scale=1.2)
-    options = {"small_model": {"least": 0.0}}
+    options = {"small_model": {"min_probability": 0.0}}
     made = toy_decoding(
         "small_model", PROMPT * 50, 30, target=target, error=0.0, controller=controller, options=options
     )

@@ -76,7 +76,8 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     assert (without.method, set(without.decoder.setups)) == ("lookup", {"lookup"})
     drafter = tiny_drafter()
     assert (
-        saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"longest": 5}}).method == "ptp+lookup"
+        saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"max_ngram_size": 5}}).method
+        == "ptp+lookup"
     )
     monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: drafter)
     monkeypatch.setattr("saltus.networks.loading.target_drafters.find_shipped", lambda kind, target: drafter)
@@ -96,7 +97,7 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
     with refused("options are given for 'lokup', which is no method; there are assd, "):
         saltus.load("no folder", options={"lokup": {"longest": 5}})
     with refused("method ptp: "):
-        saltus.load("no folder", "lookup", options={"ptp": {"lenth": 5}})
+        saltus.load("no folder", "lookup", options={"ptp": {"num_draft_token": 5}})
     with refused("unknown method 'aut'; did you mean auto"):
         saltus.load(folder, "aut")
     with refused("auto+lookup: auto chooses all methods itself; name the methods to join"):
@@ -116,7 +117,7 @@ def test_every_method_writes_the_text_of_plain_decoding(engine, method, settings
 
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_drafter_that_is_the_target_is_always_right(engine, settings):
-    drafter = {"small_model": {"model": engine.target.name, "length": 3, "least": 0.0}}
+    drafter = {"small_model": {"model": engine.target.name, "num_draft_tokens": 3, "min_probability": 0.0}}
     sure = saltus.load(engine.target.name, "small_model", options=drafter, adaptive=False)
     answer = sure.generate(PROMPT, max_new_tokens=21, ignore_eos=True, **settings)
     assert answer.statistics.tokens_by_call == [4] * 5 + [1]

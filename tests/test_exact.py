@@ -27,10 +27,10 @@ def by_width(network, tokens, prompt: int, width: int) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_free_shapes_bring_back_the_differences_that_ours_do_not_have(name, dtype):
+def test_without_batch_invariance_there_are_the_differences_that_ours_do_not_have(name, dtype):
     """The same weights, the library's products and attention: wide calls round otherwise than narrow ones."""
     tokens = text(200)
-    ours, free = (CausalNetwork(tiny(name).to(dtype), free_shapes=free) for free in (False, True))
+    ours, free = (CausalNetwork(tiny(name).to(dtype), batch_invariant=exact) for exact in (True, False))
     one, eight = (by_width(ours, tokens, 40, width) for width in (1, 8))
     assert torch.equal(one, eight)
     one, eight = (by_width(free, tokens, 40, width) for width in (1, 8))
@@ -111,14 +111,14 @@ def test_the_default_models_logits_do_not_depend_on_a_batch_or_its_extents(netwo
 @pytest.mark.model
 @torch.inference_mode()
 def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_forward(network, tokens, model_folder):
-    """Run lean and through Transformers' layers, against the same weights in float32."""
+    """Run natively and through Transformers' layers, against the same weights in float32."""
     assert network.native_decoder is not None
     ways = [chain(network, tokens[:60]).float()]
-    lean, network.native_decoder = network.native_decoder, None
+    native_decoder, network.native_decoder = network.native_decoder, None
     try:
         ways.append(chain(network, tokens[:60]).float())
     finally:
-        network.native_decoder = lean
+        network.native_decoder = native_decoder
     rows = torch.tensor(tokens[None, :60])
     own = load_model("the default model", model_folder, network.model.dtype, weights="bf16")
     theirs = own(rows).logits[0].float()

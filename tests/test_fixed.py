@@ -236,7 +236,7 @@ def test_a_tree_deeper_than_a_call_is_refused():
 def test_what_fixed_shapes_cannot_make_exact_says_so_and_goes_on(caplog):
     with caplog.at_level("WARNING", logger="saltus"):
         network = CausalNetwork(tiny("Mixtral"), fixed_shapes=True)
-    assert network.free_shapes
+    assert not network.batch_invariant
     assert network.fixed_shape_runner is None
     assert "experts" in caplog.text
     assert "largest position" in why_not_fixed_shapes(

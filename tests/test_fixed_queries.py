@@ -130,9 +130,9 @@ def on_an_accelerator(monkeypatch):
     """Every command loads its models as on CUDA, in fixed shapes."""
     made = checkpoints.CausalNetwork
 
-    def network(model, free_shapes=False, *settings):
-        assert not free_shapes, "nobody asked for it"
-        return made(model, False, *settings, fixed_shapes=True)
+    def network(model, batch_invariant=True, *settings):
+        assert batch_invariant, "nobody asked for less"
+        return made(model, True, *settings, fixed_shapes=True)
 
     monkeypatch.setattr(checkpoints, "CausalNetwork", network)
 

@@ -31,8 +31,8 @@ from saltus.networks.models.exact.batch_invariant_ops import linear
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
-LEAN = ["Llama", "Qwen2", "Qwen3", "Mistral"]
-NAMES = [*LEAN, "GPT2", "Gemma2", "OPT", "Phi3"]
+NATIVE = ["Llama", "Qwen2", "Qwen3", "Mistral"]
+NAMES = [*NATIVE, "GPT2", "Gemma2", "OPT", "Phi3"]
 TREE = random_tree(7)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float32", "bfloat16"])
@@ -50,9 +50,9 @@ def adapter_for(model, seed: int = 0, **settings) -> Adapter:
     return adapter.eval()
 
 
-def network_of(model, adapter: Adapter | None, lean: bool = True) -> CausalNetwork:
+def network_of(model, adapter: Adapter | None, native_decoder: bool = True) -> CausalNetwork:
     network = CausalNetwork(model)
-    if not lean:
+    if not native_decoder:
         network.native_decoder = None
     network.attach_adapter(adapter)
     return network
@@ -79,12 +79,15 @@ GROUPS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1
 
 @each_dtype
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
-def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, lean):
-    if lean and name not in LEAN:
+@pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
+def test_rows_that_are_no_queries_keep_the_bits_of_the_bare_model(name, dtype, native_decoder):
+    if native_decoder and name not in NATIVE:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
-    network, alone = network_of(model, adapter_for(model), lean), network_of(tiny(name).to(dtype), None, lean)
+    network, alone = (
+        network_of(model, adapter_for(model), native_decoder),
+        network_of(tiny(name).to(dtype), None, native_decoder),
+    )
     batch = [
         with_queries(text(33), *TREE, GROUPS),
         with_queries(text(5, seed=1), temperature=0.0),
@@ -136,13 +139,13 @@ def reference(model, adapter: Adapter, tokens, uniforms, temperature: float) -> 
 
 @each_dtype
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
-def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, lean):
-    if lean and name not in LEAN:
+@pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
+def test_queries_get_the_logits_of_merged_weights_behind_their_own_context(name, dtype, native_decoder):
+    if native_decoder and name not in NATIVE:
         pytest.skip(f"the native decoder does not run {name}; Transformers' layers do")
     model = tiny(name).to(dtype)
     adapter = adapter_for(model)
-    network = network_of(model, adapter, lean)
+    network = network_of(model, adapter, native_decoder)
     decided, groups = text(33), ((2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
     inputs = with_queries(decided, *TREE, groups)
     logits = network.forward([inputs], [network.new_kv_cache()])[0].logits.float()
@@ -169,10 +172,10 @@ def test_a_query_is_told_its_uniform_its_temperature_and_what_stands_before_it()
 
 
 @each_dtype
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "transformers"])
-def test_queries_round_alike_whatever_else_is_in_the_call(dtype, lean):
+@pytest.mark.parametrize("native_decoder", [True, False], ids=["native", "transformers"])
+def test_queries_round_alike_whatever_else_is_in_the_call(dtype, native_decoder):
     model = tiny("Llama").to(dtype)
-    network = network_of(model, adapter_for(model, rank=37), lean)
+    network = network_of(model, adapter_for(model, rank=37), native_decoder)
     inputs = with_queries(text(33), *TREE, GROUPS)
     other = with_queries(text(50, seed=1), *random_tree(20), ((19, (0.5,) * 9),))
     alone = network.forward([inputs], [network.new_kv_cache()])[0].logits
@@ -189,8 +192,10 @@ def test_both_paths_agree_at_every_rank(dtype, rank):
     model = tiny("Qwen2").to(dtype)
     adapter, inputs = adapter_for(model, rank=rank), with_queries(text(33), *TREE, GROUPS)
     one, other = (
-        (network := network_of(model, adapter, lean)).forward([inputs], [network.new_kv_cache()])[0].logits.float()
-        for lean in (True, False)
+        (network := network_of(model, adapter, native_decoder))
+        .forward([inputs], [network.new_kv_cache()])[0]
+        .logits.float()
+        for native_decoder in (True, False)
     )
     assert ((one - other).norm(dim=-1) / other.norm(dim=-1)).max() < BOUNDS[dtype]
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 def decoded(name: str, **changes) -> tuple[CausalNetwork, CausalNetwork]:
     """A tiny model run by our kernels, and the same one as Transformers computes it in float32."""
     model = tiny(name, **SIZES | changes).to(DTYPE)
-    plain = CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, free_shapes=True)
+    plain = CausalNetwork(copy.deepcopy(model).float(), fixed_shapes=False, batch_invariant=False)
     model = model.to(DEVICE)
     assert fits_kernels(model)
     network = CausalNetwork(model, fixed_shapes=True, fixed_shape_settings=SETTINGS)

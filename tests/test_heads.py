@@ -196,7 +196,7 @@ def law_of(
     for seed in range(texts):
         written = toy_decoding(
             "mtpc", PROMPT_3, SHORT, target=target, seed=seed, sampling=sampling, rule=rule,
-            extra_networks={"mtpc": network}, options={"mtpc": {"least": 0.0} | options},
+            extra_networks={"mtpc": network}, options={"mtpc": {"min_probability": 0.0} | options},
         ).run()  # fmt: skip
         counts[int("".join(map(str, written.tokens)), VOCAB)] += 1
     assert not counts[expected == 0].any()
@@ -479,7 +479,9 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
     engine = saltus.load(str(folder), "plain")
     own = engine.network.model
     save_drafter("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", own, {"steps": 0})
-    made = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "least": 0.0}}, adaptive=False)
+    made = saltus.load(
+        str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "min_probability": 0.0}}, adaptive=False
+    )
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 20, "temperature": temperature}
         found = made.generate("the cat", **given)
@@ -502,7 +504,7 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
 
 
 def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, tiny_heads):
-    heads = {"model": str(tiny_heads(window=2)), "choices": 1}
+    heads = {"model": str(tiny_heads(window=2)), "top_k": 1}
     made = saltus.load(str(tiny_folder()), "mtpc", options={"mtpc": heads}, adaptive=False)
     steps = made.generate("the cat", max_new_tokens=20).calls
     assert max(step.num_draft_tokens for step in steps) == 2
@@ -521,7 +523,8 @@ def test_a_shape_of_nothing_is_refused_in_a_line(settings, cure):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("length", 0), ("choices", 0), ("least", 1.0), ("least", -0.5), ("draw", "all")]
+    ("option", "value"),
+    [("num_draft_tokens", 0), ("top_k", 0), ("min_probability", 1.0), ("min_probability", -0.5), ("draw", "all")],
 )
 def test_options_out_of_range_are_refused_in_a_line(option, value):
     with pytest.raises(ValueError, match=rf"^mtpc: {option} is {value!r}, but .*$"):
@@ -532,5 +535,5 @@ def test_more_tokens_are_drafted_right_where_laws_agree():
     """Heads that know the target's law: with the text's own uniforms they draft what it writes."""
     target = toy_network(logit_scale=2.0)
     perfect = toy_decoding("mtpc", [1, 2, 3], 41, target=target, sampling=SAMPLED, error=0.0, rule=match,
-                      options={"mtpc": {"length": 4, "least": 0.0}}).run()  # fmt: skip
+                      options={"mtpc": {"num_draft_tokens": 4, "min_probability": 0.0}}).run()  # fmt: skip
     assert [len(step.tokens) for step in perfect.steps] == [1, *[5] * 8]

@@ -153,7 +153,7 @@ def test_a_norm_by_itself_is_that_of_transformers_and_of_the_row_alone(run, dtyp
 
 
 def product(run, x, weight, norm=None, gate=None, add=None) -> torch.Tensor:
-    """One call of the kernel as the lean decoders make it."""
+    """One call of the kernel as the native decoders make it."""
     out = torch.empty(len(x), len(weight), dtype=x.dtype)
     struct = native.Linear(x=x.data_ptr(), rows=len(x), inputs=x.shape[1], count=1, epsilon=1e-5)
     struct.weight[0], struct.out[0], struct.outs[0] = weight.data_ptr(), out.data_ptr(), len(weight)

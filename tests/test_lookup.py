@@ -24,30 +24,30 @@ def likeliest_first_token(found) -> int:
     return max(found, key=lambda branch: branch.acceptance_probabilities[0]).tokens[0]
 
 
-def repeats_of(text: list[int], longest: int, places: int) -> list[tuple[int, int]]:
+def repeats_of(text: list[int], max_ngram_size: int, max_matches: int) -> list[tuple[int, int]]:
     """By comparing everything with everything."""
     found = {}
     for at in range(1, len(text)):
         size = 0
-        while size < min(longest, at) and text[at - 1 - size] == text[len(text) - 1 - size]:
+        while size < min(max_ngram_size, at) and text[at - 1 - size] == text[len(text) - 1 - size]:
             size += 1
         if size:
             found[at] = size
     latest = sorted(found, reverse=True)
-    kept = set(latest[:places]) | set([at for at in latest if found[at] >= LONG_REPEAT][:places])
+    kept = set(latest[:max_matches]) | set([at for at in latest if found[at] >= LONG_REPEAT][:max_matches])
     return [(at, found[at]) for at in latest if at in kept]
 
 
 @given(texts, st.integers(1, 20), st.integers(1, 9))
-def test_repeats_are_those_that_a_slow_search_finds(text: list[int], longest: int, places: int):
-    index = RepeatIndex(max(longest, LONG_REPEAT), places)
+def test_repeats_are_those_that_a_slow_search_finds(text: list[int], max_ngram_size: int, max_matches: int):
+    index = RepeatIndex(max(max_ngram_size, LONG_REPEAT), max_matches)
     index.read(np.array(text))
-    assert index.repeats() == repeats_of(text, max(longest, LONG_REPEAT), places)
+    assert index.repeats() == repeats_of(text, max(max_ngram_size, LONG_REPEAT), max_matches)
 
 
 def test_a_longer_repeat_is_found_however_long_ago_it_was():
     text = [1, 2, 3, 9, *[0, 3] * 20, 1, 2, 3]
-    assert likeliest_first_token(offer(text, places=2)) == 9
+    assert likeliest_first_token(offer(text, max_matches=2)) == 9
 
 
 @given(texts, st.data())
@@ -62,7 +62,7 @@ def test_reading_a_text_bit_by_bit_is_reading_it_at_once(text: list[int], data):
 
 
 def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
-    index = RepeatIndex(longest=8, places=4)
+    index = RepeatIndex(max_ngram_size=8, max_matches=4)
     index.read(np.zeros(500, dtype=np.int64))
     assert all(len(places) <= 4 for places in index._positions.values())
     before = {key: list(places) for key, places in index._positions.items()}
@@ -72,7 +72,7 @@ def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
 
 @given(texts, st.integers(1, 12), st.integers(1, 30))
 def test_branches_fit_and_their_chances_are_chances(text: list[int], room: int, nodes: int):
-    found = offer(text, room, nodes=nodes)
+    found = offer(text, room, num_draft_tokens=nodes)
     paths = {tuple(branch.tokens[:depth]) for branch in found for depth in range(1, len(branch.tokens) + 1)}
     assert len(paths) <= nodes
     for branch in found:
@@ -90,7 +90,7 @@ def test_the_nodes_offered_are_the_likeliest_ones():
     def values(nodes: int) -> list[float]:
         """Path probabilities of all nodes, in falling order."""
         found = {}
-        for branch in offer(text, nodes=nodes):
+        for branch in offer(text, num_draft_tokens=nodes):
             for depth in range(1, len(branch.tokens) + 1):
                 found[tuple(branch.tokens[:depth])] = np.prod(branch.acceptance_probabilities[:depth])
         return sorted(found.values(), reverse=True)
@@ -113,7 +113,7 @@ def test_a_continuation_is_what_followed_a_repeat(text: list[int]):
 def test_a_periodic_text_goes_on_as_far_as_there_is_room(period: int):
     """A repeat that reaches the end of the text goes on in what it proposes."""
     text = (list(range(period)) * 20)[: 3 * period + 2]
-    best = max(offer(text, 30, nodes=60), key=lambda branch: len(branch.tokens))
+    best = max(offer(text, 30, num_draft_tokens=60), key=lambda branch: len(branch.tokens))
     expected = [(len(text) + i) % period for i in range(30)]
     assert best.tokens == expected
 
@@ -153,7 +153,7 @@ def test_different_continuations_share_their_beginning():
 def test_a_very_long_repeat_is_followed_as_far_as_a_call_goes():
     """It is nearly certain, so all of its tokens are worth their rows, and nothing else is offered."""
     text = [*range(100, 200), 7, 120, 8, *range(100, 140)]
-    (path,) = offer(text, room=32, nodes=40)
+    (path,) = offer(text, room=32, num_draft_tokens=40)
     assert path.tokens == list(range(140, 172))
     assert np.prod(path.acceptance_probabilities) > 0.5
 
@@ -165,7 +165,7 @@ def test_a_text_that_repeats_itself_takes_few_calls():
     assert len(written.steps) < 20
 
 
-@pytest.mark.parametrize("option", ["longest", "places", "nodes"])
+@pytest.mark.parametrize("option", ["max_ngram_size", "max_matches", "num_draft_tokens"])
 def test_options_below_one_are_refused_in_a_line(option: str):
     with pytest.raises(ValueError, match=f"^lookup: {option} is 0, but must be 1 or more$"):
         Lookup(**{option: 0})

@@ -15,7 +15,7 @@ from saltus.networks.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNe
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'
-LEAN = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+NATIVE = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 LENGTH = 40
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -59,7 +59,7 @@ def test_a_read_gives_the_logits_of_the_models_own_forward(name, dtype):
     assert errors.max() < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", NATIVE)
 def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
     model, tokens = tiny(name).to(torch.float16), text(LENGTH)
     own = own_logits(model, tokens)
@@ -186,10 +186,10 @@ def test_tapped_layers_stand_before_the_last_states_and_do_not_touch_the_logits(
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi", "Gemma2"])
-def test_free_shapes_give_the_same_logits_but_for_rounding(name):
+def test_without_batch_invariance_there_are_the_same_logits_but_for_rounding(name):
     model, tokens = tiny(name), text(LENGTH)
     own = own_logits(model, tokens)
-    assert off(chain(CausalNetwork(model, free_shapes=True), tokens), own).max() < BOUNDS[torch.float32]
+    assert off(chain(CausalNetwork(model, batch_invariant=False), tokens), own).max() < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])

@@ -176,9 +176,9 @@ def test_a_side_keeps_its_colour_whoever_is_beside_it():
 def test_the_headline_is_honest(changes, sentence):
     one = {"kind": "method", "texts": 40, "identical": 40, "speedup": 1.31, "ci95": {"speedup": [1.24, 1.38]},
            "problems": []}  # fmt: skip
-    peer = one | {"kind": "peer", "speedup": 9.0}
+    baseline = one | {"kind": "baseline", "speedup": 9.0}
     said = summarize_results(
-        {"methods": {"plain": one | {"speedup": 1.0}, "transformers": peer, "lookup": one | changes}}
+        {"methods": {"plain": one | {"speedup": 1.0}, "transformers": baseline, "lookup": one | changes}}
     )
     assert said.sentence == sentence
 

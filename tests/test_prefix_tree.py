@@ -13,7 +13,7 @@ from conftest import TEMPLATE
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.jobs import Job, Limits
 
 LAYERS, HEADS, DIM = 2, 1, 4
@@ -109,7 +109,7 @@ def engine(tiny_folder, partners) -> Engine:
 
 def test_a_text_has_no_caches_of_draft_models_that_it_does_not_use(engine):
     parts: queue.SimpleQueue = queue.SimpleQueue()
-    batcher, caches = Batcher(engine, Limits()), []
+    batcher, caches = EngineThread(engine, Limits()), []
 
     def deliver(part) -> None:
         parts.put((set(batcher.running[0].sequence.kv_caches) if batcher.running else None, part))
@@ -135,7 +135,7 @@ def test_several_texts_of_one_prompt_read_it_once(engine):
         Job(engine.text_request(prompt, raw=True, seed=seed, max_new_tokens=8, temperature=1.0), "lookup", parts.put)
         for seed in range(4)
     ]
-    batcher = Batcher(engine, Limits())
+    batcher = EngineThread(engine, Limits())
     batcher.submit(*jobs)
     batcher.start()
     try:

@@ -55,7 +55,7 @@ each_sampling = pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=[
 @each_sampling
 def test_a_perfect_drafter_is_always_right(sampling):
     made = toy_decoding(
-        "ptp", PROMPT, 43, target=toy_network(), sampling=sampling, error=0.0, options={"ptp": {"length": 6}}
+        "ptp", PROMPT, 43, target=toy_network(), sampling=sampling, error=0.0, options={"ptp": {"num_draft_tokens": 6}}
     )
     made.run()
     assert [len(step.tokens) for step in made.steps] == [1, 7, 7, 7, 7, 7, 7]
@@ -237,7 +237,7 @@ def test_a_correction_keeps_the_vectors_of_some_tokens_only(monkeypatch):
         assert len(correction.token_vectors) <= 3
 
 
-@pytest.mark.parametrize("wrong", [{"length": 0}, {"choices": 0}])
+@pytest.mark.parametrize("wrong", [{"num_draft_tokens": 0}, {"top_k": 0}])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ValueError, match="must be 1 or more"):
         Ptp(**wrong)

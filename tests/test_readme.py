@@ -88,7 +88,7 @@ def test_programs_beside_the_package_use_no_name_that_they_do_not_define():
 def test_the_example_method_of_the_docs_offers_branches():
     example = {"__name__": __name__}
     exec(blocks("python", (ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))[0], example)
-    draft = example["Echo"](length=2).drafter(Noise(0), Sampling(), match)
+    draft = example["Echo"](num_draft_tokens=2).drafter(Noise(0), Sampling(), match)
     (branch,) = draft(continuation([5, 6, 7], length=4), None, 3)
     assert list(branch.tokens) == [6, 7]
 

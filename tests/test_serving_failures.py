@@ -11,7 +11,7 @@ import pytest
 from saltus.engine.grammar import Grammar
 from saltus.engine.request import CallRecord
 from saltus.serving import batching
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.constraint_time import (
     DRAFTING_SECONDS,
     MOST_SECONDS,
@@ -60,7 +60,7 @@ def test_a_tree_of_prefixes_that_fails_ends_no_text(engine, monkeypatch):
 
 
 def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
-    batcher, ended = Batcher(engine, Limits()), queue.Queue()
+    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
 
     def gone(part) -> None:
         raise RuntimeError("Event loop is closed")
@@ -79,7 +79,7 @@ def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
 
 
 def test_a_text_that_cannot_be_written_down_ends_alone(engine):
-    batcher, ended = Batcher(engine, Limits()), queue.Queue()
+    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
     bad, good = job_of(engine, deliver=ended.put), job_of(engine, deliver=ended.put)
     bad.request.output.release = lambda final: 1 / 0
     batcher.submit(bad, good)
@@ -93,9 +93,9 @@ def test_a_text_that_cannot_be_written_down_ends_alone(engine):
         batcher.close()
 
 
-def failing_batcher(engine, answers: list[ApiError], states: list[int]) -> tuple[Batcher, threading.Event]:
+def failing_batcher(engine, answers: list[ApiError], states: list[int]) -> tuple[EngineThread, threading.Event]:
     """A batcher whose thread fails with four texts, of which some run, pause and wait; the event says that it did."""
-    batcher, failed = Batcher(engine, Limits(max_batch=2)), threading.Event()
+    batcher, failed = EngineThread(engine, Limits(max_batch=2)), threading.Event()
     batcher.on_failure = failed.set
     call, turns = batcher._call, iter(range(3))
 
@@ -137,7 +137,7 @@ def test_if_the_engines_thread_fails_all_are_answered_and_the_server_is_told(eng
 
 
 def test_a_thread_that_is_gone_gets_no_text(engine):
-    batcher = Batcher(engine, Limits())
+    batcher = EngineThread(engine, Limits())
     batcher._run = lambda: None
     batcher.thread = threading.Thread(target=batcher._run)
     batcher.start()
@@ -148,7 +148,7 @@ def test_a_thread_that_is_gone_gets_no_text(engine):
 
 
 def test_a_text_is_queued_before_a_server_that_closes_looks_for_the_last_time(engine):
-    batcher, locked, answers = Batcher(engine, Limits()), [], queue.Queue()
+    batcher, locked, answers = EngineThread(engine, Limits()), [], queue.Queue()
 
     class Watched(queue.SimpleQueue):
         def put(self, item, *given):
@@ -226,7 +226,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_text_only(engine, monkeypatc
     slow = _SlowConstraint(0.5)
     monkeypatch.setattr(Grammar, "constraint", lambda *_: slow)
     monkeypatch.setattr(batching, "LimitedConstraint", lambda *given: LimitedConstraint(*given, slow.clock))
-    batcher, ended = Batcher(engine, Limits()), queue.Queue()
+    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
 
     def deliver_to(name: str):
         def deliver(part) -> None:

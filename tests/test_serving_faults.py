@@ -17,7 +17,7 @@ import torch
 
 from saltus.core.forward import TARGET
 from saltus.serving import bodies, prompt_reading
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.errors import ApiError
 from saltus.serving.jobs import Job, Limits
 from tiny_server import JSON, PROMPT, alone, engine, serving  # noqa: F401
@@ -159,7 +159,7 @@ def decoded(engine, prompts: list[str], limits: Limits = Limits(), method: str =
         return deliver
 
     requests = [engine.text_request(prompt, raw=True, max_new_tokens=24, temperature=1.0) for prompt in prompts]
-    batcher = Batcher(engine, limits)
+    batcher = EngineThread(engine, limits)
     batcher.submit(*(Job(one, method, deliver_to(number)) for number, one in enumerate(requests)))
     batcher.start()
     try:

@@ -10,7 +10,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.engine.decoder import counting_generator
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.errors import ApiError
 from saltus.serving.jobs import Job, Limits
 from tiny_server import PROMPT, engine  # noqa: F401
@@ -35,7 +35,7 @@ def test_a_token_takes_as_many_bytes_as_are_counted(engine, method):
 def endings(engine, method: str, max_cached_bytes: int) -> tuple[int, list]:
     """How many of three texts run at once at most, and how each of them ends."""
     ended: queue.Queue = queue.Queue()
-    batcher, running = Batcher(engine, Limits(max_cached_bytes=max_cached_bytes)), [0]
+    batcher, running = EngineThread(engine, Limits(max_cached_bytes=max_cached_bytes)), [0]
 
     def deliver(part) -> None:
         running.append(len(batcher.running))
@@ -75,4 +75,4 @@ def test_the_longest_text_of_a_server_leaves_room_for_its_draft_model(engine):
     limits, both = Limits(max_cached_bytes=10**6), engine.copy_with()
     both.method = "small_model"
     both.decoder.setup("small_model")
-    assert 2 * Batcher(both, limits).longest_text == Batcher(engine, limits).longest_text
+    assert 2 * EngineThread(both, limits).longest_text == EngineThread(engine, limits).longest_text

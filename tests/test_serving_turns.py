@@ -12,7 +12,7 @@ import pytest
 from saltus.core.scheduler import SequenceState
 from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving import prompt_reading
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.jobs import Job, Limits
 from saltus.serving.turns import giving_way, memory_limit, next_in_turn
 from test_serving_faults import eventually, post
@@ -62,7 +62,7 @@ def test_more_texts_of_one_leave_memory_to_others(jobs_of):
 
 def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str = "plain") -> tuple[int, str]:
     """The calls that another client's text of one token waits for, which is submitted in a call; and this text."""
-    batcher, rounds, answered = Batcher(engine, limits), [0], queue.Queue()
+    batcher, rounds, answered = EngineThread(engine, limits), [0], queue.Queue()
     victim = Job(
         engine.text_request("the dog", raw=True, max_new_tokens=1, temperature=1.0), method,
         lambda part: answered.put((rounds[0], part)), client="victim",
@@ -112,7 +112,7 @@ def test_many_texts_leave_memory_to_a_text_of_another_client(engine):
 def test_paused_texts_go_on_while_another_one_waits_for_memory(engine):
     running, paused, other = attack_of(engine, [PROMPT] * 2, 100) + attack_of(engine, [PROMPT], 200)
     other.client = "other"
-    batcher = Batcher(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
+    batcher = EngineThread(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
     for job in (running, paused):
         job.sequence = SequenceState(call for call in ())
     batcher.running, batcher.paused, batcher.waiting = [running], [paused], [other]
@@ -127,7 +127,7 @@ def memory_of(engine, *jobs: Job) -> int:
 
 def test_a_text_that_pauses_is_the_same(engine):
     ended: queue.Queue = queue.Queue()
-    batcher = Batcher(engine, Limits(max_batch=2))
+    batcher = EngineThread(engine, Limits(max_batch=2))
     paused, expected = [], []
 
     def submit(prompt: str, client: str, count: int) -> None:
@@ -195,8 +195,8 @@ def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine,
 
 @pytest.mark.parametrize(("api_keys", "expected"), [(("one", "two"), ["one", "two"]), ((), ["127.0.0.1"] * 2)])
 def test_clients_are_told_apart_by_their_keys_else_by_their_addresses(engine, monkeypatch, api_keys, expected):
-    clients, submit = [], Batcher.submit
-    monkeypatch.setattr(Batcher, "submit", lambda batcher, job: (clients.append(job.client), submit(batcher, job)))
+    clients, submit = [], EngineThread.submit
+    monkeypatch.setattr(EngineThread, "submit", lambda batcher, job: (clients.append(job.client), submit(batcher, job)))
     with serving(engine, api_keys=api_keys) as (_, url):
         for key in ("one", "two"):
             headers = {"Authorization": f"Bearer {key}"}

@@ -15,7 +15,8 @@ SAMPLED = Sampling(temperature=1.0)
 
 
 def write(length: int = 40, *, error: float = 0.5, sharp: float = 2.0, **settings):
-    options = {"small_model": {"least": settings.pop("least", 0.0), "length": settings.pop("drafts", 5)}}
+    drafting = {"min_probability": 0.0, "num_draft_tokens": 5}
+    options = {"small_model": {name: settings.pop(name, default) for name, default in drafting.items()}}
     return toy_decoding(
         "small_model", PROMPT, length, target=toy_network(logit_scale=sharp), error=error, options=options, **settings
     ).run()
@@ -25,7 +26,7 @@ def write(length: int = 40, *, error: float = 0.5, sharp: float = 2.0, **setting
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "T=1"])
 def test_a_perfect_drafter_is_always_right(rule, sampling: Sampling):
     """Five drafts and the target's own token a call, to the end of the text."""
-    written = write(42, error=0.0, rule=rule, sampling=sampling, drafts=5)
+    written = write(42, error=0.0, rule=rule, sampling=sampling, num_draft_tokens=5)
     assert [len(step.tokens) for step in written.steps] == [6] * 7
 
 
@@ -38,7 +39,7 @@ def test_a_useless_drafter_still_leaves_a_token_a_call(rule):
 
 def test_the_drafter_writes_with_the_uniforms_of_the_text():
     """Under match a drafter's branch is what it would write itself with the same seed."""
-    written = write(30, error=0.7, sampling=SAMPLED, drafts=4, seed=5)
+    written = write(30, error=0.7, sampling=SAMPLED, num_draft_tokens=4, seed=5)
     for step in written.steps[:5]:
         own = toy_drafter(toy_network(), 0.7)
         own.name, own.allows_rewrites = "target", False
@@ -66,7 +67,7 @@ def test_more_tokens_are_right_under_match_than_with_uniforms_of_its_own():
 
 
 def test_reject_is_told_the_law_of_each_draft():
-    written = write(20, error=0.7, sampling=SAMPLED, rule=reject, drafts=3)
+    written = write(20, error=0.7, sampling=SAMPLED, rule=reject, num_draft_tokens=3)
     drafter = toy_drafter(toy_network(), 0.7)
     for step in written.steps:
         assert step.inputs.draft_distributions is None or len(step.inputs.draft_distributions) == len(
@@ -116,7 +117,9 @@ def test_drafts_are_drawn_with_fresh_uniforms_in_each_step():
 @pytest.mark.parametrize("coupling", ["probability", "token-order"])
 def test_it_stops_drafting_where_a_draft_is_unlikely(coupling):
     sampling = Sampling(temperature=1.0, coupling=coupling)
-    sure, unsure = (write(40, sharp=sharp, sampling=sampling, least=0.5, drafts=8) for sharp in (12.0, 0.3))
+    sure, unsure = (
+        write(40, sharp=sharp, sampling=sampling, min_probability=0.5, num_draft_tokens=8) for sharp in (12.0, 0.3)
+    )
     assert np.mean([len(step.inputs.tokens) for step in sure.steps]) > 4
     assert max(len(step.inputs.tokens) for step in unsure.steps) == 1
 
@@ -124,7 +127,9 @@ def test_it_stops_drafting_where_a_draft_is_unlikely(coupling):
 def test_with_gumbel_noise_it_drafts_as_far_as_its_best_value_is_clear_of_the_others():
     """An unlikely token may be a likely draft: its noise is the target's, too."""
     sampling = Sampling(temperature=1.0, coupling="gumbel")
-    sure, unsure = (write(40, sharp=sharp, sampling=sampling, least=0.5, drafts=8) for sharp in (12.0, 0.3))
+    sure, unsure = (
+        write(40, sharp=sharp, sampling=sampling, min_probability=0.5, num_draft_tokens=8) for sharp in (12.0, 0.3)
+    )
     assert np.mean([len(step.inputs.tokens) for step in sure.steps]) > 4
     lengths = [len(step.inputs.tokens) for step in unsure.steps]
     assert 1 < np.mean(lengths) < 4
@@ -132,14 +137,14 @@ def test_with_gumbel_noise_it_drafts_as_far_as_its_best_value_is_clear_of_the_ot
 
 
 def test_it_drafts_no_more_than_there_is_room():
-    written = write(4, error=0.0, drafts=8)
+    written = write(4, error=0.0, num_draft_tokens=8)
     assert [len(step.inputs.tokens) for step in written.steps] == [3]
     assert written.networks["small_model"].calls == 3
 
 
 def test_the_drafter_reads_no_decided_token_twice():
     """Its memory keeps the drafts that were right."""
-    written = write(42, error=0.0, drafts=5)
+    written = write(42, error=0.0, num_draft_tokens=5)
     drafter = written.networks["small_model"]
     assert drafter.calls == 5 * 7
     assert drafter.context_tokens_read == len(PROMPT) + 42 - 2, (
@@ -159,7 +164,9 @@ def test_greedy_chances_are_the_models_own_probabilities():
     assert len(set(seen)) > 1
 
 
-@pytest.mark.parametrize(("option", "value"), [("length", 0), ("least", 1.0), ("least", -0.5)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("num_draft_tokens", 0), ("min_probability", 1.0), ("min_probability", -0.5)]
+)
 def test_options_out_of_range_are_refused_in_a_line(option: str, value):
     with pytest.raises(ValueError, match=rf"^small_model: {option} is {value}, but .*$"):
         SmallModel(**{option: value})

@@ -54,7 +54,7 @@ def test_an_answer_has_the_fields_of_spec_bench_and_its_turns_in_order():
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
 
 
-def test_a_task_without_a_number_keeps_its_name_and_a_silent_peer_has_no_accept_lengths():
+def test_a_task_without_a_number_keeps_its_name_and_a_silent_baseline_has_no_accept_lengths():
     [record] = invented_records(1, systems={"transformers": None})
     [answer] = spec_bench_answers([record | {"task": "HumanEval/3"}], "transformers")
     assert answer["question_id"] == "HumanEval/3"

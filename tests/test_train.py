@@ -107,7 +107,7 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     assert card["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     assert 1 <= card["held_out_tokens_per_call"]["greedy"] <= 5
     assert f"greedy {card['held_out_tokens_per_call']['greedy']:.2f}" in output
-    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out), "length": 4}})
+    engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out), "num_draft_tokens": 4}})
     for temperature in (0.0, 0.7):
         given = {"max_new_tokens": 24, "temperature": temperature}
         assert engine.generate("the cat", **given).tokens == engine.generate("the cat", method="plain", **given).tokens

@@ -93,7 +93,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
     back = load_heads(tmp_path, own.model, "tiny")
     assert back.shape == model.shape
     assert back.upper is not None
-    options = {"mtpc": {"model": str(tmp_path), "least": 0.0}}
+    options = {"mtpc": {"model": str(tmp_path), "min_probability": 0.0}}
     engine = saltus.load(str(folder), "mtpc", device="cpu", rule=rule, options=options, adaptive=False)
     settings = {"max_new_tokens": 24, "raw": True, "ignore_eos": True, "temperature": temperature, "seed": 3}
     drafted = engine.generate("the cat sat", **settings)

@@ -1,4 +1,4 @@
-"""Benchmark methods and peers on the same prompts in one run."""
+"""Benchmark methods and baselines on the same prompts in one run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def run(
             rich_help_panel=COMPARED_PANEL,
         ),
     ] = DEFAULT_METHODS,
-    peers: Annotated[
+    baselines: Annotated[
         str | None,
         typer.Option(
-            "--peers",
+            "--baselines",
             metavar="NAME,…",
             help="transformers, transformers-lookup, transformers-assistant, llama-cpp (of a GGUF file), or all.",
             rich_help_panel=COMPARED_PANEL,
@@ -60,7 +60,7 @@ def run(
     ] = None,
     option: o.Options = None,
     budget: o.Budget = None,
-    whole_trees: o.WholeTrees = False,
+    adaptive: o.Adaptive = True,
     rule: o.Rule = "match",
     suite: Annotated[
         str,
@@ -115,7 +115,7 @@ def run(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Measure methods against plain decoding and peers, on the same prompts in one run.
+    """Measure methods against plain decoding and baselines, on the same prompts in one run.
 
     [dim]Exit code 0: every text equals plain decoding's. 1: the text of a method
     differs, or has tokens that the model did not verify.[/dim]
@@ -129,7 +129,7 @@ def run(
 
         saltus bench
 
-        saltus bench --suite spec-bench --limit 40 --peers all --out run
+        saltus bench --suite spec-bench --limit 40 --baselines all --out run
 
         saltus bench --suite spec-bench -m FOLDER --chat-template vicuna
 
@@ -149,7 +149,7 @@ def run(
     names = _method_names(methods)
     find_suite(suite)
     _validate_settings(
-        names, peers, assistant, option, rule, chat_template=chat_template, temperature=temperature, top_p=top_p,
+        names, baselines, assistant, option, rule, chat_template=chat_template, temperature=temperature, top_p=top_p,
         top_k=top_k, coupling=coupling, seed=seed,
     )  # fmt: skip
     tasks = load_tasks(suite, limit)
@@ -163,9 +163,9 @@ def run(
     engine = open_engine(
         model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
         dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, rule=rule, budget=budget, adaptive=not whole_trees, tuned_settings=False,
+        chat_template=chat_template, rule=rule, budget=budget, adaptive=adaptive, tuned_settings=False,
     )  # fmt: skip
-    systems = _systems_under_test(engine, names, peers, assistant, endpoint or ())
+    systems = _systems_under_test(engine, names, baselines, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
     writing = {"max_new_tokens": max_new_tokens, "seed": seed, "ignore_eos": ignore_eos}
     grader = find_grader(suite, tasks)
@@ -222,7 +222,7 @@ def _joined(names: Sequence[str]) -> str:
 
 def _validate_settings(
     names: Sequence[str],
-    peers: str | None,
+    baselines: str | None,
     assistant: str | None,
     option: Sequence[str] | None,
     rule: str,
@@ -235,31 +235,31 @@ def _validate_settings(
     for name in names:
         make_methods(name)
     validate_settings(_joined(names), option, rule, **settings)
-    from saltus.evaluation.benchmarks.peers import check_peers
+    from saltus.evaluation.benchmarks.baselines import check_baselines
 
-    check_peers(_peers(peers, assistant), assistant)
+    check_baselines(_baselines(baselines, assistant), assistant)
 
 
-def _peers(peers: str | None, assistant: str | None) -> list[str]:
-    from saltus.evaluation.benchmarks.llama_cpp_peer import LLAMA_CPP, llama_cpp_is_installed
-    from saltus.evaluation.benchmarks.peers import PEERS
+def _baselines(baselines: str | None, assistant: str | None) -> list[str]:
+    from saltus.evaluation.benchmarks.baselines import BASELINES
+    from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, llama_cpp_is_installed
 
-    if peers == "all":
+    if baselines == "all":
         lacking = {"transformers-assistant": not assistant, LLAMA_CPP: not llama_cpp_is_installed()}
-        return [name for name in PEERS if not lacking.get(name)]
-    return [name.strip() for name in (peers or "").split(",") if name.strip()]
+        return [name for name in BASELINES if not lacking.get(name)]
+    return [name.strip() for name in (baselines or "").split(",") if name.strip()]
 
 
 def _systems_under_test(
-    engine: Any, names: Sequence[str], peers: str | None, assistant: str | None, endpoints: Sequence[str]
+    engine: Any, names: Sequence[str], baselines: str | None, assistant: str | None, endpoints: Sequence[str]
 ) -> list[Any]:
-    from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, peers_under_test
+    from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline, baselines_under_test
     from saltus.evaluation.benchmarks.systems_under_test import methods_under_test
 
-    servers = [OpenAIServerPeer(url, engine) for url in endpoints]
+    servers = [OpenAIServerBaseline(url, engine) for url in endpoints]
     return [
         *methods_under_test(engine, names),
-        *peers_under_test(_peers(peers, assistant), engine, assistant),
+        *baselines_under_test(_baselines(baselines, assistant), engine, assistant),
         *servers,
     ]
 

@@ -26,14 +26,14 @@ def check(
     limit: o.Limit = None,
     model_options: o.ModelOptions,
     method_options: o.MethodOptions,
-    free_shapes: Annotated[
+    batch_invariant: Annotated[
         bool,
         typer.Option(
-            "--free-shapes",
-            help="Use kernels whose rounding depends on the shapes of calls, and see the flips.",
+            "--batch-invariant/--no-batch-invariant",
+            help="Use kernels that round alike in calls of any shape; without, see the flips.",
             rich_help_panel=o.METHOD_PANEL,
         ),
-    ] = False,
+    ] = True,
     max_new_tokens: o.MaxNewTokens = 64,
     sampling_options: o.SamplingOptions,
     json: o.Json = False,
@@ -48,7 +48,7 @@ def check(
 
         saltus check --prompts spec_bench.jsonl --limit 20 -t 0.8 --json
 
-        saltus check --free-shapes --dtype bfloat16
+        saltus check --no-batch-invariant --dtype bfloat16
 
     [bold]A flip[/bold] is where a text first differs: the prompt (counted from 0), the
     position of the new token (from 0, over all turns of the prompt), and the gap
@@ -60,7 +60,7 @@ def check(
     inputs = read_prompts((), prompts, limit) if prompts else [Prompt((each,)) for each in DEFAULT_PROMPTS][:limit]
     from saltus.cli.open_engine import open_with_options
 
-    engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=not free_shapes)
+    engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=batch_invariant)
     from saltus.cli.progress import progress_bar
     from saltus.evaluation.benchmarks.comparison import compare_with_plain
 

@@ -50,11 +50,11 @@ Out = Annotated[
         "--out", metavar="DIR", help="The texts; a repeated command continues there.", rich_help_panel=o.OUTPUT_PANEL
     ),
 ]
-FreeShapes = Annotated[
+BatchInvariant = Annotated[
     bool,
     typer.Option(
-        "--free-shapes",
-        help="Allow rounding that depends on the shape of a batch: faster on a GPU, but texts then depend on batches.",
+        "--batch-invariant/--no-batch-invariant",
+        help="Round alike in batches of any shape; without, a GPU may be faster, but texts depend on batches.",
         rich_help_panel=o.MODEL_PANEL,
     ),
 ]
@@ -102,7 +102,7 @@ class CollectionOptions:
     dtype: o.Dtype = "auto"
     device: o.Device = "auto"
     chat_template: o.ChatTemplate = None
-    free_shapes: FreeShapes = False
+    batch_invariant: BatchInvariant = True
     temperature: Temperatures = None
     top_p: o.TopP = 1.0
     top_k: o.TopK = 0
@@ -203,7 +203,7 @@ def _collect_texts(
 ) -> None:
     inputs = read_inputs(prompts, given.limit)
     load_options: dict[str, Any] = {
-        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": not given.free_shapes, **method,
+        "model": given.model, "dtype": given.dtype, "device": given.device, "exact": given.batch_invariant, **method,
     }  # fmt: skip
     settings = _plan_settings(given) | plan_settings
     from saltus.engine.chat_template import read_chat_template
@@ -243,7 +243,11 @@ def _collect_texts(
 
 
 def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, server: ServerOptions) -> None:
-    local = {"--ray": given.ray is not None, "--processes": given.processes > 1, "--free-shapes": given.free_shapes}
+    local = {
+        "--ray": given.ray is not None,
+        "--processes": given.processes > 1,
+        "--no-batch-invariant": not given.batch_invariant,
+    }
     local |= {"--device": given.device != "auto", "--dtype": given.dtype != "auto"}
     if wrong := next((name for name, used in local.items() if used), None):
         raise ValueError(f"{wrong} is for a model that is loaded here, but --endpoint is given; leave {wrong} out")

@@ -23,7 +23,7 @@ def methods(
 
         saltus methods
 
-        saltus generate --method jacobi+lookup --option lookup.longest=5 "Who?"
+        saltus generate --method jacobi+lookup --option lookup.max_ngram_size=5 "Who?"
     """
     from saltus.cli.report import print_json
     from saltus.methods import available_methods
@@ -60,7 +60,7 @@ def _default(option: Any) -> Any:
 
 
 def _field_comments(config: type[Any]) -> dict[str, str]:
-    """The comments after fields in the source, such as `longest: int = 4  # tokens of the n-gram`."""
+    """The comments after fields in the source, such as `max_ngram_size: int = 4  # tokens of the n-gram`."""
     try:
         source = inspect.getsource(config)
     except (OSError, TypeError):

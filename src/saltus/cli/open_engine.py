@@ -35,7 +35,7 @@ def open_with_options(
 def open_engine(
     model: str, method: str, options: Sequence[str] | Mapping[str, Mapping[str, Any]] | None, **settings: Any
 ) -> Any:
-    """`saltus.load`, also with options of the form `lookup.longest=5`; on a terminal with progress bars."""
+    """`saltus.load`, also with options of the form `lookup.max_ngram_size=5`; on a terminal with progress bars."""
     from saltus.cli.answers import print_note
     from saltus.methods import make_methods
 
@@ -104,7 +104,7 @@ def parse_method_options(assignments: Sequence[str], method: str) -> dict[str, d
         target, equals, value = assignment.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.longest=5")
+            raise ValueError(f"--option {assignment}: write METHOD.FIELD=VALUE, such as lookup.max_ngram_size=5")
         if name not in method_names(method):
             raise ValueError(f"--option {assignment}: the method is {method}, not {name}; name it with --method")
         hints = typing.get_type_hints(available_methods()[name])

@@ -118,12 +118,16 @@ Budget = Annotated[
         metavar="N",
         min=0,
         help="Draft tokens that one call verifies, 384 at most. Default: 31; with --rule reject, and with"
-        " [i]saltus bench --whole-trees[/i], 16.",
+        " [i]saltus bench --no-adaptive[/i], 16.",
     ),
 ]
-WholeTrees = Annotated[
+Adaptive = Annotated[
     bool,
-    in_panel(METHOD_PANEL, "--whole-trees", help="Verify the whole budget of draft tokens, whether it pays or not."),
+    in_panel(
+        METHOD_PANEL,
+        "--adaptive/--no-adaptive",
+        help="Verify only draft tokens that pay, or the whole budget of them.",
+    ),
 ]
 Rule = Annotated[
     str,

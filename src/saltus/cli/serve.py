@@ -62,10 +62,10 @@ def serve(
     kv_memory: Annotated[
         float, _server_option("--kv-memory", metavar="GB", min=0.001, help="For the keys and values of texts.")
     ] = 4.0,
-    remember: Annotated[
+    ngram_cache: Annotated[
         str | None,
         _server_option(
-            "--remember", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
+            "--ngram-cache", metavar="SIZE", help="Memory for earlier answers, such as 64MB, that `lookup` drafts from."
         ),
     ] = None,
     learn: Annotated[
@@ -144,7 +144,7 @@ def serve(
     keys = checked_keys(api_key or _keys_of_environment())
     if (replicas > 1 or replica_cpus is not None) and not ray:
         raise ValueError("--replicas and --replica-cpus need --ray")
-    remember_bytes = _num_bytes(remember) if remember else 0
+    ngram_cache_bytes = _num_bytes(ngram_cache) if ngram_cache else 0
     if not learn and (learn_share is not None or learn_reset or learn_across_keys):
         raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
@@ -165,7 +165,7 @@ def serve(
         engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
         learner = None if plan is None else _new_learner(engine, plan)
-        service = Service(engine, served_model_name or model_options.model, limits, remember_bytes, learner)
+        service = Service(engine, served_model_name or model_options.model, limits, ngram_cache_bytes, learner)
         service.batcher.on_failure = lambda: os.kill(os.getpid(), signal.SIGTERM)  # nothing would be decoded any more
         context, fitting = engine.target.context_length, service.batcher.longest_text
         if max_model_len is None and (
@@ -236,5 +236,5 @@ def _num_bytes(size: str) -> int:
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
     if found is None or found[2] not in units:
-        raise ValueError(f"--remember is {size!r}, but must be a size such as 64MB")
+        raise ValueError(f"--ngram-cache is {size!r}, but must be a size such as 64MB")
     return int(float(found[1]) * units[found[2]])

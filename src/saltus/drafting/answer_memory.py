@@ -48,10 +48,11 @@ class AnswerMemory:
         self.generations[0].add(tokens)
 
     def repeats(
-        self, text: Sequence[int], longest: int, places: int
+        self, text: Sequence[int], max_ngram_size: int, max_matches: int
     ) -> list[tuple[Sequence[int], list[tuple[int, int]]]]:
         """Where the last tokens of `text` occurred: tokens, and (position after them, how many agree), latest first."""
-        return [(one.tokens, found) for one in self.generations if (found := one.repeats(text, longest, places))]
+        found = [(one.tokens, one.repeats(text, max_ngram_size, max_matches)) for one in self.generations]
+        return [(tokens, repeats) for tokens, repeats in found if repeats]
 
 
 class _RememberedTexts:
@@ -71,12 +72,12 @@ class _RememberedTexts:
             self.latest[key] = end
         self.before.append(-1)
 
-    def repeats(self, text: Sequence[int], longest: int, places: int) -> list[tuple[int, int]]:
+    def repeats(self, text: Sequence[int], max_ngram_size: int, max_matches: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         at = self.latest.get(hash(tuple(text[-KEY_LENGTH:])), -1) if len(text) >= KEY_LENGTH else -1
         text = array("q", text)
-        while at >= 0 and len(found) < places:
-            size = num_agreeing(self.tokens, at, text, len(text), longest)
+        while at >= 0 and len(found) < max_matches:
+            size = num_agreeing(self.tokens, at, text, len(text), max_ngram_size)
             if size >= KEY_LENGTH:  # hashes may agree by accident
                 found.append((at, size))
             at = self.before[at - 1]

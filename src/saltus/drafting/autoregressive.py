@@ -19,7 +19,7 @@ from saltus.core.tree import Branch
 
 def draft_autoregressively(
     inputs: ForwardInputs,
-    length: int,
+    num_draft_tokens: int,
     min_probability: float,
     noise: Noise,
     sampling: Sampling,
@@ -27,7 +27,7 @@ def draft_autoregressively(
     source: str,
     first_outputs: ForwardOutputs | None = None,
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
-    """A branch of up to `length` tokens; it ends where the product of the drafts' probabilities is too small.
+    """A branch of up to `num_draft_tokens` tokens; it ends where the product of the drafts' probabilities is too small.
 
     Under `match` drafts are picked with the text's own random numbers, so that they agree with the target's tokens
     wherever the distributions agree; under `reject` with fresh ones, and the rule gets the draft distributions. Hidden
@@ -40,7 +40,7 @@ def draft_autoregressively(
     probabilities: list[float] = []
     distributions: list[Distribution] = []
     value = 1.0
-    while len(tokens) < length and value >= min_probability:
+    while len(tokens) < num_draft_tokens and value >= min_probability:
         outputs, first_outputs = first_outputs or (yield inputs), None
         if not len(outputs.logits):
             break

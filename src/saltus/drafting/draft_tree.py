@@ -125,16 +125,16 @@ Chooser = Callable[[DraftPredictions, int, Sequence[int]], list[tuple[int, float
 
 @dataclass(frozen=True)
 class Likeliest:
-    """A chooser: the `choices` likeliest tokens, with their probabilities at this temperature."""
+    """A chooser: the `top_k` likeliest tokens, with their probabilities at this temperature."""
 
-    choices: int
+    top_k: int
     temperature: float = 1.0
 
     def __call__(self, predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
         ids, logits, rest = predictions.candidates(position, path)
         if not len(ids):
             return []
-        found = largest(logits, self.choices)
+        found = largest(logits, self.top_k)
         top = logits[found[0]]
         weights = np.exp((logits - top) / self.temperature)
         total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
@@ -143,12 +143,12 @@ class Likeliest:
 
 @dataclass(frozen=True, eq=False)
 class Coupled:
-    """A chooser: the `choices` tokens that the text's own random numbers favour at each of `positions`.
+    """A chooser: the `top_k` tokens that the text's own random numbers favour at each of `positions`.
 
     Penalties and bans, which need the whole text, are left out.
     """
 
-    choices: int
+    top_k: int
     sampling: Sampling
     noise: Noise
     positions: np.ndarray
@@ -168,14 +168,14 @@ class Coupled:
             sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
             found = token_distribution(torch.from_numpy(logits), sampling)
             found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-            return draft_tokens(found, self.noise, "text", self.positions[position], self.choices, PARALLEL_ERROR)
+            return draft_tokens(found, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
         known_ids, log_noise = self._log_noise.get(position, (None, ids))
         if known_ids is not ids:
             numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)
             log_noise = np.log(numbers.exponentials(ids))
             self._log_noise[position] = ids, log_noise
         values = logits / self.sampling.temperature - log_noise
-        return favoured(ids, values, self.choices, PARALLEL_ERROR)
+        return favoured(ids, values, self.top_k, PARALLEL_ERROR)
 
 
 PathNode = tuple[int, int, float]

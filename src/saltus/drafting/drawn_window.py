@@ -25,19 +25,19 @@ def can_draw_window(sampling: Sampling) -> bool:
 
 
 def draft_drawn_window(
-    inputs: ForwardInputs, length: int, min_probability: float, noise: Noise, sampling: Sampling, source: str
+    inputs: ForwardInputs, num_draft_tokens: int, min_probability: float, noise: Noise, sampling: Sampling, source: str
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
-    """A branch of up to `length` tokens from one call; it ends where the product of their peaks is too small.
+    """A branch of up to `num_draft_tokens` tokens from one call; it ends where the product of their peaks is too small.
 
     The call has a uniform query for each position, and its outputs hold a `DrawnWindow` as `drafter_data`.
     """
     canvas = inputs.canvas
-    uniforms = noise.uniforms(f"{source}/{canvas.num_decided}", canvas.open_positions[:length])
+    uniforms = noise.uniforms(f"{source}/{canvas.num_decided}", canvas.open_positions[:num_draft_tokens])
     outputs = yield replace(
         inputs,
-        tokens=(NO_TOKEN,) * length,
-        parents=tuple(range(-1, length - 1)),
-        kinds=(NodeKind.UNIFORM_QUERY,) * length,
+        tokens=(NO_TOKEN,) * num_draft_tokens,
+        parents=tuple(range(-1, num_draft_tokens - 1)),
+        kinds=(NodeKind.UNIFORM_QUERY,) * num_draft_tokens,
         uniforms=tuple(uniforms.tolist()),
         temperature=sampling.temperature,
     )

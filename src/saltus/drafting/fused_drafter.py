@@ -40,7 +40,7 @@ class FusedPtpDrafter:
     noise: Noise
     sampling: Sampling
     form: UniformConditioning = "one-hot"
-    length: int = 8  # drafts of a chain, at most
+    num_draft_tokens: int = 8  # drafts of a chain, at most
     max_queries: int = 32  # queries of a call, at most
     last_drafts: list[int] = field(default_factory=list, init=False)  # drafts of the last step
     last_correct: list[bool] = field(
@@ -73,7 +73,8 @@ class FusedPtpDrafter:
         for depth, right in enumerate(self.last_correct):
             if controller.adaptive:
                 controller.acceptance.record(f"{SOURCE}/{depth}", DEPTH_PRIOR, right)
-        odds = [controller.calibrated_probability(f"{SOURCE}/{depth}", DEPTH_PRIOR) for depth in range(self.length)]
+        depths = range(self.num_draft_tokens)
+        odds = [controller.calibrated_probability(f"{SOURCE}/{depth}", DEPTH_PRIOR) for depth in depths]
         ends, reached = path_end_probabilities(inputs, probabilities)
         left = len(inputs.canvas.open_positions) - 1
         room = [left, *(left - depth - 1 for depth in inputs.depths)]

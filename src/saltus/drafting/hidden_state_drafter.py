@@ -27,7 +27,7 @@ class HiddenStateDrafter:
     tokens to draft.
     """
 
-    length: int  # draft tokens, at most
+    num_draft_tokens: int  # draft tokens, at most
     draft: Callable[[Canvas, Tensor, int], DraftCalls]
     max_unread: int = MAX_UNREAD  # set before the first step where the draft network reads more
     output_hidden_states: bool = field(default=True, init=False)
@@ -38,12 +38,12 @@ class HiddenStateDrafter:
         if last is None:
             return ()
         self._collect(last, len(canvas.decided_prefix))
-        return self._draft(canvas, min(self.length, room)) if self.pending else ()
+        return self._draft(canvas, min(self.num_draft_tokens, room)) if self.pending else ()
 
-    def _draft(self, canvas: Canvas, length: int) -> DraftCalls:
+    def _draft(self, canvas: Canvas, num_draft_tokens: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
         self.pending.clear()
-        return (yield from self.draft(canvas, hidden_states[-self.max_unread :], length))
+        return (yield from self.draft(canvas, hidden_states[-self.max_unread :], num_draft_tokens))
 
     def _collect(self, last: Step, num_decided: int) -> None:
         """Keep the states before the decided tokens: of the context that the call read, then of the accepted path."""

@@ -107,7 +107,7 @@ def two_call_drafter(
     sampling: Sampling,
     rule: Rule,
     form: UniformConditioning = "one-hot",
-    length: int = 8,
+    num_draft_tokens: int = 8,
     drafts: int = 1,
     network_name: str = TARGET,
     source: str = SOURCE,
@@ -131,7 +131,7 @@ def two_call_drafter(
     def offer(
         canvas: Canvas, last: Step | None, room: int
     ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
-        places = canvas.open_positions[: min(length, room)]
+        places = canvas.open_positions[: min(num_draft_tokens, room)]
         streams = [f"{source}/{canvas.num_decided}/{i}" for i in range(drafts)] if rule is reject else ["text"]
         groups = [position_uniforms(noise, sampling, places, stream) for stream in streams]
         conditioning = [(-1, query_uniforms(group, form)) for group in groups]

@@ -347,7 +347,7 @@ def load(
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
-        options: fields of methods, such as {"lookup": {"longest": 5}}.
+        options: fields of methods, such as {"lookup": {"max_ngram_size": 5}}.
         budget: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not chosen
             (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.

@@ -17,7 +17,7 @@ def with_draft_model(
 
     A draft model alone selects the method `small_model`. Errors: ValueError if the method is another one.
     """
-    given = {"model": draft_model, "length": num_draft_tokens}
+    given = {"model": draft_model, "num_draft_tokens": num_draft_tokens}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return DEFAULT_METHOD if method is None else method, options

@@ -18,7 +18,7 @@ def supports_prefix_cache(network: TargetNetwork) -> bool:
     """
     if getattr(network, "long_rope", None) is not None:
         return False
-    return network.model.device.type == "cpu" and not network.free_shapes and not network.any_subset
+    return network.model.device.type == "cpu" and network.batch_invariant and not network.any_subset
 
 
 @dataclass

@@ -73,7 +73,8 @@ def method_names(spec: str) -> Sequence[str]:
 def make_methods(spec: str, options: Mapping[str, Mapping[str, Any]] | None = None) -> list[Method]:
     """The methods of a spec like `jacobi+lookup`; their drafts share one tree.
 
-    For `auto` they are those whose options may be given. `options` gives fields by method: {"lookup": {"longest": 5}}.
+    For `auto` they are those whose options may be given. `options` gives fields by method:
+    {"lookup": {"max_ngram_size": 5}}.
     They may be of further methods, since an engine decodes with any, but all must be right. Errors: ValueError.
     """
     options = options or {}

@@ -51,16 +51,16 @@ class Assd:
     """
 
     draft: Literal["self", "bigram"] = "self"
-    length: int = 2  # depth of the drafts
-    choices: int = 2  # tokens that may follow a token of the draft tree; `reject` drafts one path
+    num_draft_tokens: int = 2  # of a path, at most
+    top_k: int = 2  # tokens that may follow a token of the draft tree; `reject` drafts one path
     ahead: int = 8  # holes that a verification call predicts; at least two for each draft token
     two_calls: bool = False  # draft in a call of its own, as in the paper
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"assd: length is {self.length}, but must be 1 or more")
-        if self.choices < 1:
-            raise ValueError(f"assd: choices is {self.choices}, but must be 1 or more")
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"assd: num_draft_tokens is {self.num_draft_tokens}, but must be 1 or more")
+        if self.top_k < 1:
+            raise ValueError(f"assd: top_k is {self.top_k}, but must be 1 or more")
         if self.ahead < 1:
             raise ValueError(f"assd: ahead is {self.ahead}, but must be 1 or more")
         if self.draft not in ("self", "bigram"):
@@ -77,10 +77,12 @@ class Assd:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         if self.draft == "bigram":
-            return BigramDrafter(noise, sampling, rule, self.length)
+            return BigramDrafter(noise, sampling, rule, self.num_draft_tokens)
         if self.two_calls:
-            return two_call_drafter(noise, sampling, rule, "independent", self.length, source=SOURCE)
-        return SelfDrafter(noise, sampling, rule, self.length, max(self.ahead, 2 * self.length), self.choices)
+            return two_call_drafter(noise, sampling, rule, "independent", self.num_draft_tokens, source=SOURCE)
+        return SelfDrafter(
+            noise, sampling, rule, self.num_draft_tokens, max(self.ahead, 2 * self.num_draft_tokens), self.top_k
+        )
 
 
 @dataclass
@@ -96,9 +98,9 @@ class SelfDrafter:
     noise: Noise
     sampling: Sampling
     rule: Rule
-    length: int
+    num_draft_tokens: int
     ahead: int
-    choices: int  # tokens that may follow a token of the draft tree
+    top_k: int  # tokens that may follow a token of the draft tree
     hole_logits: dict[int, HoleLogits] = field(default_factory=dict)  # by position
     pairwise_correction: PairwiseCorrection | None = None
     first_drafts: set[int] = field(default_factory=set)  # the first draft tokens of this step's paths
@@ -107,7 +109,7 @@ class SelfDrafter:
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         if last is not None:
             self._store_logits(last)
-        holes = self._predicted_holes(canvas, min(self.length, room))
+        holes = self._predicted_holes(canvas, min(self.num_draft_tokens, room))
         branches: Sequence[Branch] = []
         if holes:
             branches = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
@@ -132,9 +134,9 @@ class SelfDrafter:
         unknown = [hole.num_unknown(canvas.order, index) for index, hole in enumerate(holes, canvas.num_decided)]
         predictions = HolePredictions(holes, unknown, self.pairwise_correction, self._banned, self._last_tokens)
         if sampling.greedy:
-            choose: Chooser = Likeliest(self.choices)
+            choose: Chooser = Likeliest(self.top_k)
         else:
-            choose = Coupled(self.choices, sampling, self.noise, canvas.open_positions)
+            choose = Coupled(self.top_k, sampling, self.noise, canvas.open_positions)
         return likely_paths(predictions, canvas.new_tokens[-2:].tolist(), choose, SOURCE)
 
     def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
@@ -171,7 +173,7 @@ class SelfDrafter:
             self.paused_calls = PAUSE_CALLS
         self.paused_calls = max(self.paused_calls - 1, 0)
         holes = inputs.canvas.open_positions[: self.ahead].tolist()
-        needed = holes[1 : max(inputs.depths, default=-1) + 2 + self.length]
+        needed = holes[1 : max(inputs.depths, default=-1) + 2 + self.num_draft_tokens]
         if not controller.budget or self.paused_calls or all(hole in self.hole_logits for hole in needed):
             return inputs
         inputs = with_query_chains(inputs, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
@@ -225,13 +227,13 @@ class BigramDrafter:
     noise: Noise
     sampling: Sampling
     rule: Rule
-    length: int
+    num_draft_tokens: int
     counts: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     counted: set[int] = field(default_factory=set)  # positions whose left neighbour was counted
 
     def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
         self._count(canvas, last)
-        holes = canvas.open_positions[: min(self.length, room)]
+        holes = canvas.open_positions[: min(self.num_draft_tokens, room)]
         text = canvas.tokens.copy()
         found = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
         for hole in holes.tolist():

@@ -21,9 +21,9 @@ from saltus.drafting.answer_memory import AnswerMemory, num_agreeing
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted
 REMEMBERED = "lookup/remembered"  # the source of drafts from earlier answers
-REMEMBERED_PLACES = 8  # latest occurrences in earlier answers that are used
+MAX_REMEMBERED_MATCHES = 8  # latest occurrences in earlier answers that are used
 SURE_REPEAT = 32  # after a repeat of so many tokens the text goes on as there in 98 % of the cases
-SURE_PLACES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
+MAX_SURE_MATCHES = 4  # latest sure repeats that are used: the others hardly change the drafts, and take time
 LONG_REPEAT = 3  # repeats of so many tokens are indexed apart from single tokens, and so are found further back
 
 Repeat = tuple[int, int]
@@ -37,18 +37,18 @@ class Lookup:
     All occurrences vote; longer and later ones count more, and the most likely nodes are offered.
     """
 
-    longest: int = 64  # longer repeats count like this length
-    places: int = 32  # latest occurrences that are used, of each n-gram
-    nodes: int = 31  # draft tokens offered, at most
+    max_ngram_size: int = 64  # longer repeats count like this length
+    max_matches: int = 32  # latest occurrences that are used, of each n-gram
+    num_draft_tokens: int = 31  # of a tree, at most
     draft_models: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("longest", "places", "nodes"):
+        for name in ("max_ngram_size", "max_matches", "num_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"lookup: {name} is {getattr(self, name)}, but must be 1 or more")
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        return LookupDrafter(RepeatIndex(self.longest, self.places), self.nodes)
+        return LookupDrafter(RepeatIndex(self.max_ngram_size, self.max_matches), self.num_draft_tokens)
 
 
 @dataclass
@@ -56,7 +56,7 @@ class LookupDrafter:
     """Drafts one text. References are other texts to copy from: they stand before it, apart from each other."""
 
     index: RepeatIndex
-    nodes: int
+    num_draft_tokens: int
     expected: int | None = None  # where a text begins that the new one is expected to repeat
     memory: AnswerMemory | None = None
 
@@ -70,27 +70,27 @@ class LookupDrafter:
         self.index.read(canvas.decided_prefix)
         repeats = self.index.repeats()
         if last is None and self.expected is not None:
-            repeats.insert(0, (self.expected, self.index.longest))
-        found = branches(self.index.tokens, repeats, self.nodes, room)
+            repeats.insert(0, (self.expected, self.index.max_ngram_size))
+        found = branches(self.index.tokens, repeats, self.num_draft_tokens, room)
         if self.memory is not None:
-            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.longest) :]
-            for tokens, repeats in self.memory.repeats(text, self.index.longest, REMEMBERED_PLACES):
-                found += branches(tokens, repeats, self.nodes, room, REMEMBERED)
+            text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.max_ngram_size) :]
+            for tokens, repeats in self.memory.repeats(text, self.index.max_ngram_size, MAX_REMEMBERED_MATCHES):
+                found += branches(tokens, repeats, self.num_draft_tokens, room, REMEMBERED)
         return found
 
 
 def branches(
-    text: Sequence[int], repeats: Sequence[Repeat], nodes: int, room: int, source: str = "lookup"
+    text: Sequence[int], repeats: Sequence[Repeat], num_draft_tokens: int, room: int, source: str = "lookup"
 ) -> list[Branch]:
-    """The tree of the `nodes` most likely tokens, as the paths to its leaves, none longer than `room`.
+    """The tree of the `num_draft_tokens` most likely tokens, as the paths to its leaves, none longer than `room`.
 
     A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
     """
-    repeats = [repeat for repeat in repeats if repeat[1] >= SURE_REPEAT][:SURE_PLACES] or repeats
+    repeats = [repeat for repeat in repeats if repeat[1] >= SURE_REPEAT][:MAX_SURE_MATCHES] or repeats
     paths: list[Branch | None] = []  # None: a longer one was found
     heap: list[tuple[float, int, int, list[int], list[float], list[Repeat]]] = [(-1.0, 0, 0, [], [], list(repeats))]
     pushed = 0
-    while heap and len(paths) <= nodes:
+    while heap and len(paths) <= num_draft_tokens:
         negative, _, parent, tokens, probabilities, alive = heapq.heappop(heap)
         if paths:
             paths[parent] = None
@@ -140,11 +140,11 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
 class RepeatIndex:
     """The latest positions after each token, and after each LONG_REPEAT tokens, of a growing text."""
 
-    def __init__(self, longest: int, places: int) -> None:
-        self.longest = longest
+    def __init__(self, max_ngram_size: int, max_matches: int) -> None:
+        self.max_ngram_size = max_ngram_size
         self.tokens: list[int] = []
         self._positions: dict[tuple[int, ...], deque[int]] = {}
-        self.places = places
+        self.max_matches = max_matches
         self.start = 0  # of the text, after the references
 
     def add_reference(self, tokens: Sequence[int]) -> None:
@@ -162,7 +162,8 @@ class RepeatIndex:
             end = len(self.tokens)
             for size in (1, LONG_REPEAT):
                 if size <= end:
-                    self._positions.setdefault(tuple(self.tokens[end - size :]), deque(maxlen=self.places)).append(end)
+                    ngram = tuple(self.tokens[end - size :])
+                    self._positions.setdefault(ngram, deque(maxlen=self.max_matches)).append(end)
             self.tokens.append(token)
 
     def repeats(self) -> list[Repeat]:
@@ -171,4 +172,4 @@ class RepeatIndex:
         ends = {
             at for size in (1, LONG_REPEAT) for at in self._positions.get(tuple(text[end - size :]), ()) if size <= end
         }
-        return [(at, num_agreeing(text, at, text, end, self.longest)) for at in sorted(ends, reverse=True)]
+        return [(at, num_agreeing(text, at, text, end, self.max_ngram_size)) for at in sorted(ends, reverse=True)]

@@ -34,17 +34,17 @@ class Mtpc:
 
     # a folder written by `saltus train mtpc`; auto: the heads shipped for the target, or its own (EvaByte)
     model: str = "auto"
-    length: int = 16  # draft tokens, at most; never more than the heads' window
-    choices: int = 3  # tokens offered after each path, at most
-    least: float = 0.1  # under `reject`, stop where the product of the drafts' probabilities falls below this
+    num_draft_tokens: int = 16  # of a path, at most; never more than the heads' window
+    top_k: int = 3  # tokens offered after each path, at most
+    min_probability: float = 0.1  # under `reject`, stop where the product of the drafts' probabilities falls below this
     draw: str = "tokens"  # under `reject`: tokens one by one, or the window at once, in a stage for each level
 
     def __post_init__(self) -> None:
-        for name in ("length", "choices"):
+        for name in ("num_draft_tokens", "top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"mtpc: {name} is {getattr(self, name)}, but must be 1 or more")
-        if not 0 <= self.least < 1:
-            raise ValueError(f"mtpc: least is {self.least}, but must lie in [0, 1)")
+        if not 0 <= self.min_probability < 1:
+            raise ValueError(f"mtpc: min_probability is {self.min_probability}, but must lie in [0, 1)")
         if self.draw not in ("tokens", "window"):
             raise ValueError(f"mtpc: draw is {self.draw!r}, but must be tokens or window")
 
@@ -55,18 +55,19 @@ class Mtpc:
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         at_once = self.draw == "window" and rule is reject and can_draw_window(sampling)
 
-        def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
             inputs = ForwardInputs(canvas, network_name="mtpc", hidden_states=hidden_states)
+            limits = num_draft_tokens, self.min_probability
             if at_once:
-                return (yield from draft_drawn_window(inputs, length, self.least, noise, sampling, SOURCE))
+                return (yield from draft_drawn_window(inputs, *limits, noise, sampling, SOURCE))
             outputs = None
             if rule is match:
-                outputs = yield with_query_chains(inputs, [(-1, [math.nan] * length)], sampling.temperature)
+                outputs = yield with_query_chains(inputs, [(-1, [math.nan] * num_draft_tokens)], sampling.temperature)
                 if isinstance(outputs.drafter_data, DraftPredictions):
-                    coupled = Coupled(self.choices, sampling, noise, canvas.open_positions)
-                    choose = Likeliest(self.choices) if sampling.greedy else coupled
+                    coupled = Coupled(self.top_k, sampling, noise, canvas.open_positions)
+                    choose = Likeliest(self.top_k) if sampling.greedy else coupled
                     return likely_paths(outputs.drafter_data, canvas.decided_prefix[-2:].tolist(), choose, SOURCE)
-            drafts = draft_autoregressively(inputs, length, self.least, noise, sampling, rule, SOURCE, outputs)
+            drafts = draft_autoregressively(inputs, *limits, noise, sampling, rule, SOURCE, outputs)
             return (yield from drafts)
 
-        return HiddenStateDrafter(self.length, draft)
+        return HiddenStateDrafter(self.num_draft_tokens, draft)

@@ -39,13 +39,13 @@ class Ptp:
     model: str = (
         "auto"  # a folder of `saltus train ptp`, or a published drafter's folder or hub id; auto: the shipped one
     )
-    length: int = 8  # draft tokens, at most; never more than the model was trained for
-    choices: int = 3  # tokens offered for each position, at most
+    num_draft_tokens: int = 8  # of a path, at most; never more than the model was trained for
+    top_k: int = 3  # tokens offered for each position, at most
     drafts: int = 1  # chains of an adapter under `reject`, of which the most central one is verified (PTP, Eq. 18)
     two_calls: bool = False  # draft in a call of its own (PTP, Alg. 1), not inside the verification call
 
     def __post_init__(self) -> None:
-        for name in ("length", "choices", "drafts"):
+        for name in ("num_draft_tokens", "top_k", "drafts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ptp: {name} is {getattr(self, name)}, but must be 1 or more")
 
@@ -58,10 +58,11 @@ class Ptp:
         coupling = training.get("coupling", "probability")
         if kind != "adapter":
             return DrafterPtp(self, coupling)
-        form, window = training.get("form", "one-hot"), training.get("window", self.length + 1)
+        form, window = training.get("form", "one-hot"), training.get("window", self.num_draft_tokens + 1)
         return AdapterPtp(
-            self.model, self.length, self.two_calls, form, window, "student_of" in training, coupling, self.drafts
-        )
+            self.model, self.num_draft_tokens, self.two_calls, form, window, "student_of" in training, coupling,
+            self.drafts,
+        )  # fmt: skip
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         return DrafterPtp(self).drafter(noise, sampling, rule)
@@ -82,15 +83,15 @@ class DrafterPtp:
         if self.options.drafts > 1:
             name = self.options.model
             raise ValueError(f"ptp: several drafts need an adapter, but {name} is a drafter; leave drafts out")
-        return HiddenStateDrafter(self.options.length, self._draft_calls(noise, sampling, rule))
+        return HiddenStateDrafter(self.options.num_draft_tokens, self._draft_calls(noise, sampling, rule))
 
     def _draft_calls(self, noise: Noise, sampling: Sampling, rule: Rule) -> Callable[[Canvas, Tensor, int], DraftCalls]:
-        form, choices = usable_form("one-hot", self.trained_coupling, sampling), self.options.choices
+        form, choices = usable_form("one-hot", self.trained_coupling, sampling), self.options.top_k
 
-        def draft(canvas: Canvas, hidden_states: Tensor, length: int) -> DraftCalls:
+        def draft(canvas: Canvas, hidden_states: Tensor, num_draft_tokens: int) -> DraftCalls:
             # Under `reject` drafts have uniforms of their own, never those that the rule uses.
             stream = f"{SOURCE}/{canvas.num_decided}" if rule is reject else "text"
-            uniforms = position_uniforms(noise, sampling, canvas.open_positions[:length], stream)
+            uniforms = position_uniforms(noise, sampling, canvas.open_positions[:num_draft_tokens], stream)
             inputs = ForwardInputs(canvas, network_name="ptp", hidden_states=hidden_states)
             inputs = with_query_chains(inputs, [(-1, query_uniforms(uniforms, form))], sampling.temperature)
             outputs = yield inputs
@@ -111,7 +112,7 @@ class AdapterPtp:
     """`Ptp` with a gated adapter, of the target or of a student."""
 
     model: str
-    length: int
+    num_draft_tokens: int
     two_calls: bool
     form: Any  # a UniformConditioning: loading refuses adapters of other methods
     window: int  # queries of a chain in training
@@ -126,9 +127,10 @@ class AdapterPtp:
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         form = usable_form(self.form, self.coupling, sampling)
         if self.is_student:
-            length = min(self.length, self.window)
-            return two_call_drafter(noise, sampling, rule, form, length, self.drafts, "ptp")
-        length = min(self.length, self.window - 1)  # the first query predicts the verifier's own token
+            num_draft_tokens = min(self.num_draft_tokens, self.window)
+            return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts, "ptp")
+        # the first query predicts the verifier's own token
+        num_draft_tokens = min(self.num_draft_tokens, self.window - 1)
         if self.two_calls or rule is reject or self.drafts > 1:
-            return two_call_drafter(noise, sampling, rule, form, length, self.drafts)
-        return FusedPtpDrafter(noise, sampling, form, length)
+            return two_call_drafter(noise, sampling, rule, form, num_draft_tokens, self.drafts)
+        return FusedPtpDrafter(noise, sampling, form, num_draft_tokens)

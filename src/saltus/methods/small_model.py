@@ -23,14 +23,14 @@ class SmallModel:
     """
 
     model: str = ""  # the draft model: a name or a folder
-    length: int = 5  # draft tokens, at most
-    least: float = 0.2  # stop where the product of the drafts' probabilities falls below this
+    num_draft_tokens: int = 5  # at most
+    min_probability: float = 0.2  # stop where the product of the drafts' probabilities falls below this
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"small_model: length is {self.length}, but must be 1 or more")
-        if not 0 <= self.least < 1:
-            raise ValueError(f"small_model: least is {self.least}, but must lie in [0, 1)")
+        if self.num_draft_tokens < 1:
+            raise ValueError(f"small_model: num_draft_tokens is {self.num_draft_tokens}, but must be 1 or more")
+        if not 0 <= self.min_probability < 1:
+            raise ValueError(f"small_model: min_probability is {self.min_probability}, but must lie in [0, 1)")
 
     @property
     def draft_models(self) -> dict[str, str]:
@@ -38,7 +38,8 @@ class SmallModel:
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
         def draft(canvas: Canvas, last: Step | None, room: int) -> DraftResult:
-            inputs, length = ForwardInputs(canvas, network_name="small_model"), min(self.length, room)
-            return draft_autoregressively(inputs, length, self.least, noise, sampling, rule, "small_model")
+            inputs = ForwardInputs(canvas, network_name="small_model")
+            limits = min(self.num_draft_tokens, room), self.min_probability
+            return draft_autoregressively(inputs, *limits, noise, sampling, rule, "small_model")
 
         return draft

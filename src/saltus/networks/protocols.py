@@ -13,13 +13,13 @@ class TargetNetwork(Network, Protocol):
     """A network whose text can be decoded."""
 
     model: Any  # the Hugging Face model (PreTrainedModel)
-    free_shapes: bool  # True: rounding depends on the shapes of calls, and texts may differ by method
+    batch_invariant: bool  # False: rounding depends on the shapes of calls, and texts may differ by method
     any_subset: bool  # True: it fills holes that have text after them
     accepts_drafters: bool  # True: it satisfies DrafterHost
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
-        """What evaluates a call: our kernels ("lean" in results), fixed shapes, Transformers' code, or torch."""
+    def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
+        """What evaluates a call: our kernels ("native"), fixed shapes, Transformers' code, or torch."""
         ...
 
     @property

@@ -13,9 +13,9 @@ from saltus.drafting.answer_memory import AnswerMemory
 from saltus.engine.engine import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.errors import ApiError
-from saltus.serving.jobs import Job, Part
+from saltus.serving.jobs import Delta, Job
 from saltus.serving.metrics import ServerMetrics
 from saltus.serving.protocol import SamplingFields
 
@@ -35,14 +35,14 @@ class Choice:
     finish_reason: str | None = None
     prompt_scores: PromptScores | None = None
 
-    def add(self, part: Part) -> None:
-        self.text += part.text
-        self.tokens += part.tokens
-        self.logprobs += part.logprobs
-        self.top_logprobs += part.top_logprobs
-        self.calls += part.calls
-        self.finish_reason = part.finish_reason
-        self.prompt_scores = self.prompt_scores or part.prompt_scores
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.top_logprobs += delta.top_logprobs
+        self.calls += delta.calls
+        self.finish_reason = delta.finish_reason
+        self.prompt_scores = self.prompt_scores or delta.prompt_scores
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Backend:
 
     name: str  # of the model
     tokenizer: Any
-    batcher: Batcher
+    batcher: EngineThread
     metrics: ServerMetrics
 
 
@@ -66,7 +66,7 @@ class Answer:
         self.backend, self.method, self.asked = backend, method, asked
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self.id, self.created = self.prefix + uuid.uuid4().hex, int(time.time())
-        self.parts: asyncio.Queue[tuple[int, Part | ApiError]] = asyncio.Queue()
+        self.deltas: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue()
 
     def draft_from(self, memory: AnswerMemory) -> None:
         """Draft the texts from earlier answers, too, and remember them. Before `submit`."""
@@ -78,7 +78,7 @@ class Answer:
         loop = asyncio.get_running_loop()
 
         def deliver_to(index: int) -> Any:
-            return lambda part: loop.call_soon_threadsafe(self.parts.put_nowait, (index, part))
+            return lambda delta: loop.call_soon_threadsafe(self.deltas.put_nowait, (index, delta))
 
         for choice in self.choices:
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
@@ -102,23 +102,23 @@ class Answer:
         """The answer as server-sent events."""
         raise NotImplementedError
 
-    async def arriving(self) -> AsyncIterator[tuple[Choice, Part]]:
-        """Each part as it comes. Leaving this early drops the texts that are not finished."""
+    async def arriving(self) -> AsyncIterator[tuple[Choice, Delta]]:
+        """Each delta as it comes. Leaving this early drops the texts that are not finished."""
         metrics = self.backend.metrics
         timers = [metrics.timer() for _ in self.choices]
         left = len(self.choices)
         try:
             while left:
-                index, part = await self.parts.get()
-                if isinstance(part, ApiError):
-                    raise part
+                index, delta = await self.deltas.get()
+                if isinstance(delta, ApiError):
+                    raise delta
                 choice = self.choices[index]
                 if not choice.calls and choice.job is not None:
                     metrics.count_prompt(len(choice.request.request.prompt), choice.job.cached_tokens)
-                choice.add(part)
-                timers[index].record(part.calls, part.finish_reason)
-                left -= part.finish_reason is not None
-                yield choice, part
+                choice.add(delta)
+                timers[index].record(delta.calls, delta.finish_reason)
+                left -= delta.finish_reason is not None
+                yield choice, delta
         finally:
             self.drop()
 

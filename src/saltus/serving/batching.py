@@ -21,7 +21,7 @@ from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
 from saltus.serving.batch_controller import BatchController
 from saltus.serving.constraint_time import LimitedConstraint
 from saltus.serving.errors import ApiError, as_api_error, is_out_of_memory, place_of
-from saltus.serving.jobs import Job, Limits, Part, TextObserver, next_part
+from saltus.serving.jobs import Delta, Job, Limits, RequestCallbacks, next_delta
 from saltus.serving.prompt_reading import PromptReader
 from saltus.serving.turns import Shares, giving_way, memory_limit, next_in_turn
 
@@ -30,7 +30,7 @@ log = logging.getLogger("saltus.serving")
 IDLE_AFTER = 0.05  # seconds without a job
 
 
-class Batcher:
+class EngineThread:
     """The engine's thread: admits jobs by turns of clients and requests, reads prompts piece by piece, and decodes.
 
     A text does not depend on what runs beside it: rows of a call do not depend on each other, and a method and its
@@ -49,7 +49,7 @@ class Batcher:
         self.request_numbers = count(1)
         self.networks: dict[str, Network] = {}
         self.replacements: queue.SimpleQueue[tuple[str, Network]] = queue.SimpleQueue()
-        self.observer: TextObserver | None = None
+        self.callbacks: RequestCallbacks | None = None
         self.prompts = PromptReader(engine, limits.max_cached_bytes // 4)
         self.on_failure: Callable[[], None] = lambda: None  # called by the thread if it ends by a fault, at last
         self.thread = threading.Thread(target=self._run, name="saltus-engine", daemon=True)
@@ -186,7 +186,7 @@ class Batcher:
         try:
             job = self.incoming.get(timeout=IDLE_AFTER)
         except queue.Empty:
-            self._notify(lambda observer: observer.idle())
+            self._notify(lambda callbacks: callbacks.idle())
             job = self.incoming.get()
         if job is not None:
             self.waiting.append(job)
@@ -241,14 +241,14 @@ class Batcher:
         for name, network in setup.networks.items():
             self.networks.setdefault(name, network)
         controller = BatchController(
-            setup, lambda: len(self.running), job.budget, keeps_states=self.observer is not None
+            setup, lambda: len(self.running), job.budget, keeps_states=self.callbacks is not None
         )
         request = job.request.request
         if request.constraint is not None:
             request.constraint = LimitedConstraint(request.constraint, request)
         job.sequence = SequenceState(_isolated(counting_generator(setup, request, controller), job))
         job.unread = len(request.prompt)
-        self._notify(lambda observer: observer.begins(job))
+        self._notify(lambda callbacks: callbacks.begins(job))
 
     def _read_prompts(self) -> None:
         """Read a piece of one prompt, and let one text join whose first call reads what is left of its prompt.
@@ -272,31 +272,31 @@ class Batcher:
         for job in [job for job in self.running if not job.unread]:
             job.request.request.seconds += seconds
             try:
-                self._deliver_part(job)
+                self._deliver_delta(job)
             except Exception as error:
                 log.exception("what a call decided could not be handed out")
                 self._end(job, as_api_error(error))
         if self.running:
-            self._notify(lambda observer: observer.called(seconds))
+            self._notify(lambda callbacks: callbacks.called(seconds))
 
-    def _deliver_part(self, job: Job) -> None:
+    def _deliver_delta(self, job: Job) -> None:
         if job.failure is not None or job.sequence is None:
             self._end(job, job.failure)
             return
         finished, first = job.sequence.pending is None, not job.num_delivered
         if not finished and len(job.request.request.calls) == job.num_delivered:  # a draft model was called
             return
-        part = next_part(job)
+        delta = next_delta(job)
         if finished:
             self._end(job)
         elif first:  # the prompt has just been read
             self.prompts.keep(job)
-        self._hand_out(job, part)
+        self._hand_out(job, delta)
 
-    def _hand_out(self, job: Job, part: Part | ApiError) -> None:
+    def _hand_out(self, job: Job, delta: Delta | ApiError) -> None:
         """Give a client what it waits for; a text that nobody can take is dropped."""
         try:
-            job.deliver(part)
+            job.deliver(delta)
         except Exception as error:
             log.warning("a text has no client any more: %s", error)
             job.cancelled = True
@@ -313,7 +313,7 @@ class Batcher:
         elif job.sequence is not None:
             self.prompts.keep(job)
             self._remember(job)
-            self._notify(lambda observer: observer.ends(job))
+            self._notify(lambda callbacks: callbacks.ends(job))
         job.sequence = None
 
     def _remember(self, job: Job) -> None:
@@ -325,15 +325,15 @@ class Batcher:
         except Exception:
             log.exception("a text could not be kept for later drafts")
 
-    def _notify(self, event: Callable[[TextObserver], None]) -> None:
-        """Call the observer; texts go on without one that fails."""
-        if (observer := self.observer) is None:
+    def _notify(self, event: Callable[[RequestCallbacks], None]) -> None:
+        """Make a callback; texts go on without callbacks that fail."""
+        if (callbacks := self.callbacks) is None:
             return
         try:
-            event(observer)
+            event(callbacks)
         except Exception:
-            log.exception("the observer of the texts has failed; the server goes on without it")
-            self.observer = None
+            log.exception("a callback of the texts has failed; the server goes on without it")
+            self.callbacks = None
 
 
 def _isolated(generator: DecodeGenerator, job: Job) -> DecodeGenerator:

@@ -14,7 +14,7 @@ from saltus.engine.request import CallRecord
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.serving.answers import Answer, Backend, Choice
 from saltus.serving.errors import ApiError
-from saltus.serving.jobs import Part
+from saltus.serving.jobs import Delta
 from saltus.serving.protocol import ChatCompletionRequest, CompletionRequest
 from saltus.serving.structured import Tools, call_object
 from saltus.serving.translation import speculation_metrics, usage
@@ -28,11 +28,11 @@ class _Form:
     def __init__(self, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
-    def _entry(self, index: int, body: dict[str, Any], of: Choice | Part) -> dict[str, Any]:
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
         logprobs = self._logprobs(index, of) if self.logprobs else None
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
 
-    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -58,15 +58,15 @@ class ChatForm(_Form):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
-        text, calls = self._read(choice.index, part.text, last=part.finish_reason is not None)
+    def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
+        text, calls = self._read(choice.index, new.text, last=new.finish_reason is not None)
         first = self.num_calls[choice.index] - len(calls)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
-        return self._entry(choice.index, {"delta": delta}, part)
+        return self._entry(choice.index, {"delta": delta}, new)
 
-    def _entry(self, index: int, body: dict[str, Any], of: Choice | Part) -> dict[str, Any]:
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
         entry = super()._entry(index, body, of)
         if entry["finish_reason"] == "stop" and self.num_calls[index]:
             entry["finish_reason"] = "tool_calls"
@@ -83,7 +83,7 @@ class ChatForm(_Form):
         self.num_calls[index] += len(calls)
         return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
-    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self.tokenizer.decode([token])
             return {"token": text, "logprob": value, "bytes": list(text.encode())}
@@ -116,10 +116,10 @@ class TextForm(_Form):
             return None
         return {"index": index, "text": self.echoes[index], "logprobs": None, "finish_reason": None}
 
-    def delta(self, choice: Choice, part: Part) -> dict[str, Any]:
-        return self._entry(choice.index, {"text": part.text}, part)
+    def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
+        return self._entry(choice.index, {"text": new.text}, new)
 
-    def _logprobs(self, index: int, of: Choice | Part) -> dict[str, Any]:
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         """Of an echoed prompt first, whose first token has none, and then of new tokens."""
         prompt = [] if of.prompt_scores is None else list(of.prompt_scores.tokens)
         texts = [self.tokenizer.decode([token]) for token in [*prompt, *of.tokens[: len(of.logprobs)]]]
@@ -187,15 +187,15 @@ class ChoicesAnswer(Answer):
 
         opened: set[int] = set()
         try:
-            async for choice, part in self.arriving():
-                silent[choice.index] += part.calls
+            async for choice, delta in self.arriving():
+                silent[choice.index] += delta.calls
                 if choice.index not in opened:  # not before, so that clients can time the first token by it
                     opened.add(choice.index)
                     if (opening := self.form.opening(choice.index)) is not None:
-                        yield event([opening], self._usage(len(part.tokens)) if continuous else None)
-                if part.text or part.logprobs or part.finish_reason is not None:
+                        yield event([opening], self._usage(len(delta.tokens)) if continuous else None)
+                if delta.text or delta.logprobs or delta.finish_reason is not None:
                     counts = self._usage() if continuous else None
-                    yield event([self.form.delta(choice, part)], counts, silent[choice.index])
+                    yield event([self.form.delta(choice, delta)], counts, silent[choice.index])
                     silent[choice.index] = []
             if options is not None and options.include_usage:
                 yield event([], self._usage(), self.calls)

@@ -109,8 +109,8 @@ class InfillAnswer(Answer):
 
     async def stream(self) -> AsyncIterator[str]:
         try:
-            async for _, part in self.arriving():
-                found = self._selected(self._object(part.text, part.finish_reason is not None, part.calls))
+            async for _, delta in self.arriving():
+                found = self._selected(self._object(delta.text, delta.finish_reason is not None, delta.calls))
                 yield f"data: {json.dumps(found, ensure_ascii=False)}\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"

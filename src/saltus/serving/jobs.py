@@ -23,15 +23,15 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a call added to a text; the last part has a finish reason."""
+class Delta:
+    """What a call added to a text; the last delta has a finish reason."""
 
     text: str
     calls: tuple[CallRecord, ...]
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[list[tuple[int, float]], ...] = ()
     finish_reason: str | None = None
-    prompt_scores: PromptScores | None = None  # of the first part, where they were asked for
+    prompt_scores: PromptScores | None = None  # of the first delta, where they were asked for
 
     @property
     def tokens(self) -> list[int]:
@@ -41,11 +41,11 @@ class Part:
 
 @dataclass(eq=False)
 class Job:
-    """One text for the engine's thread. `deliver` gets Parts, and at last one with a finish reason, or an error."""
+    """One text for the engine's thread. `deliver` gets Deltas, and at last one with a finish reason, or an error."""
 
     request: AnyRequest
     method: str
-    deliver: Callable[[Part | ApiError], None]
+    deliver: Callable[[Delta | ApiError], None]
     budget: int | None = None  # draft tokens of a call, at most; None: the server's
     prompt_scores: PromptScores | None = None  # to be filled while the prompt is read
     client: str = ""  # who asks; clients take turns
@@ -64,20 +64,20 @@ class Job:
         return len(self.request.request.prompt) + self.request.request.max_new_tokens
 
 
-def next_part(job: Job) -> Part:
-    """What the calls since the last part have added."""
+def next_delta(job: Job) -> Delta:
+    """What the calls since the last delta have added."""
     request, before, first = job.request.request, job.num_tokens_delivered, not job.num_delivered
     calls = tuple(request.calls[job.num_delivered :])
     job.num_delivered += len(calls)
     job.num_tokens_delivered += sum(len(call.tokens) for call in calls)
     logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
     text = job.request.output.release(request.finished)
-    return Part(text, calls, logprobs, top, request.finish_reason, job.prompt_scores if first else None)
+    return Delta(text, calls, logprobs, top, request.finish_reason, job.prompt_scores if first else None)
 
 
 @runtime_checkable
-class TextObserver(Protocol):
-    """Watches the texts of a server. Its methods are called by the engine's thread, which waits for them."""
+class RequestCallbacks(Protocol):
+    """Called as the texts of a server are decoded, by the engine's thread, which waits for it."""
 
     def begins(self, job: Job) -> None:
         """Before a text's first call."""

@@ -31,7 +31,7 @@ from saltus.networks.loading.metadata import read_metadata
 from saltus.networks.loading.target_drafters import load_drafter_for_target
 from saltus.networks.models.exact.packed_weight import select_rows
 from saltus.serving.allocator import MEGABYTE, return_freed_buffers
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.jobs import Job
 from saltus.serving.learned_drafters import LearnedDrafters
 from saltus.serving.text_states import TextStates
@@ -113,12 +113,12 @@ class Learner:
         self.on_cpu = engine.network.model.device.type == "cpu"
         self.thread: threading.Thread | None = None
 
-    def start(self, batcher: Batcher) -> None:
+    def start(self, batcher: EngineThread) -> None:
         """Start the process, and the thread that speaks with it."""
         spawn = get_context("spawn")
         self.connection, child = spawn.Pipe()
         self.slices = TimeSlices(spawn)
-        self.batcher, batcher.observer = batcher, self
+        self.batcher, batcher.callbacks = batcher, self
         self.process = spawn.Process(target=_train, args=(child, self._first_message(), self.slices), daemon=True)
         self.process.start()
         if hasattr(os, "setpriority") and self.process.pid is not None:
@@ -226,7 +226,7 @@ class Learner:
         except Exception:
             log.exception("learning has ended; the server goes on without it")
         finally:
-            self.batcher.observer = None
+            self.batcher.callbacks = None
             self.between_pieces.set()
             self.waiting.clear()
             self.process.kill()

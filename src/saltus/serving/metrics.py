@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from saltus.engine.request import CallRecord
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.training.online_drafter import Progress
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
@@ -19,7 +19,7 @@ MAX_POSITIONS = 64  # of draft tokens that are counted one by one
 class ServerMetrics:
     """Counters, gauges and histograms of one server."""
 
-    def __init__(self, model_name: str, batcher: Batcher) -> None:
+    def __init__(self, model_name: str, batcher: EngineThread) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
 

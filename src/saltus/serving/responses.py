@@ -77,8 +77,8 @@ class ResponseAnswer(Answer):
         yield event("created", started)
         yield event("in_progress", started)
         try:
-            async for _, part in self.arriving():
-                for kind, fields in self._add(part.text, last=part.finish_reason is not None):
+            async for _, delta in self.arriving():
+                for kind, fields in self._add(delta.text, last=delta.finish_reason is not None):
                     yield event(kind, fields)
         except ApiError as error:
             failed = {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}

@@ -12,7 +12,7 @@ from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.engine.text_bounds import require_fits
 from saltus.serving.answers import Answer, Backend
-from saltus.serving.batching import Batcher
+from saltus.serving.batching import EngineThread
 from saltus.serving.choices import ChatForm, ChoicesAnswer, TextForm
 from saltus.serving.errors import ApiError
 from saltus.serving.infill import InfillAnswer, InfillRequest
@@ -50,12 +50,12 @@ class Service:
         engine: Engine,
         name: str,
         limits: Limits,
-        remember_bytes: int = 0,
+        ngram_cache_bytes: int = 0,
         learner: Learner | None = None,
     ) -> None:
         self.engine, self.name = engine, name
-        self.memories = AnswerMemories(remember_bytes) if remember_bytes else None  # of earlier answers, by API key
-        self.batcher = Batcher(engine, limits)
+        self.memories = AnswerMemories(ngram_cache_bytes) if ngram_cache_bytes else None  # by API key
+        self.batcher = EngineThread(engine, limits)
         self.metrics = ServerMetrics(name, self.batcher)
         self.started = int(time.time())
         self.backend = Backend(name, engine.tokenizer, self.batcher, self.metrics)

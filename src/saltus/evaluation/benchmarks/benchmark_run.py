@@ -40,11 +40,11 @@ class Benchmark:
     grader: Grader | None = None
 
     def __post_init__(self) -> None:
-        peers = [system.name for system in self.systems if system.kind == "peer"]
-        if peers and any(map(self._reads_both_sides, self.tasks)):
+        baselines = [system.name for system in self.systems if system.kind == "baseline"]
+        if baselines and any(map(self._reads_both_sides, self.tasks)):
             raise ValueError(
-                f"{peers[0]} continues texts, but {self.engine.target.name} fills holes here;"
-                " leave out peers and servers"
+                f"{baselines[0]} continues texts, but {self.engine.target.name} fills holes here;"
+                " leave out baselines and servers"
             )
 
     def _reads_both_sides(self, task: Task) -> bool:
@@ -119,7 +119,7 @@ class Benchmark:
             "calls": None if answer.calls is None else [dataclasses.asdict(call) for call in answer.calls],
             "problems": answer.problems + (early if system.kind == "method" else []),
             "score": score, "accuracy_of": self.grader and self.grader.metric_name,
-            "other_dice": system.kind == "peer" and not request.sampling.greedy,
+            "other_dice": system.kind == "baseline" and not request.sampling.greedy,
         }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 
 # What the protocols TargetNetwork, FillsHoles and DrafterHost have besides `forward` and `new_kv_cache`.
 MEMBERS_OF_PROTOCOLS = (
-    "model", "free_shapes", "any_subset", "accepts_drafters", "compute_path", "max_draft_tokens", "blank_token",
+    "model", "batch_invariant", "any_subset", "accepts_drafters", "compute_path", "max_draft_tokens", "blank_token",
     "adapter", "hidden_state_layers", "attach_adapter", "add_hidden_state_layers",
 )  # fmt: skip
 

@@ -43,9 +43,9 @@ class SaltusLMBase:
     """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
     `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`, `rule`,
-    `budget` and `options` are those of `saltus.load`; an argument such as `lookup.longest=5` is an option too. If a
-    task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its repetition,
-    and `coupling` says which token its random numbers pick. Errors: ValueError.
+    `budget` and `options` are those of `saltus.load`; an argument such as `lookup.max_ngram_size=5` is an option too.
+    If a task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its
+    repetition, and `coupling` says which token its random numbers pick. Errors: ValueError.
     """
 
     cache_hook: Any
@@ -338,7 +338,7 @@ class SaltusLMBase:
 def _method_options(
     options: Mapping[str, Mapping[str, Any]] | None, arguments: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Options by method from arguments such as `lookup.longest`. Errors: ValueError for any other name."""
+    """Options by method from arguments such as `lookup.max_ngram_size`. Errors: ValueError for any other name."""
     chosen = {method: dict(values) for method, values in (options or {}).items()}
     for name, value in arguments.items():
         method, dot, key = name.partition(".")

@@ -67,14 +67,14 @@ class MeasuredAnswer:
 
 @runtime_checkable
 class SystemUnderTest(Protocol):
-    """A method of Saltus or a peer. `generate` is timed from outside."""
+    """A method of Saltus or a baseline. `generate` is timed from outside."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def kind(self) -> str:
-        """ "method" or "peer"."""
+        """ "method" or "baseline"."""
         ...
 
     def generate(self, request: BenchmarkRequest) -> Any: ...

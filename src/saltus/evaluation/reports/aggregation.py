@@ -13,7 +13,7 @@ from saltus.core.noise import Noise
 from saltus.evaluation.benchmarks.graders import main_score
 
 RESAMPLES = 2000  # of the bootstrap
-BASELINE = "plain"
+PLAIN = "plain"
 SUMMED_COLUMNS = (
     "texts", "calls", "tokens", "seconds", "prefill_seconds", "later_calls", "later_tokens", "later_seconds", "nodes",
     "score", "scored",
@@ -37,7 +37,7 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entry of each system in results.json, computed from the records only; plain comes first."""
     systems = list(dict.fromkeys(record["system"] for record in records))
     tasks = list(dict.fromkeys(record["task"] for record in records))
-    of_plain = {text_id(record): record for record in records if record["system"] == BASELINE}
+    of_plain = {text_id(record): record for record in records if record["system"] == PLAIN}
     sums = {system: _sum_by_task([r for r in records if r["system"] == system], tasks) for system in systems}
     category = {record["task"]: record["category"] for record in records}
     groups = {name: np.array([category[task] == name for task in tasks]) for name in dict.fromkeys(category.values())}
@@ -48,14 +48,14 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         scored = next((record for record in own if record["score"]), None)
         found[system] = {
             "kind": own[0]["kind"],
-            **_rates_with_intervals(sums[system], sums[BASELINE], reported),
+            **_rates_with_intervals(sums[system], sums[PLAIN], reported),
             "acceptance_by_position": _acceptance_by_position(own) if reported else None,
             "identical": _count_identical(own, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
             "problems": _list_problems(own),
             "by_category": {
                 name: _rates_with_intervals(
-                    _select_tasks(sums[system], mask), _select_tasks(sums[BASELINE], mask), reported
+                    _select_tasks(sums[system], mask), _select_tasks(sums[PLAIN], mask), reported
                 )
                 | {"identical": _count_identical([r for r in own if r["category"] == name], of_plain)}
                 for name, mask in groups.items()

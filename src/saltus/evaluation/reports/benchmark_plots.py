@@ -147,12 +147,12 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
 def _draw_speedup(
     axes: Any, one: Mapping[str, Any], y: float | int, colour: Colour, kind: str, size: float | int
 ) -> None:
-    """A speed-up and its interval; a peer's mark is hollow."""
+    """A speed-up and its interval; a baseline's mark is hollow."""
     if one["speedup"] is None:
         return
     if bounds := one["ci95"].get("speedup"):
         axes.plot(bounds, [y, y], color=colour.light, lw=size / 3.2, solid_capstyle="round", zorder=2, alpha=0.55)
-    face = BACKGROUND if kind == "peer" else colour.light
+    face = BACKGROUND if kind == "baseline" else colour.light
     axes.plot([one["speedup"]], [y], colour.marker, color=colour.light, mfc=face, ms=size, mew=1.3, zorder=3)
 
 
@@ -165,15 +165,15 @@ def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") ->
 
 
 def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
-    """Notes below: systems with problems, or with texts other than plain's (no fault of a peer)."""
-    ours, peers, problems = [], [], []
+    """Notes below: systems with problems, or with texts other than plain's (no fault of a baseline)."""
+    ours, baselines, problems = [], [], []
     for system, one in results["methods"].items():
         if one["identical"] is not None and one["identical"] < one["texts"]:
-            own = ours if one["kind"] == "method" else peers
+            own = ours if one["kind"] == "method" else baselines
             own.append(f"{system} {one['texts'] - one['identical']} of {one['texts']}")
         if one["problems"]:
             problems.append(f"{system} {len(one['problems'])}")
-    lines = [("other texts than plain’s: ", peers, MUTED), ("other texts than plain’s: ", ours, ALARM),
+    lines = [("other texts than plain’s: ", baselines, MUTED), ("other texts than plain’s: ", ours, ALARM),
              ("problems: ", problems, ALARM)]  # fmt: skip
     for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
         more = f", and {len(said) - 3} more" if len(said) > 3 else ""
@@ -204,7 +204,7 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
         ):
             if bounds := one["ci95"].get(name):
                 bars += axes.plot(*line(bounds), color=colour.light, lw=2, alpha=0.5, solid_capstyle="round", zorder=3)
-        face = BACKGROUND if one["kind"] == "peer" else colour.light
+        face = BACKGROUND if one["kind"] == "baseline" else colour.light
         axes.plot([x], [y], colour.marker, color=colour.light, mfc=face, ms=8, mew=1.5, zorder=4)
     low, high = axes.get_xlim()
     axes.set_xlim(max(0, low - 0.12 * (high - low)), high + 0.2 * (high - low))

@@ -17,7 +17,7 @@ class Summary:
 
 
 def summarize_results(results: Mapping[str, Any]) -> Summary:
-    """The fastest of our methods against plain decoding, or the fastest peer if there is no method."""
+    """The fastest of our methods against plain decoding, or the fastest baseline if there is no method."""
     systems = results["methods"]
     compared = {system: one for system, one in systems.items() if system != "plain" and one["speedup"] is not None}
     ours = {system: one for system, one in compared.items() if one["kind"] == "method"}
@@ -34,7 +34,7 @@ def summarize_results(results: Mapping[str, Any]) -> Summary:
         f"{best} wrote {'the same ' if same else ''}{texts} {one['speedup']:.2f} × as fast as plain decoding{bounds}"
     )
     sentence += _caveats(one, low, high) + "."
-    beside = f"The fastest of {len(able)} {'methods' if ours else 'peers'}." if len(able) > 1 else ""
+    beside = f"The fastest of {len(able)} {'methods' if ours else 'baselines'}." if len(able) > 1 else ""
     return Summary(sentence, best, beside)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 class VllmTarget:
     """What a drafter or heads need of the model that vLLM runs. It computes nothing itself."""
 
-    free_shapes = True
+    batch_invariant = False
     any_subset = False
     accepts_drafters = True
     adapter = None

@@ -134,7 +134,7 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     assert kernels is not None and isinstance(choose, Likeliest | Coupled)
     parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
     struct = native.DraftPaths(
-        **fields, positions=positions, choices=choose.choices, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
+        **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
         error=PARALLEL_ERROR, gap=MAX_GAP, parents=parents.ctypes.data, tokens=tokens.ctypes.data,
         chances=chances.ctypes.data,
     )  # fmt: skip

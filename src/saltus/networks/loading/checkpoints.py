@@ -192,13 +192,13 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
     """
     if isinstance(model, EvaByteDecoder):
-        return EvaByteNetwork(model, not exact)
+        return EvaByteNetwork(model, exact)
     if getattr(model.config, ANY_SUBSET, None):
-        return AnySubsetNetwork(model, not exact)
+        return AnySubsetNetwork(model, exact)
     if isinstance(model, PackedDecoder):
         return CausalNetwork(model)
     if model.config.model_type == "xlnet":
-        return XlnetNetwork(model, not exact)
+        return XlnetNetwork(model, exact)
     vocab = model.get_output_embeddings().weight.shape[0]
     text = [(7 * i + 3) % vocab for i in range(6)]
     sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
@@ -207,7 +207,7 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
         with torch.inference_mode(), silence_transformers():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
-                network = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget))
+                network = CausalNetwork(model, exact, FixedShapeSettings.for_budget(budget))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()
                 ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]

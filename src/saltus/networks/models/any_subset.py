@@ -72,7 +72,7 @@ class AnySubsetNetwork(CausalNetwork):
     pairwise_correction: PairwiseCorrection | None = None
 
     def __post_init__(self) -> None:
-        self.free_shapes = self.free_shapes or self.model.device.type == "cuda"
+        self.batch_invariant = self.batch_invariant and self.model.device.type != "cuda"
         self.fixed_shapes = False
         config = getattr(self.model.config, ANY_SUBSET)
         self.mask_token, self.blank_token = int(config["mask"]), config.get("blank")

@@ -55,12 +55,12 @@ class CausalNetwork:
     """A causal model of Transformers as a target network.
 
     An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call: on CUDA by
-    our kernels or by calls of fixed shapes, elsewhere by kernels. `free_shapes` gives that up for Transformers' own
-    attention.
+    our kernels or by calls of fixed shapes, elsewhere by kernels. Without `batch_invariant` Transformers' own attention
+    is used.
     """
 
     model: Any
-    free_shapes: bool = False
+    batch_invariant: bool = True
     fixed_shape_settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
     fixed_shapes: bool | None = None  # None: on CUDA; tests set it
     hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
@@ -77,13 +77,13 @@ class CausalNetwork:
         self.device = self.model.device
         if not isinstance(self.model, PackedDecoder):
             attention.install_attention(self.model)
-            if not self.free_shapes:  # experts as linear layers: grouped products round by their shapes
+            if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
                 self.model.set_experts_implementation("eager")
         fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
-        fixed = fixed and not self.free_shapes
+        fixed = fixed and self.batch_invariant
         if fixed and (why := why_not_fixed_shapes(self.model)):
             log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
-            self.free_shapes, fixed = True, False
+            self.batch_invariant, fixed = False, False
         self.model.eval()
         self.long_rope = find_long_rope(self.model)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
@@ -94,18 +94,18 @@ class CausalNetwork:
                 self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
                 self.hidden_state_layers,
             )  # fmt: skip
-        elif not self.free_shapes and supports_native_decoder(self.model):
+        elif self.batch_invariant and supports_native_decoder(self.model):
             self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
 
     any_subset = False
     accepts_drafters = True
 
     @property
-    def compute_path(self) -> Literal["lean", "fixed shapes", "transformers", "torch"]:
+    def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
         """See TargetNetwork."""
         runner = self.fixed_shape_runner
         if self.native_decoder is not None or (runner is not None and runner.active_decoder is not None):
-            return "lean"
+            return "native"
         return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
 
     @property
@@ -181,7 +181,7 @@ class CausalNetwork:
             past = self._reuse_kv_cache(kv_cache, inputs)
             read[index] -= past
             queues.append(list(self._chunks(index, inputs, kv_cache, past)))
-        with contextlib.nullcontext() if self.free_shapes else native.kernel_threads_only():
+        with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
             while any(queues):
                 chunks, room = [], self.max_rows_per_call
                 for queue in queues:
@@ -236,7 +236,7 @@ class CausalNetwork:
         for chunk in chunks:
             end += len(chunk.tokens)
             logit_rows += range(end - chunk.num_logits, end)
-        call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.free_shapes)
+        call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.batch_invariant)
         gate = self._gate(chunks)
         output_states = any(chunk.output_hidden_states for chunk in chunks)
         device = self.device
@@ -244,7 +244,7 @@ class CausalNetwork:
             tokens, rows = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (tokens, logit_rows))
             places = torch.from_numpy(positions)
             return self.native_decoder(tokens, places, call, rows, output_states, gate, self.hidden_state_layers)
-        exact = contextlib.nullcontext() if self.free_shapes else BatchInvariantMode()
+        exact = BatchInvariantMode() if self.batch_invariant else contextlib.nullcontext()
         gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
         with attention.attention_context(call), self._capture_hidden_states() as hidden_states, exact, gated:
             out = self.model(

@@ -34,9 +34,9 @@ class EvaByteNetwork(CausalNetwork):
     """An EvaByteDecoder as a target network, without adapters. On CUDA rounding depends on the shapes of calls."""
 
     def __post_init__(self) -> None:
-        if self.model.device.type == "cuda" and not self.free_shapes:
+        if self.model.device.type == "cuda" and self.batch_invariant:
             log.warning("EvaByte on CUDA: rounding depends on the shapes of calls, and texts may differ by that")
-            self.free_shapes = True
+            self.batch_invariant = False
         self.fixed_shapes = False
         self.summaries = self.model.chunk_summaries()
         super().__post_init__()
@@ -44,9 +44,9 @@ class EvaByteNetwork(CausalNetwork):
             self.native_decoder = TorchDecoder(self.model)
 
     @property
-    def compute_path(self) -> Literal["lean", "torch"]:
+    def compute_path(self) -> Literal["native", "torch"]:
         """See TargetNetwork."""
-        return "lean" if isinstance(self.native_decoder, NativeDecoder) else "torch"
+        return "native" if isinstance(self.native_decoder, NativeDecoder) else "torch"
 
     def new_kv_cache(self) -> EvaKVCache:
         return EvaKVCache(window=self.summaries.window, slots_per_window=self.summaries.per_window)
@@ -90,7 +90,7 @@ class EvaByteNetwork(CausalNetwork):
             if node in place or (parent >= 0 and parent not in place):
                 continue
             tokens = np.concatenate([inputs.canvas.decided_prefix, inputs.path_tokens(node)])
-            with contextlib.nullcontext() if self.free_shapes else native.kernel_threads_only():
+            with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
                 slots = [place[one] for one in inputs.path(parent)]
                 forks.append(kv_cache.fork(slots, tokens[:-1], self.summaries))
             roots.append(_descendants(inputs, node))

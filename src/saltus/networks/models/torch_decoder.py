@@ -40,7 +40,7 @@ class TorchDecoder:
         """The logits of `logit_rows`, and hidden states: of all rows with `output_hidden_states`."""
         assert gate is None
         inputs, logit_rows = inputs.to(self.device), logit_rows.to(self.device)
-        exact = nullcontext() if call.free_shapes or self.device.type != "cpu" else BatchInvariantMode()
+        exact = BatchInvariantMode() if call.batch_invariant and self.device.type == "cpu" else nullcontext()
         with attention.attention_context(call), exact:
             hidden, collected = select_rows(self.base.embed_tokens.weight, inputs), []
             cos, sin = self.base.rotary_emb(hidden[None], position_ids=positions[None])

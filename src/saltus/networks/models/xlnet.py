@@ -54,7 +54,7 @@ class XlnetNetwork:
     """An `XLNetLMHeadModel` as a target network for filling holes. It keeps nothing between calls."""
 
     model: Any
-    free_shapes: bool = False
+    batch_invariant: bool = True
     any_subset = True
     reads_whole_text = True  # in every call, though it reports one token read
     accepts_drafters = False

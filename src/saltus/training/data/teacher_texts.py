@@ -81,7 +81,7 @@ class CollectionPlan:
             "model": engine.target.name,
             "fingerprint": model_fingerprint(model),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "free_shapes": engine.network.free_shapes,
+            "free_shapes": not engine.network.batch_invariant,
             "coupling": self.coupling,
             **self.settings_metadata(),
             **({"block": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),

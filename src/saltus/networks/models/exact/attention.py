@@ -3,7 +3,8 @@
 The arithmetic of a row does not depend on the other rows of the call, so a token's logits do not depend on the decoding
 method. The compiled kernel has this property by construction (native/). Without a compiler each row is evaluated by
 operations whose shapes depend on the row alone. On an accelerator fixed shapes are used instead (fixed_shapes.py).
-`free_shapes`, as other engines have them, serve models that neither of these can, and comparisons.
+Without `batch_invariant` shapes are free, as in other engines: for models that neither of these can serve, and for
+comparisons.
 
 Outside `attention_context` a model attends as it did before `install_attention`.
 """
@@ -86,7 +87,7 @@ class AttentionCall:
 
     sequences: Sequence[SequenceRows]
     num_layers: int
-    free_shapes: bool = False
+    batch_invariant: bool = True
 
 
 @runtime_checkable
@@ -165,7 +166,7 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
         return call.attend(module, query, key, value, scale, sliding_window, softcap), None
     query, key, value = query[0], key[0], value[0]
     out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
-    compiled = None if call.free_shapes else native.kernel("attend", query.dtype, query.device)
+    compiled = native.kernel("attend", query.dtype, query.device) if call.batch_invariant else None
     start = 0
     for part in call.sequences:
         rows = slice(start, start + part.num_rows)
@@ -178,7 +179,7 @@ def attend(module, query, key, value, attention_mask=None, **kwargs):
             continue
         keys[:, part.past_length : part.past_length + part.num_rows] = k
         values[:, part.past_length : part.past_length + part.num_rows] = v
-        by = _attend_masked if call.free_shapes or query.device.type != "cpu" else _attend_row_by_row
+        by = _attend_row_by_row if call.batch_invariant and query.device.type == "cpu" else _attend_masked
         out[rows] = by(part, q, keys, values, scale, sliding_window, softcap)
     return out[None], None
 

@@ -1,4 +1,4 @@
-"""Peers that decode the same prompts in the same run: Transformers' generate, and servers of OpenAI's protocol."""
+"""Baselines that decode the same prompts in the same run: Transformers' generate, and servers of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from saltus.engine.engine import Engine
-from saltus.evaluation.benchmarks.llama_cpp_peer import LLAMA_CPP, LlamaCppPeer
+from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, LlamaCppBaseline
 from saltus.evaluation.benchmarks.systems_under_test import (
     BenchmarkRequest,
     MeasuredAnswer,
@@ -26,7 +26,7 @@ from saltus.integrations.openai_endpoint import OpenAIEndpoint, connect_endpoint
 from saltus.networks.loading.checkpoints import load_model, silence_transformers
 from saltus.networks.loading.sources import resolve
 
-PEERS = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
+BASELINES = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
 
 
 class _TokenCounter(BaseStreamer):
@@ -43,14 +43,14 @@ class _TokenCounter(BaseStreamer):
 
 
 @dataclass
-class TransformersPeer:
+class TransformersBaseline:
     """`model.generate` of Transformers with settings for one decoding strategy, in the engine's dtype."""
 
     name: str
     engine: Engine
     load_model: Callable[[str], Any]  # a model of Transformers' by name
     generate_kwargs: Callable[[], dict[str, Any]] = dict
-    kind: str = "peer"
+    kind: str = "baseline"
 
     def generate(self, request: BenchmarkRequest) -> Any:
         sampling, model = request.sampling, self.load_model(self.engine.target.name)
@@ -110,15 +110,17 @@ def _subtract(widths: list[int], reads: list[int]) -> list[int]:
     return [width - read for width, read in zip(widths, reads, strict=True)]
 
 
-def peers_under_test(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer | LlamaCppPeer]:
-    """The peers of these names, in their order. Errors: ValueError for one that cannot be had."""
-    check_peers(names, assistant)
-    ours = iter(transformers_peers([name for name in names if name != LLAMA_CPP], engine, assistant))
-    return [LlamaCppPeer(engine) if name == LLAMA_CPP else next(ours) for name in names]
+def baselines_under_test(
+    names: list[str], engine: Engine, assistant: str | None
+) -> list[TransformersBaseline | LlamaCppBaseline]:
+    """The baselines of these names, in their order. Errors: ValueError for one that cannot be had."""
+    check_baselines(names, assistant)
+    ours = iter(transformers_baselines([name for name in names if name != LLAMA_CPP], engine, assistant))
+    return [LlamaCppBaseline(engine) if name == LLAMA_CPP else next(ours) for name in names]
 
 
-def transformers_peers(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersPeer]:
-    """Transformers peers; they share one model, loaded on first use from the engine's folder in its dtype."""
+def transformers_baselines(names: list[str], engine: Engine, assistant: str | None) -> list[TransformersBaseline]:
+    """Transformers baselines; they share one model, loaded on first use from the engine's folder in its dtype."""
     ours = engine.network.model
 
     @lru_cache
@@ -133,27 +135,27 @@ def transformers_peers(names: list[str], engine: Engine, assistant: str | None) 
         "transformers-lookup": lambda: {"prompt_lookup_num_tokens": 10},
         "transformers-assistant": lambda: {"assistant_model": load(str(assistant), "assistant")},
     }
-    return [TransformersPeer(name, engine, load, ways[name]) for name in names]
+    return [TransformersBaseline(name, engine, load, ways[name]) for name in names]
 
 
-def check_peers(names: list[str], assistant: str | None) -> None:
-    """Raise ValueError for an unknown peer, or one without its assistant."""
+def check_baselines(names: list[str], assistant: str | None) -> None:
+    """Raise ValueError for an unknown baseline, or one without its assistant."""
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"unknown peer {name!r}; there are {', '.join(PEERS)}, and servers by --endpoint")
+        if name not in BASELINES:
+            raise ValueError(f"unknown baseline {name!r}; there are {', '.join(BASELINES)}, and servers by --endpoint")
     if "transformers-assistant" in names and not assistant:
-        raise ValueError("peer transformers-assistant needs a small model of the same vocabulary: --assistant MODEL")
+        raise ValueError("transformers-assistant needs a small model of the same vocabulary: --assistant MODEL")
 
 
 @dataclass
-class OpenAIServerPeer:
+class OpenAIServerBaseline:
     """A server that speaks OpenAI's protocol, such as vLLM's or llama.cpp's; its calls are unknown."""
 
     url: str
     engine: Engine
     name: str = field(init=False)
     endpoint: OpenAIEndpoint = field(init=False)
-    kind: str = "peer"
+    kind: str = "baseline"
 
     def __post_init__(self) -> None:
         self.endpoint = connect_endpoint(self.url, self.engine.tokenizer)

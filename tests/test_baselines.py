@@ -1,4 +1,4 @@
-"""Peers write the same prompts with the same lengths, and their calls are counted where they can be."""
+"""Baselines write the same prompts with the same lengths, and their calls are counted where they can be."""
 
 import json
 import sys
@@ -11,8 +11,8 @@ import torch
 
 import saltus
 from saltus.core.sampling import Sampling
-from saltus.evaluation.benchmarks import llama_cpp_peer
-from saltus.evaluation.benchmarks.peers import OpenAIServerPeer, peers_under_test, transformers_peers
+from saltus.evaluation.benchmarks import llama_cpp_baseline
+from saltus.evaluation.benchmarks.baselines import OpenAIServerBaseline, baselines_under_test, transformers_baselines
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
 
 TEXT = "the cat sat on the mat and the cat sat on the mat and the cat"
@@ -28,13 +28,13 @@ def question(engine, **changes) -> BenchmarkRequest:
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_peers_of_transformers_write_plain_s_text_and_tell_their_calls(engine, tiny_folder, ignore_eos):
+def test_baselines_of_transformers_write_plain_s_text_and_tell_their_calls(engine, tiny_folder, ignore_eos):
     names = ["transformers", "transformers-lookup", "transformers-assistant"]
     inputs = question(engine, ignore_eos=ignore_eos)
     plain = engine.generate(TEXT, max_new_tokens=24, ignore_eos=ignore_eos)
-    for peer in transformers_peers(names, engine, str(tiny_folder())):
-        written = peer.to_answer(inputs, peer.generate(inputs))
-        assert peer.kind == "peer"
+    for baseline in transformers_baselines(names, engine, str(tiny_folder())):
+        written = baseline.to_answer(inputs, baseline.generate(inputs))
+        assert baseline.kind == "baseline"
         assert written.tokens == plain.tokens
         assert "".join(written.pieces) == plain.text
         assert written.finish_reason == plain.finish_reason
@@ -42,30 +42,32 @@ def test_peers_of_transformers_write_plain_s_text_and_tell_their_calls(engine, t
         assert sum(call.decided for call in written.calls) == len(written.tokens)
         assert written.calls[0].read == len(inputs.prompt_tokens)
         assert written.problems == []
-        if peer.name == "transformers":
+        if baseline.name == "transformers":
             assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(written.tokens)
-        if peer.name == "transformers-assistant":  # which is the model itself
+        if baseline.name == "transformers-assistant":  # which is the model itself
             assert len(written.calls) < len(written.tokens)
 
 
-def test_a_peer_that_gives_out_more_than_its_calls_checked_is_told_on(engine):
-    (peer,) = transformers_peers(["transformers"], engine, None)
-    tokens, given, clock, widths = peer.generate(question(engine))
+def test_a_baseline_that_gives_out_more_than_its_calls_checked_is_told_on(engine):
+    (baseline,) = transformers_baselines(["transformers"], engine, None)
+    tokens, given, clock, widths = baseline.generate(question(engine))
     given = [given[0] + given[1], *given[2:]]
-    told = peer.to_answer(question(engine), (tokens, given, clock[:-1], widths[:-1]))
+    told = baseline.to_answer(question(engine), (tokens, given, clock[:-1], widths[:-1]))
     assert told.problems == ["more tokens than checked"]
 
 
-def test_a_sampling_peer_is_told_temperature_and_seed(engine):
-    (peer,) = transformers_peers(["transformers"], engine, None)
+def test_a_sampling_baseline_is_told_temperature_and_seed(engine):
+    (baseline,) = transformers_baselines(["transformers"], engine, None)
     distribution = Sampling(temperature=1.5)
-    first, again, other = (peer.generate(question(engine, sampling=distribution, seed=seed))[0] for seed in (0, 0, 1))
+    first, again, other = (
+        baseline.generate(question(engine, sampling=distribution, seed=seed))[0] for seed in (0, 0, 1)
+    )
     assert first == again
     assert first != other
 
 
 class FakeLlama:
-    """The part of llama_cpp.Llama that the peer uses; it gives out tokens of its own."""
+    """The part of llama_cpp.Llama that the baseline uses; it gives out tokens of its own."""
 
     tokens: list[int] = []  # noqa: RUF012
     told: list = []  # noqa: RUF012
@@ -89,18 +91,18 @@ WEIGHT = {"format": 0, "shape": [1], "offset": 0, "size": 4}
 
 def test_llama_cpp_decodes_the_same_file_and_its_calls_are_single_tokens(engine, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"pip install \"saltus\[llama-cpp\]\"|is none; name one"):
-        peers_under_test(["llama-cpp"], engine, None)
+        baselines_under_test(["llama-cpp"], engine, None)
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=FakeLlama, __spec__=object()))
     with pytest.raises(ValueError, match="decodes GGUF files"):
-        peers_under_test(["llama-cpp"], engine, None)
+        baselines_under_test(["llama-cpp"], engine, None)
     (tmp_path / "gguf.json").write_text(json.dumps({"file": "model.gguf", "tensors": {"weight": WEIGHT}}))
-    monkeypatch.setattr(llama_cpp_peer, "resolve", lambda name: tmp_path)
-    first, peer = peers_under_test(["transformers", "llama-cpp"], engine, None)
-    assert (first.name, peer.name, peer.kind) == ("transformers", "llama-cpp", "peer")
+    monkeypatch.setattr(llama_cpp_baseline, "resolve", lambda name: tmp_path)
+    first, baseline = baselines_under_test(["transformers", "llama-cpp"], engine, None)
+    assert (first.name, baseline.name, baseline.kind) == ("transformers", "llama-cpp", "baseline")
     plain = engine.generate(TEXT, max_new_tokens=24)
     FakeLlama.tokens = [*plain.tokens, 7, 7, 7]
     inputs = question(engine, seed=5, sampling=Sampling(temperature=0.5, top_k=3))
-    written = peer.to_answer(inputs, peer.generate(inputs))
+    written = baseline.to_answer(inputs, baseline.generate(inputs))
     assert (written.tokens, "".join(written.pieces)) == (plain.tokens, plain.text)
     assert written.finish_reason == plain.finish_reason
     assert [(call.decided, call.nodes) for call in written.calls] == [(1, 0)] * len(plain.tokens)
@@ -156,10 +158,10 @@ def served():
 
 
 def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
-    peer = OpenAIServerPeer(served, engine)
+    baseline = OpenAIServerBaseline(served, engine)
     inputs = question(engine, seed=4, stop=("x",), ignore_eos=True, sampling=Sampling(temperature=0.5, top_k=7))
-    written = peer.to_answer(inputs, peer.generate(inputs))
-    assert peer.name == "endpoint:served"
+    written = baseline.to_answer(inputs, baseline.generate(inputs))
+    assert baseline.name == "endpoint:served"
     assert "".join(written.pieces) == "the cat"
     assert (written.new_tokens, written.finish_reason, written.calls) == (5, "stop", None)
     (sent,) = Served.asked
@@ -173,19 +175,19 @@ def test_a_server_writes_the_templated_prompt_with_our_settings(engine, served):
 
 def test_a_server_that_does_not_count_its_tokens_is_told_on(engine, served, monkeypatch):
     monkeypatch.setattr(Served, "usage", False)
-    peer = OpenAIServerPeer(served + "/v1/", engine)
-    written = peer.to_answer(question(engine), peer.generate(question(engine)))
+    baseline = OpenAIServerBaseline(served + "/v1/", engine)
+    written = baseline.to_answer(question(engine), baseline.generate(question(engine)))
     assert written.problems == ["the server does not tell how many tokens it wrote"]
 
 
 def test_a_server_that_refuses_says_why(engine, served):
-    peer = OpenAIServerPeer(served, engine)
+    baseline = OpenAIServerBaseline(served, engine)
     with pytest.raises(ValueError, match=r"/v1/completions refuses \(400\)"):
-        peer.generate(BenchmarkRequest(TEXT, (1, 2), max_new_tokens=1))
+        baseline.generate(BenchmarkRequest(TEXT, (1, 2), max_new_tokens=1))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://127.0.0.1:9"])
 def test_an_address_without_a_server_is_a_line(engine, url):
     with pytest.raises(ValueError, match=r"such as http://localhost:8000|does not answer") as told:
-        OpenAIServerPeer(url, engine)
+        OpenAIServerBaseline(url, engine)
     assert "\n" not in str(told.value)

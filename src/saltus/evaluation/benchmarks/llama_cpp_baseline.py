@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, through llama-cpp-python: it decodes the same GGUF file with the same number of threads."""
+"""llama.cpp as a baseline, through llama-cpp-python: it decodes the same GGUF file with the same number of threads."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def llama_cpp_is_installed() -> bool:
 
 
 @dataclass
-class LlamaCppPeer:
+class LlamaCppBaseline:
     """`llama_cpp.Llama`, token by token. Errors: ValueError if it is not installed, or the model is no GGUF file."""
 
     engine: Engine
     name: str = LLAMA_CPP
-    kind: str = "peer"
+    kind: str = "baseline"
     llama: Any = field(init=False, default=None)  # loaded on first use
 
     def __post_init__(self) -> None:
         if not llama_cpp_is_installed():
-            raise ValueError('peer llama-cpp needs llama-cpp-python: pip install "saltus[llama-cpp]"')
+            raise ValueError('baseline llama-cpp needs llama-cpp-python: pip install "saltus[llama-cpp]"')
         folder = resolve(self.engine.target.name)
         if not (folder / INDEX_FILE).is_file():
-            raise ValueError(f"peer llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
+            raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
         self.file = read_gguf_index(folder)[0]
 
     def _load(self) -> Any:
