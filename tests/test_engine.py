@@ -370,7 +370,7 @@ def test_missing_weights_are_not_made_up(tiny_folder, tmp_path):
     ("file", "contents", "cure"),
     [
         ("config.json", '{"model_type": "t5"}', "choose one that does"),
-        ("config.json", '{"model_type":', "choose one that does"),
+        ("config.json", '{"model_type":', "is not JSON"),
         ("tokenizer.json", "{", "put its tokenizer files into"),
     ],
 )

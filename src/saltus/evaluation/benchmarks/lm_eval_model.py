@@ -16,7 +16,6 @@ from hashlib import blake2b
 from typing import Any
 
 from saltus.engine.method_options import DEFAULT_METHOD
-from saltus.engine.template_limits import render_chat
 from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRequest, sampling_from_kwargs
 
 MODEL_NAME = "saltus"
@@ -176,6 +175,7 @@ class SaltusLMBase:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as one text; without a system message if the template has no system role."""
+        from saltus.engine.template_limits import render_chat
 
         def rendered(messages: list[dict[str, str]]) -> str:
             return render_chat(
