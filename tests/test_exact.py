@@ -111,7 +111,7 @@ def test_the_default_models_logits_do_not_depend_on_a_batch_or_its_extents(netwo
 @pytest.mark.model
 @torch.inference_mode()
 def test_the_default_model_is_no_further_from_the_truth_than_transformers_own_forward(network, tokens, model_folder):
-    """Run natively and through Transformers' layers, against the same weights in float32; activations are not rounded."""
+    """Run natively and through Transformers' layers, against the same weights in float32; no activations in 8 bits."""
     if network.model.dtype == torch.bfloat16:
         network = CausalNetwork(load_model("the default model", model_folder, torch.bfloat16, arithmetic="bf16"))
     assert network.native_decoder is not None
