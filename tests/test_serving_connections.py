@@ -160,12 +160,13 @@ def test_requests_name_the_server_by_a_name_that_it_has(address, host, allowed):
     assert is_allowed("other.example", allowed_hosts(address, ["other.example"]))
 
 
-def test_a_page_of_a_name_that_points_here_gets_nothing(server, engine):
-    for route in ("/", "/v1/models", "/metrics"):
-        answer = httpx.get(server[1] + route, headers={"host": "evil.example:8000"})
-        assert answer.status_code == 403
-        assert "--allowed-host" in answer.json()["error"]["message"]
-    with serving(engine, api_keys=("secret",)) as (_, url):
+def test_a_page_of_a_name_that_points_here_gets_nothing(engine):
+    with serving(engine, hosts=allowed_hosts("127.0.0.1")) as (_, url):
+        for route in ("/", "/v1/models", "/metrics"):
+            answer = httpx.get(url + route, headers={"host": "evil.example:8000"})
+            assert answer.status_code == 403
+            assert "--allowed-host" in answer.json()["error"]["message"]
+    with serving(engine, api_keys=("secret",), hosts=allowed_hosts("127.0.0.1")) as (_, url):
         headers = {"host": "behind-a-proxy.example", "authorization": "Bearer secret"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
 
