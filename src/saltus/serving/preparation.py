@@ -12,7 +12,7 @@ from saltus.serving.allocator import return_free_memory
 from saltus.serving.errors import as_api_error, is_out_of_memory
 
 AT_ONCE = 2
-LARGE_BYTES = 2**20  # of a body; to tokenise it may take 200 times as much memory
+LARGE_BYTES = 2**17  # of a body: a tenth of a second; to tokenise it may take 200 times as much memory
 
 Prepare = Callable[..., Coroutine[Any, Any, Any]]
 """Calls a function with arguments on a thread. To cancel it before it has begun is to drop it."""
