@@ -38,8 +38,8 @@ def lm_eval(
     The last two show the tasks, and [bold]all options of lm_eval[/bold].
 
     [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF file),
-    method, dtype, weights, device, seed, coupling, rule, budget, options of methods like lookup.max_ngram_size=5,
-    and of lm_eval's own max_length, max_gen_toks and add_bos_token.
+    method, dtype, weights, arithmetic, device, seed, coupling, rule, budget, options of methods like
+    lookup.max_ngram_size=5, and of lm_eval's own max_length, max_gen_toks and add_bos_token.
 
     [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own; lm_eval
     then applies it ([bold]--apply_chat_template[/bold]).

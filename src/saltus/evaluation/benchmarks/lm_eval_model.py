@@ -41,8 +41,9 @@ def model_class() -> type[Any]:
 class SaltusLMBase:
     """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
-    `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`, `rule`,
-    `budget` and `options` are those of `saltus.load`; an argument such as `lookup.max_ngram_size=5` is an option too.
+    `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`,
+    `arithmetic`, `rule`, `budget` and `options` are those of `saltus.load`; an argument such as
+    `lookup.max_ngram_size=5` is an option too.
     If a task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its
     repetition, and `coupling` says which token its random numbers pick. Errors: ValueError.
     """
@@ -57,6 +58,7 @@ class SaltusLMBase:
         method: str = DEFAULT_METHOD,
         dtype: str = "auto",
         weights: str = "file",
+        arithmetic: str = "auto",
         device: str | None = None,
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
@@ -85,7 +87,14 @@ class SaltusLMBase:
         chosen = _method_options(options, fields)
         self.batch_size = _parse_batch_size(batch_size, max_batch_size)
         source = pretrained if pretrained is not None else model
-        settings = {"dtype": dtype, "weights": weights, "rule": rule, "budget": budget, "options": chosen}
+        settings = {
+            "dtype": dtype,
+            "weights": weights,
+            "arithmetic": arithmetic,
+            "rule": rule,
+            "budget": budget,
+            "options": chosen,
+        }
         settings |= {"device": device or "auto", "chat_template": chat_template}
         named = {} if source is None else {"model": str(source)}
         self.engine = (

@@ -92,11 +92,12 @@ def load_drafter(folder: Path, target: Any, target_name: str, trainable: bool = 
     _check_weights(lambda: make(False), weights, folder)
     model = _with_weights("drafter", make(trainable), weights, folder, target)
     if is_dflash:
+        place_in_huge_pages(model.own_modules())
         return model
     model.auxiliary.float()  # faster on processors without bfloat16, and small
     if not trainable and uses_integers(target):  # no token of a text depends on how its drafts round
         pack_layers(model.products, "q8_0", "int8")
-        place_in_huge_pages(model)
+    place_in_huge_pages(model)
     return model
 
 
@@ -111,7 +112,9 @@ def load_heads(folder: Path, target: Any, target_name: str) -> HeadModel:
     shape = HeadShape(**{**settings, "hidden_state_layers": tuple(settings.get("hidden_state_layers", ()))})
     make = partial(HeadModel, shape, weights.pop("tokens").long(), *_embeddings(target))
     _check_weights(make, weights, folder)
-    return _with_weights("heads", make(upper_layers(shape, target)), weights, folder, target)
+    model = _with_weights("heads", make(upper_layers(shape, target)), weights, folder, target)
+    place_in_huge_pages(model)
+    return model
 
 
 def find_shipped(kind: str, target: Any) -> Path | None:
@@ -162,5 +165,4 @@ def _with_weights(kind: str, model: Any, weights: dict[str, Tensor], folder: Pat
         raise ValueError(f"{folder} lacks {min(missing)}; fetch or train the {kind} again")
     model.load_state_dict(weights, strict=False, assign=True)
     model = place_like(model, target).eval()
-    place_in_huge_pages(model.own_modules() if isinstance(model, DFlashModel) else model)
     return model
