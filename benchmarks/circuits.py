@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saltus.networks.draft_models.circuits import (
+from saltus.methods.mtpc.circuits import (
     Circuit,
     CircuitFilter,
     chain_circuit,
@@ -30,7 +30,7 @@ from saltus.networks.draft_models.circuits import (
     mixture_circuit,
     tree_circuit,
 )
-from saltus.networks.draft_models.head_network import MAX_CANDIDATE_TOKENS
+from saltus.methods.mtpc.network import MAX_CANDIDATE_TOKENS
 from saltus.training.data.seeded_generator import seeded_generator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from saltus.networks.loading.checkpoints import load_model
-from saltus.networks.loading.model_folders import PAIRWISE_CORRECTION_FILE
-from saltus.networks.loading.sources import resolve
+from saltus.engine.checkpoints import load_model
+from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
+from saltus.loading.sources import resolve
 
 
 def main() -> None:

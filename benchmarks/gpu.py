@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import saltus
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.loading.sources import resolve
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
+from saltus.loading.sources import resolve
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
 
 PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
+from saltus.engine.checkpoints import load_model
 from saltus.methods import AUTO, available_methods
-from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.networks.loading.checkpoints import load_model
+from saltus.models.memory_use import kv_bytes_per_token
 
 SETTINGS = ((0.0, 0), (0.8, 1))  # temperature, seed
 CALLS = ((1, 0), (1, 8), (1, 16), (1, 31), (4, 0), (4, 16), (16, 0), (16, 7), (16, 16))  # texts, nodes of each

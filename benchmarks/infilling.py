@@ -43,11 +43,11 @@ from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, sample
-from saltus.drafting.ptp_queries import with_query_chains
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
 from saltus.engine.request import Request
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.evaluation.reports.environment import git_commit, machine_info
+from saltus.methods.shared.ptp_queries import with_query_chains
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
 SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever its length
@@ -137,7 +137,9 @@ def filled(
     links: bool = True,
     own: bool = False,
 ) -> Request:
-    wrong = mock.patch("saltus.methods.assd.reject", no_residual)  # drafts as under reject, decided by another rule
+    wrong = mock.patch(
+        "saltus.methods.assd.drafter.reject", no_residual
+    )  # drafts as under reject, decided by another rule
     job = Request(
         canvas.tokens[canvas.given_positions].tolist(),
         len(canvas.order),

@@ -25,8 +25,8 @@ from torch import nn
 import saltus
 from saltus.core.control.call_cost import CallCost
 from saltus.engine.calibration import measure_call_seconds
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.packed_weight import PackedWeight
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.causal import CausalNetwork
 
 SHAPES = {  # of Qwen3: layers, hidden, intermediate, heads, key/value heads
     "0.6B": (28, 1024, 3072, 16, 8),

@@ -17,12 +17,12 @@ import torch
 
 import saltus
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.training.data.block_packing import BlockNoise
+from saltus.methods.jacobi.training.block_packing import BlockNoise
+from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
+from saltus.methods.jacobi.training.trajectories import Trajectory
+from saltus.training import losses
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.trajectories import Trajectory
 from saltus.training.data.window_dataset import WindowSettings
-from saltus.training.tasks import losses
-from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
 
 
 def texts(blocks: int, size: int, prompt: int, vocabulary: int) -> list[Trajectory]:

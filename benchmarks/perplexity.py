@@ -20,10 +20,10 @@ from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from saltus.engine.checkpoints import Checkpoint, load_checkpoint, make_network
 from saltus.engine.prompt_scores import PromptScores
-from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, make_network
-from saltus.networks.loading.packing import quantized_blocks
-from saltus.networks.models.exact.packed_weight import Arithmetic, PackedWeight
+from saltus.kernels.packed_weight import Arithmetic, PackedWeight
+from saltus.loading.packing import quantized_blocks
 
 Q = GGMLQuantizationType
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import httpx
 from prompt_options import add_prompt_options, first_turns
 
-from saltus.networks.loading.sources import resolve
+from saltus.loading.sources import resolve
 
 
 @dataclass

@@ -25,22 +25,23 @@ from torch.special import ndtr
 
 import saltus
 from saltus.core.sampling import Coupling
-from saltus.networks.draft_models.drafter import DraftModel
-from saltus.networks.loading.adapter_files import load_adapter
-from saltus.networks.loading.drafter_files import find_shipped, load_drafter
-from saltus.networks.loading.metadata import read_metadata
+from saltus.loading.metadata import read_metadata
+from saltus.methods.ptp.files import load_drafter
+from saltus.methods.ptp.network import DraftModel
+from saltus.methods.ptp.training.adapter import AdapterTrainingTask
+from saltus.methods.ptp.training.drafter import forward_windows
+from saltus.methods.ptp.training.text_intervals import TextCorpus, collect_uniform_intervals, load_uniform_intervals
+from saltus.methods.shared.adapter_files import load_adapter
+from saltus.methods.shared.drafter_files import find_shipped
 from saltus.training.data.hidden_states import HiddenStateCorpus, collect_hidden_states, load_hidden_states
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.text_intervals import TextCorpus, collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.uniform_intervals import pick_tokens
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule
+from saltus.training.losses import DistillationSettings
 from saltus.training.run import select_teacher_texts
 from saltus.training.settings import Recipe
-from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.drafter import forward_windows
-from saltus.training.tasks.losses import DistillationSettings
 
 LIKELY = 64  # tokens that can be nearest to a blurred uniform
 Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
@@ -235,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
 
     network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
-    samples = select_teacher_texts(Recipe("drafter", Schedule(1), teacher_texts=options.texts), options.teacher)
+    samples = select_teacher_texts(Recipe("drafter", None, Schedule(1), teacher_texts=options.texts), options.teacher)
     if options.adapter:
         found = examine_adapter(options, network.model, samples)
         if options.out:

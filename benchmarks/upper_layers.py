@@ -23,9 +23,9 @@ import torch
 
 import saltus
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.native import kernel_threads_only
-from saltus.networks.draft_models.context_layers import ContextKVCache, ContextLayers
-from saltus.networks.draft_models.upper_layers import last_layers
+from saltus.kernels.native import kernel_threads_only
+from saltus.methods.mtpc.upper_layers import last_layers
+from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers
 from saltus.training.data.seeded_generator import seeded_generator
 
 

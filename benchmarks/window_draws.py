@@ -24,11 +24,11 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
-from saltus.drafting.autoregressive import draft_autoregressively
-from saltus.drafting.drawn_window import draft_drawn_window
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.networks.draft_models.head_network import HeadNetwork
-from saltus.networks.draft_models.heads import HeadShape, new_head_model
+from saltus.methods.mtpc.drawn_window import draft_drawn_window
+from saltus.methods.mtpc.heads import HeadShape, new_head_model
+from saltus.methods.mtpc.network import HeadNetwork
+from saltus.methods.shared.autoregressive import draft_autoregressively
 from saltus.training.data.seeded_generator import seeded_generator
 
 SAMPLING = Sampling(temperature=1.0)

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from saltus.networks.loading import byte_tokenizers
+from saltus.loading import byte_tokenizers
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.training_loop import Schedule, print_progress, train
 

@@ -22,7 +22,7 @@ from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks.losses import DistillationSettings
+from saltus.training.losses import DistillationSettings
 
 GRAMMAR = {
     "def": (0.4, {"main": 0.5, "read": 0.3, "test": 0.2}),

@@ -17,8 +17,9 @@ from torch.nn import functional
 from transformers import DynamicCache, GPT2Config, GPT2Model
 
 from saltus.core.sampling import Coupling
-from saltus.networks.adapters.uniform_embedding import UniformEmbedding
-from saltus.networks.draft_models.drafter import MASKED_SCORE
+from saltus.methods.ptp.network import MASKED_SCORE
+from saltus.models.uniform_embedding import UniformEmbedding
+from saltus.training import losses
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import (
     UniformIntervals,
@@ -34,8 +35,7 @@ from saltus.training.data.window_packing import (
     query_uniforms,
     valid_prefix,
 )
-from saltus.training.tasks import losses
-from saltus.training.tasks.losses import DistillationSettings, token_loss
+from saltus.training.losses import DistillationSettings, token_loss
 
 QueryNetwork = Callable[[PackedBatch], Tensor]  # logits of all queries: [batch, windows, window, vocab]
 MAX_EXAMPLES = 5  # skipped tokens that are shown

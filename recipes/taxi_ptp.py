@@ -24,7 +24,7 @@ from torch import Tensor
 
 import taxi_data
 from ptp_lab import Student, draft_window, num_correct
-from saltus.networks.adapters.uniform_embedding import KINDS
+from saltus.models.uniform_embedding import KINDS
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from taxi_training import Laboratory, Run, Scale, rounded

@@ -29,7 +29,7 @@ from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.data.window_packing import UniformConditioning, gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, print_progress, train
-from saltus.training.tasks.losses import DistillationSettings, cross_entropy
+from saltus.training.losses import DistillationSettings, cross_entropy
 from taxi_data import Stream, chunks, held_out
 
 STRIDE = 10  # between the beginnings of training chunks

@@ -26,7 +26,7 @@ from transformers import (
     set_seed,
 )
 
-from saltus import native
+from saltus.kernels import native
 
 hypothesis.settings.register_profile("saltus", deadline=None)  # machines are busy; nothing is timed in tests
 hypothesis.settings.load_profile("saltus")
@@ -86,7 +86,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model, fetched on first use."""
-    from saltus.networks.loading.sources import DEFAULT_MODEL, resolve
+    from saltus.loading.sources import DEFAULT_MODEL, resolve
 
     return resolve(DEFAULT_MODEL)
 
@@ -160,8 +160,8 @@ def tiny_folder(tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with an untrained drafter for a tiny model: tiny_drafter(model, **shape)."""
-    from saltus.networks.draft_models.drafter import DrafterShape, DraftModel
-    from saltus.networks.loading.drafter_files import save_drafter
+    from saltus.methods.ptp.network import DrafterShape, DraftModel
+    from saltus.methods.shared.drafter_files import save_drafter
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
@@ -181,8 +181,8 @@ def tiny_drafter(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
     """A folder with untrained heads of a circuit for a tiny model: tiny_heads(model, **shape)."""
-    from saltus.networks.draft_models.heads import HeadShape, new_head_model
-    from saltus.networks.loading.drafter_files import save_drafter
+    from saltus.methods.mtpc.heads import HeadShape, new_head_model
+    from saltus.methods.shared.drafter_files import save_drafter
     from saltus.training.data.seeded_generator import seeded_generator
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:

@@ -246,7 +246,7 @@ def outcome(load: Any) -> dict[str, Any]:
 
 def run_cases(originals: Path, kind: str, numbers: range) -> None:
     import saltus
-    from saltus.networks.loading import gguf_files, sources
+    from saltus.loading import gguf_files, sources
 
     work = originals / f"work-{kind}-{numbers.start}"
     for module in (sources, gguf_files):

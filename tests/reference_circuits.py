@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from saltus.networks.draft_models.circuits import IMPOSSIBLE_EVIDENCE, Circuit, CircuitFilter
+from saltus.methods.mtpc.circuits import IMPOSSIBLE_EVIDENCE, Circuit, CircuitFilter
 
 
 def scopes(circuit: Circuit) -> tuple[frozenset[int], ...]:

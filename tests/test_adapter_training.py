@@ -13,23 +13,23 @@ from architectures import ARCHITECTURES, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import Sampling, pick, token_distribution
-from saltus.drafting.ptp_queries import with_query_chains
-from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
-from saltus.networks.loading.metadata import read_metadata
-from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.loading.metadata import read_metadata
+from saltus.loading.model_identity import model_fingerprint
+from saltus.methods.ptp.training.adapter import AdapterTrainingTask
+from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
+from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.models.causal import CausalNetwork
+from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
 from saltus.training.data.packed_forward import packed_logits
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.training.data.uniform_intervals import uniform_intervals
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
 from saltus.training.data.window_packing import query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.losses import DistillationSettings
-from saltus.training.tasks.training_task import TrainingTask
+from saltus.training.losses import DistillationSettings
+from saltus.training.training_task import TrainingTask
 
 WINDOW, TEMPERATURES = 4, (0.7, 1.0)
 WINDOW_SETTINGS = WindowSettings(

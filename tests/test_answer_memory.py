@@ -5,7 +5,7 @@ import pytest
 
 import saltus
 from conftest import TEMPLATE
-from saltus.drafting.answer_memory import BYTES_PER_TOKEN, AnswerMemories, AnswerMemory
+from saltus.methods.shared.answer_memory import BYTES_PER_TOKEN, AnswerMemories, AnswerMemory
 from tiny_server import MESSAGES, alone, serving
 
 

@@ -18,14 +18,14 @@ from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
-from saltus.drafting.draft_tree import Chooser, Coupled, Likeliest, grown_nodes
-from saltus.drafting.hole_predictions import HoleLogits, HolePredictions
-from saltus.drafting.ptp_queries import with_query_chains
-from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.methods import make_methods
-from saltus.networks.draft_models.hole_paths import with_kernel
-from saltus.networks.models.any_subset import AnySubsetNetwork
-from saltus.networks.models.xlnet import XlnetNetwork
+from saltus.methods.assd.hole_paths import with_kernel
+from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
+from saltus.methods.assd.network import AnySubsetNetwork
+from saltus.methods.assd.xlnet import XlnetNetwork
+from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, grown_nodes
+from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
 from saltus.training.data.seeded_generator import seeded_generator
 
 MASK = 2
@@ -392,7 +392,7 @@ def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyP
         )
         return reject(replace(inputs, draft_distributions=flat or None), distributions)
 
-    monkeypatch.setattr("saltus.methods.assd.reject", reject_unlinked)
+    monkeypatch.setattr("saltus.methods.assd.drafter.reject", reject_unlinked)
     assert p_value({}, reject_unlinked, links=random_links(3, hidden=3)) < 1e-6
 
 
@@ -518,6 +518,6 @@ def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("saltus.methods.assd.reject", wrong)
-    monkeypatch.setattr("saltus.drafting.ptp_queries.reject", wrong)
+    monkeypatch.setattr("saltus.methods.assd.drafter.reject", wrong)
+    monkeypatch.setattr("saltus.methods.shared.ptp_queries.reject", wrong)
     assert p_value({}, wrong) < 1e-6

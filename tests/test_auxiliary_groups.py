@@ -21,12 +21,12 @@ from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, pick, probabilities, token_distribution, uniform_interval
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
-from saltus.drafting import ptp_queries
-from saltus.drafting.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
-from saltus.drafting.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
-from saltus.methods.ptp import AdapterPtp, Ptp
-from saltus.networks.models.causal import CausalNetwork
+from saltus.methods.ptp.drafter import AdapterPtp, Ptp
+from saltus.methods.ptp.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
+from saltus.methods.shared import ptp_queries
+from saltus.methods.shared.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
+from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 from test_gated import adapter_for
 

@@ -12,20 +12,20 @@ from typer.testing import CliRunner
 
 import saltus
 from conftest import tiny_llama
-from saltus import native
 from saltus.cli.app import Commands
 from saltus.cli.bench_step import parse_numbers, step
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardOutputs
 from saltus.core.protocols import UsesHiddenStates
-from saltus.drafting.hidden_state_drafter import HiddenStateDrafter
 from saltus.evaluation.profiling import call_profile, roofline, step_profile
 from saltus.evaluation.profiling import call_timing as steps
 from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings
 from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
 from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
 from saltus.evaluation.reports import environment
-from saltus.networks.models.causal import CausalNetwork
+from saltus.kernels import native
+from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter
+from saltus.models.causal import CausalNetwork
 
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saltus
-from saltus.networks.loading.byte_tokenizers import byte_letters
+from saltus.loading.byte_tokenizers import byte_letters
 from test_cli import saltus_
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))

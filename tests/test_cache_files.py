@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from saltus import native
 from saltus.cli.errors import BAD_INPUT, describe_error
 from saltus.engine import calibration
+from saltus.engine.checkpoints import load_model, load_tokenizer
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings
-from saltus.native import cache_files
-from saltus.native.cache_files import (
+from saltus.kernels import native
+from saltus.loading import packing, sources
+from saltus.loading.fetching import atomic_folder
+from saltus.storage import cache_files
+from saltus.storage.cache_files import (
     LEFT_AFTER,
     READ_AGAIN_AFTER,
     TEMPORARY,
@@ -30,9 +33,6 @@ from saltus.native.cache_files import (
     write_json,
     write_manifest,
 )
-from saltus.networks.loading import packing, sources
-from saltus.networks.loading.checkpoints import load_model, load_tokenizer
-from saltus.networks.loading.fetching import atomic_folder
 from test_gguf import Q, tiny, write
 
 

@@ -8,10 +8,10 @@ import pytest
 from architectures import tiny
 from conftest import tiny_llama, tiny_xlnet
 from saltus.evaluation.benchmarks.call_recorder import MEMBERS_OF_PROTOCOLS, record_calls
-from saltus.networks.models.any_subset import AnySubsetNetwork
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.xlnet import XlnetNetwork
-from saltus.networks.protocols import DrafterHost, FillsHoles, TargetNetwork
+from saltus.methods.assd.network import AnySubsetNetwork
+from saltus.methods.assd.xlnet import XlnetNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.protocols import DrafterHost, FillsHoles, TargetNetwork
 from saltus.testing import toy_network
 from test_gated import adapter_for
 

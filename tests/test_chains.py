@@ -3,8 +3,8 @@
 import pytest
 
 from saltus.core.tree import Branch, grow_tree
-from saltus.drafting.chains import best_chain, lengths_that_pay
 from saltus.integrations.step_cost import StepCost
+from saltus.integrations.vllm.chains import best_chain, lengths_that_pay
 
 
 def chain(*probabilities: float):

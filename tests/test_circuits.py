@@ -19,7 +19,7 @@ from reference_circuits import (
     state_posteriors,
     token_losses,
 )
-from saltus.networks.draft_models.circuits import (
+from saltus.methods.mtpc.circuits import (
     Circuit,
     CircuitFilter,
     chain_circuit,

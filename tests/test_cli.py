@@ -30,10 +30,10 @@ from saltus.cli.methods import describe_method
 from saltus.cli.options import DEFAULT_COUPLING, DEFAULT_METHOD
 from saltus.cli.report import RECORD_KEYS, comparison_line
 from saltus.core.sampling import Sampling
-from saltus.evaluation.benchmarks.comparison import first_difference
+from saltus.engine.comparison import first_difference
+from saltus.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
 from saltus.methods import AUTO, available_methods
-from saltus.networks.loading.sources import ALL_SHORT_NAMES, DEFAULT_MODEL
-from saltus.networks.models.causal import CausalNetwork
+from saltus.models.causal import CausalNetwork
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -21,7 +21,7 @@ from saltus.core.sampling import Sampling, one_hot
 from saltus.core.scheduler import SequenceState, run, run_batch
 from saltus.core.speculate import speculate
 from saltus.core.tree import Branch, Tree, grow_tree
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
 from saltus.testing import ToyNetwork, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
 

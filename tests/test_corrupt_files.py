@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from conftest import TEMPLATE
 from reference_evabyte import write_folder
-from saltus.networks.loading import gguf_files, sources
-from saltus.networks.loading.drafter_files import save_drafter
+from saltus.loading import gguf_files, sources
+from saltus.methods.shared.drafter_files import save_drafter
 from test_dflash import dflash_model, published_folder
 from test_eagle3 import published_head
 from test_gguf import folder_with_its_file, gguf

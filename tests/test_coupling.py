@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from saltus import native
 from saltus.core import noise as noise_module
 from saltus.core.coupling import (
     PARALLEL_ERROR,
@@ -31,6 +30,7 @@ from saltus.core.sampling import (
     token_distribution,
     uniform_interval,
 )
+from saltus.kernels import native
 from test_sampling import _fit, laws, rows
 
 COUPLINGS = ["probability", "token-order", "gumbel"]

@@ -202,7 +202,7 @@ def test_a_streamer_hears_what_generate_tells_it(model):
 
 
 def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypatch):
-    monkeypatch.setattr("saltus.networks.models.causal.CausalNetwork.forward", lambda self, batch, kv_caches: 1 / 0)
+    monkeypatch.setattr("saltus.models.causal.CausalNetwork.forward", lambda self, batch, kv_caches: 1 / 0)
     with pytest.raises(ValueError, match="cannot be served: division by zero"):
         model.generate(TEXT, custom_generate=saltus.custom_generate("lookup"), max_new_tokens=4)
     assert model.config._attn_implementation == "sdpa"

@@ -11,18 +11,19 @@ from transformers import LlamaForCausalLM, set_seed
 
 import saltus
 from conftest import tiny_llama
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD
-from saltus.networks.draft_models.dflash import DFlashModel, DFlashShape
-from saltus.networks.draft_models.dflash_network import DFlashNetwork
-from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.networks.loading import target_drafters
-from saltus.networks.loading.drafter_files import load_drafter, save_drafter
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.engine import target_drafters
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.methods.published.dflash import DFlashModel, DFlashShape
+from saltus.methods.published.dflash_files import load_dflash
+from saltus.methods.published.dflash_network import DFlashNetwork
+from saltus.methods.published.training.dflash import forward_blocks, new_dflash_model
+from saltus.methods.published.training.objectives import DFlashSettings
+from saltus.methods.shared.drafter_files import save_drafter
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
+from saltus.models.causal import CausalNetwork
+from saltus.models.memory_use import kv_bytes_per_token
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.window_dataset import WindowDataset, WindowSettings
-from saltus.training.settings import DrafterSettings
-from saltus.training.tasks.dflash import forward_blocks, new_dflash_model
 from test_cli import complaint, lines, saltus_
 from test_ptp import question, states
 
@@ -268,13 +269,11 @@ def test_factors_of_the_hidden_states_are_in_the_weights_of_files(tmp_path):
     target.add_hidden_state_layers((1,))
     corpus = corpus_of(target, [np.random.default_rng(seed).integers(5, 250, 60) for seed in range(3)])
     corpus.hidden_states[:, 3] *= 1000
-    shape = DrafterSettings(network="dflash", hidden_state_layers=(1,), intermediate=48, reads_uniforms=False).shape(
-        target.model
-    )
+    shape = DFlashSettings(hidden_state_layers=(1,), intermediate=48).shape(target.model)
     module = new_dflash_model(shape, torch.arange(5, 250), target.model, corpus)
     assert module.state_scale[3] < 0.01 * module.state_scale.median()
     save_drafter("drafter", module, tmp_path, "tiny", target.model, {})
-    loaded = load_drafter(tmp_path, target.model, "tiny")
+    loaded = load_dflash(tmp_path, target.model, "tiny")
     hidden = corpus.hidden_states[:, :32]
     torch.testing.assert_close(loaded.context_inputs(hidden), module.context_inputs(hidden), rtol=0.02, atol=0.02)
     weights = module.trained_weights(module.saved_weights())
@@ -285,23 +284,21 @@ def test_its_heads_can_be_split_over_devices_and_its_mask_is_a_token_with_an_emb
     target = tiny_llama(num_attention_heads=9, num_key_value_heads=3, hidden_size=36, head_dim=4)
     with torch.no_grad():
         target.model.embed_tokens.weight[297:] = 0
-    shape = DrafterSettings(network="dflash", hidden_state_layers=(1,), reads_uniforms=False).shape(target)
+    shape = DFlashSettings(hidden_state_layers=(1,)).shape(target)
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.mask_token) == (8, 4, 4, 296)
 
 
 RECIPE = """
-kind = "drafter"
+kind = "dflash"
 coupling = "gumbel"
 temperatures = [0.7]
 
-[drafter]
-network = "dflash"
+[dflash]
 layers = 1
 intermediate = 16
 hidden_state_layers = [1]
 window = 3
 vocabulary = 0
-reads_uniforms = false
 correction = 8
 
 [data]
@@ -339,9 +336,6 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=0.02, atol=1e-4)
     assert "leave distillation_weight out" in complaint(*train, "--set", "distillation_weight=0.5")
-    assert "no uniforms; set reads_uniforms=false" in complaint(
-        *train, "--set", "reads_uniforms=true", "--set", "distillation_weight=0"
-    )
     assert "no states but those of hidden_state_layers" in complaint(*train, "--set", "hidden_state_layers=[]")
     assert "has 300 tokens" in complaint(*train, "--work", tmp_path / "new", "--set", "mask_token=300")
 
@@ -524,7 +518,7 @@ def test_a_text_drafted_by_a_published_drafter_is_that_of_plain_decoding(tiny_fo
 def test_a_published_drafter_that_does_not_serve_is_refused_in_a_line(tmp_path, changes, said):
     published_folder(tmp_path, "flat", **changes)
     with pytest.raises(ValueError, match=said) as error:
-        load_drafter(tmp_path, tiny_llama(num_hidden_layers=3), "tiny")
+        load_dflash(tmp_path, tiny_llama(num_hidden_layers=3), "tiny")
     assert "\n" not in str(error.value)
 
 

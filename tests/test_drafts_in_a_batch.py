@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from conftest import tiny_llama
-from saltus.drafting.draft_tree import PositionPredictions
-from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL, ContextRows, DraftRows
-from saltus.networks.draft_models.drafter import DraftNetwork
-from saltus.networks.loading.packing import PACKINGS, quantized_blocks
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.packed_weight import PackedWeight
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.loading.packing import PACKINGS, quantized_blocks
+from saltus.methods.ptp.network import DraftNetwork
+from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL, ContextRows, DraftRows
+from saltus.methods.shared.draft_tree import PositionPredictions
+from saltus.models.causal import CausalNetwork
 from test_ptp import drafter, question, states
 
 Q8_0 = PACKINGS["q8_0"]

@@ -10,9 +10,9 @@ from transformers import set_seed
 
 import saltus
 from conftest import tiny_llama
-from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.models.causal import CausalNetwork
+from saltus.models.memory_use import kv_bytes_per_token
 from test_ptp import question, states
 
 SIZES = {

@@ -17,13 +17,13 @@ from conftest import TEMPLATE, space_tokenizer, tiny_llama
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
 from saltus.engine.calibration import measure_call_seconds
+from saltus.engine.checkpoints import resolve_device
 from saltus.engine.prefix_cache import PrefixCache
 from saltus.engine.request import Request
 from saltus.methods import available_methods
-from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.networks.loading.checkpoints import resolve_device
-from saltus.networks.models import causal
-from saltus.networks.models.exact.attention import install_attention
+from saltus.models import causal
+from saltus.models.cpu.attention import install_attention
+from saltus.models.cpu.kv_cache import KVCache
 
 METHODS = [*available_methods(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -80,7 +80,7 @@ def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folde
         == "ptp+lookup"
     )
     monkeypatch.setattr("saltus.engine.auto_method.find_shipped", lambda kind, target: drafter)
-    monkeypatch.setattr("saltus.networks.loading.target_drafters.find_shipped", lambda kind, target: drafter)
+    monkeypatch.setattr("saltus.engine.target_drafters.find_shipped", lambda kind, target: drafter)
     costs = {1: 1.0, 8: 2.0}
     monkeypatch.setattr("saltus.engine.auto_method.call_seconds", lambda network: costs)
     assert saltus.load(folder).method == "lookup", "further rows cost too much here"

@@ -13,16 +13,16 @@ import torch
 import saltus
 from architectures import random_tree, read
 from reference_evabyte import CONFIG, random_weights, reference, write_folder
-from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
-from saltus.drafting.ptp_queries import with_query_chains
+from saltus.engine.checkpoints import load_checkpoint
 from saltus.engine.prefix_cache import PrefixCache
-from saltus.networks.draft_models.heads import HeadShape, new_head_model, own_heads
-from saltus.networks.kv_cache.eva_kv_cache import EvaKVCache
-from saltus.networks.loading.checkpoints import load_checkpoint
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.evabyte import EvaByteNetwork
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.kernels import native
+from saltus.methods.mtpc.heads import HeadShape, new_head_model, own_heads
+from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.models.cpu.eva_kv_cache import EvaKVCache
+from saltus.models.evabyte import EvaByteNetwork
 from saltus.training.data.seeded_generator import seeded_generator
 
 WINDOW, CHUNK = CONFIG["window_size"], CONFIG["chunk_size"]

@@ -14,11 +14,11 @@ from architectures import VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import MAX_BUDGET
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact import fixed_shape_attention, kv_pages
-from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
-from saltus.networks.models.exact.fixed_shapes import CallOutputs, why_not_fixed_shapes
-from saltus.networks.models.exact.kv_pages import FixedShapeKVCache
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda import fixed_shape_attention, kv_pages
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
+from saltus.models.cuda.kv_pages import FixedShapeKVCache
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]

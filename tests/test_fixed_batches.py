@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from architectures import VOCAB, random_tree, read, text, tiny
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact import fixed_shape_attention
-from saltus.networks.models.exact.fixed_shape_rows import make_rows, split_into_calls
-from saltus.networks.models.exact.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda import fixed_shape_attention
+from saltus.models.cuda.fixed_shape_rows import make_rows, split_into_calls
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from test_fixed import SMALL, each_dtype, fresh, small, watched, written
 
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"]  # shared keys, windows, capped scores

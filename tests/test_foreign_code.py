@@ -9,7 +9,7 @@ import pytest
 
 import saltus
 from saltus.evaluation.benchmarks.lm_eval_model import _tokenizer_with_bos_setting
-from saltus.training.assd import _load_model as load_any_subset_model
+from saltus.methods.assd.training.command import _load_model as load_any_subset_model
 
 CLASSES = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
 

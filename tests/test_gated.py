@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from architectures import random_tree, text, tiny
-from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.drafting.ptp_queries import with_query_chains
-from saltus.networks.adapters.gated_lora import (
+from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.methods.shared.adapter_files import load_adapter, save_adapter
+from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.models.gated_lora import (
     Adapter,
     Gate,
     GatedLoraSettings,
@@ -23,10 +27,6 @@ from saltus.networks.adapters.gated_lora import (
     linear_layers,
     new_adapter,
 )
-from saltus.networks.loading.adapter_files import load_adapter, save_adapter
-from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
-from saltus.networks.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
-from saltus.networks.models.exact.batch_invariant_ops import linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}  # of the error's norm over the logits'

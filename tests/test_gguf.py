@@ -23,18 +23,18 @@ import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import calibration
-from saltus.networks.draft_models.dflash import DFlashShape
-from saltus.networks.draft_models.drafter import DrafterShape
-from saltus.networks.draft_models.eagle3 import Eagle3Shape
-from saltus.networks.loading import gguf_files, packing, sources
-from saltus.networks.loading.checkpoints import load_checkpoint, load_model, make_network
-from saltus.networks.loading.fetching import SourceError
-from saltus.networks.loading.gguf_storage import remove_gguf
-from saltus.networks.loading.gguf_tokenizers import make_tokenizer
-from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.networks.loading.sources import resolve
-from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, rearrange_blocks
-from saltus.networks.models.packed_decoder import PackedDecoder
+from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
+from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, rearrange_blocks
+from saltus.loading import gguf_files, packing, sources
+from saltus.loading.fetching import SourceError
+from saltus.loading.gguf_storage import remove_gguf
+from saltus.loading.gguf_tokenizers import make_tokenizer
+from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.sources import resolve
+from saltus.methods.ptp.network import DrafterShape
+from saltus.methods.published.dflash import DFlashShape
+from saltus.methods.published.eagle3 import Eagle3Shape
+from saltus.models.packed_decoder import PackedDecoder
 
 OTHERS = {"Q4_K", "Q5_K", "Q6_K"}  # which gguf reads and does not write
 SIZES = {

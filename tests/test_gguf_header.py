@@ -10,11 +10,11 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 from gguf import GGUFReader
 
-from saltus.networks.loading.fetching import SourceError
-from saltus.networks.loading.gguf_header import read_gguf_header
-from saltus.networks.loading.gguf_tokenizers import MAX_TOKEN_LENGTH, make_tokenizer
-from saltus.networks.loading.gguf_weights import load_gguf_model
-from saltus.networks.loading.sources import resolve
+from saltus.loading.fetching import SourceError
+from saltus.loading.gguf_header import read_gguf_header
+from saltus.loading.gguf_tokenizers import MAX_TOKEN_LENGTH, make_tokenizer
+from saltus.loading.gguf_weights import load_gguf_model
+from saltus.loading.sources import resolve
 from test_gguf import MIXED, folder_with_its_file, own_cache, tiny, write  # noqa: F401 (a fixture)
 
 ARRAY, UINT8, UINT32, STRING = 9, 0, 4, 8  # types of GGUF

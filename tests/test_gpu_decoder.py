@@ -12,13 +12,13 @@ pytest.importorskip("triton")
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.draft_models.context_layers import ContextKVCache, DraftRows
-from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
-from saltus.networks.draft_models.gpu_draft_pass import GPUDraftPass
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings, size_class
-from saltus.networks.models.gpu import linear_kernels
-from saltus.networks.models.gpu.gpu_decoder import GPUDecoder, fits_kernels
+from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
+from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
+from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda import linear_kernels
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings, size_class
+from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)

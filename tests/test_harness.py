@@ -16,10 +16,10 @@ import saltus
 from conftest import space_tokenizer, tiny_llama
 from saltus.cli.app import app
 from saltus.cli.lm_eval import complete_arguments
+from saltus.engine.checkpoints import load_model
 from saltus.evaluation.benchmarks.lm_eval_model import model_class
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
-from saltus.networks.loading.checkpoints import load_model
-from saltus.networks.models.packed_decoder import PackedDecoder
+from saltus.models.packed_decoder import PackedDecoder
 from test_gguf import tiny as tiny_gguf
 from test_gguf import write as write_gguf
 

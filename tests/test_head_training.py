@@ -5,13 +5,13 @@ import torch
 
 from conftest import tiny_llama
 from reference_circuits import token_losses
-from saltus.networks.draft_models.heads import HeadShape
-from saltus.networks.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import model_fingerprint
+from saltus.methods.mtpc.heads import HeadShape
+from saltus.methods.mtpc.training import circuit_likelihood
+from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.training.data.hidden_states import HiddenStateCorpus
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_dataset import WindowSettings
-from saltus.training.tasks import circuit_likelihood
-from saltus.training.tasks.heads import HeadsTrainingTask
 
 TEXTS, LENGTH, PROMPT = 6, 40, 12
 
@@ -97,7 +97,9 @@ def test_the_target_s_distributions_can_be_part_of_the_loss(target, states):
 
 def test_token_likelihoods_in_chunks_are_those_of_whole_distributions(monkeypatch):
     """Values and gradients, compared with whole distributions."""
-    monkeypatch.setattr("saltus.training.tasks.circuit_likelihood.LOGITS_PER_CHUNK", 100)  # two windows at a time
+    monkeypatch.setattr(
+        "saltus.methods.mtpc.training.circuit_likelihood.LOGITS_PER_CHUNK", 100
+    )  # two windows at a time
     generator = seeded_generator(3, "spoken")
     shared, codes, reach = (
         torch.from_numpy(generator.normal(size=size)).requires_grad_() for size in ((5, 11), (5, 4, 3), (3, 11))

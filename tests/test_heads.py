@@ -22,21 +22,16 @@ from saltus.core.forward import NO_TOKEN, ForwardInputs, NodeKind
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, probabilities
-from saltus.drafting import autoregressive
-from saltus.drafting.drawn_window import DrawnWindow
-from saltus.drafting.ptp_queries import with_query_chains
-from saltus.methods.mtpc import Mtpc
-from saltus.networks.draft_models import row_candidates
-from saltus.networks.draft_models.head_network import HeadNetwork
-from saltus.networks.draft_models.heads import HeadModel, HeadShape, new_head_model
-from saltus.networks.loading.drafter_files import (
-    METADATA_FILE,
-    WEIGHTS_FILES,
-    load_heads,
-    save_drafter,
-)
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.methods.mtpc.drafter import Mtpc
+from saltus.methods.mtpc.drawn_window import DrawnWindow
+from saltus.methods.mtpc.files import load_heads
+from saltus.methods.mtpc.heads import HeadModel, HeadShape, new_head_model
+from saltus.methods.mtpc.network import HeadNetwork
+from saltus.methods.shared import autoregressive, row_candidates
+from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, save_drafter
+from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, text_probabilities, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
 from test_contract import ALPHA, PROMPT_3, SHORT, VOCAB, cells, small_toy
@@ -142,7 +137,7 @@ def test_of_few_tokens_only_those_are_drafted_and_others_tell_nothing():
 
 @pytest.mark.parametrize("kind", ["ff", "cp"])
 def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_nothing(kind, monkeypatch):
-    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 3)
+    monkeypatch.setattr("saltus.methods.mtpc.network.MAX_CANDIDATE_TOKENS", 3)
     model, state = heads(kind), torch.ones(1, 8)
     network = HeadNetwork(model, None)
     kv_cache = network.new_kv_cache()
@@ -264,7 +259,7 @@ def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind
         heads(kind, embeds_last_token=told, own=own, vocab=4),
         torch.randn(8, generator=torch.Generator().manual_seed(3)),
     )
-    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 3)
+    monkeypatch.setattr("saltus.methods.mtpc.network.MAX_CANDIDATE_TOKENS", 3)
     network = HeadNetwork(model, None)
     window, kv_cache = drawn(network, state, [0.3, 0.9, 0.6, 0.1]), network.new_kv_cache()
     assert len(window.tokens) == model.shape.num_draft_tokens
@@ -305,7 +300,7 @@ def test_truncated_samplings_and_match_draft_token_by_token():
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(monkeypatch):
-    monkeypatch.setattr("saltus.networks.draft_models.head_network.MAX_CANDIDATE_TOKENS", 2)
+    monkeypatch.setattr("saltus.methods.mtpc.network.MAX_CANDIDATE_TOKENS", 2)
     assert law_of(small_toy(), small_heads("btree"), SAMPLED) > ALPHA
 
 

@@ -18,18 +18,13 @@ from saltus.cli.infill import infill
 from saltus.cli.shipped_infill_models import check_model
 from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
-from saltus.drafting.token_correction import PairwiseCorrection, corrected_logits
 from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, parse_template, tokenize_template
-from saltus.networks.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
-from saltus.networks.loading.packing import PACKINGS, quantized_blocks
-from saltus.networks.models.any_subset import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
-from saltus.networks.models.exact.packed_weight import dequantize_blocks, describe_weights
-from saltus.networks.models.xlnet import XlnetNetwork
-from saltus.training.data.infill_texts import read_programs
-from saltus.training.data.packed_forward import packed_logits, prepare_model
-from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.tasks.any_subset import (
+from saltus.kernels.packed_weight import dequantize_blocks, describe_weights
+from saltus.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
+from saltus.loading.packing import PACKINGS, quantized_blocks
+from saltus.methods.assd.network import AnySubsetNetwork, load_pairwise_correction, save_pairwise_correction
+from saltus.methods.assd.training.any_subset import (
     AnySubsetTrainingTask,
     HoleSettings,
     XlnetTrainingTask,
@@ -38,7 +33,12 @@ from saltus.training.tasks.any_subset import (
     sample_similar_lengths,
     span_holes,
 )
-from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
+from saltus.methods.assd.training.infill_texts import read_programs
+from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
+from saltus.methods.assd.xlnet import XlnetNetwork
+from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.training.data.packed_forward import packed_logits, prepare_model
+from saltus.training.data.seeded_generator import seeded_generator
 from tiny_server import serving
 
 MASK, BLANK = 2, 3  # of the tiny tokenizer's special tokens

@@ -8,9 +8,9 @@ import torch
 from gguf import GGMLQuantizationType as Q
 
 from reference_integer_products import product
-from saltus import native
-from saltus.networks.models.exact.batch_invariant_ops import linear
-from saltus.networks.models.exact.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
 from test_packed import random_blocks, same_bits
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")

@@ -14,12 +14,12 @@ from ptp_lab import (
     prepend_start_position,
     sample_window_starts,
 )
+from saltus.training import losses
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.uniform_intervals import pick_tokens, uniform_intervals
 from saltus.training.data.window_packing import gather_windows, pack_windows, query_uniforms
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks import losses
-from saltus.training.tasks.losses import DistillationSettings
+from saltus.training.losses import DistillationSettings
 
 VOCAB, WINDOW = 4, 4
 STEPS = torch.tensor([[0.0, 0.7, 0.3, 0.0]]) + 1e-6  # from a token to the next ones, round a ring

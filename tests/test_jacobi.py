@@ -19,15 +19,15 @@ from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, token_distribution
 from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
-from saltus.drafting.block_window import BlockWindow, FrozenBlocks
-from saltus.drafting.ngram_pool import NGRAMS_PER_TOKEN, NgramPool
-from saltus.methods.jacobi import (
+from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks
+from saltus.methods.jacobi.drafter import (
     Guess,
     Iterate,
     Jacobi,
     JacobiDrafter,
     nodes_of_next_iterate,
 )
+from saltus.methods.jacobi.ngram_pool import NGRAMS_PER_TOKEN, NgramPool
 from saltus.testing import ToyNetwork, recording_noise, toy_decoding, toy_network
 
 PROMPT = [1, 2, 3, 4]

@@ -16,17 +16,17 @@ from transformers import DynamicCache
 
 import saltus
 from architectures import ARCHITECTURES, VOCAB, text, tiny
-from saltus.networks.adapters.gated_lora import Gate, GatedLoraSettings, gated_adapter
-from saltus.networks.loading.metadata import read_metadata
-from saltus.training.data.block_packing import BlockNoise, pack_blocks
+from saltus.loading.metadata import read_metadata
+from saltus.methods.jacobi.training.block_packing import BlockNoise, pack_blocks
+from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
+from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories
+from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
+from saltus.training import losses
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.data.trajectories import Trajectory, read_trajectories
 from saltus.training.data.window_dataset import WindowSettings
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks import losses
-from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
-from saltus.training.tasks.training_task import TrainingTask
+from saltus.training.training_task import TrainingTask
 from test_adapter_training import EXPERTS, gradients
 from test_cli import complaint, lines, saltus_
 

@@ -19,17 +19,17 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from architectures import random_tree
 from conftest import tiny_llama
-from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.native import trusted_files
-from saltus.native.cache_files import new_file_with_digest
-from saltus.native.trusted_files import is_own_file, make_private_folder
-from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact import attention
-from saltus.networks.models.exact.attention import AttentionCall, SequenceRows
-from saltus.networks.models.exact.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import BatchInvariantMode, batch_invariant_elementwise, linear
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu import attention
+from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.kv_cache import KVCache
+from saltus.storage import trusted_files
+from saltus.storage.cache_files import new_file_with_digest
+from saltus.storage.trusted_files import is_own_file, make_private_folder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one

@@ -7,7 +7,7 @@ from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.prefix_cache import supports_prefix_cache
-from saltus.networks.models.causal import CausalNetwork
+from saltus.models.causal import CausalNetwork
 
 BORDER = 24  # tokens of the longest text with the angles of short ones
 ROPE = {

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ptp_lab import masked_mean
+from saltus.training import losses
 from saltus.training.data.seeded_generator import seeded_generator
-from saltus.training.tasks import losses
-from saltus.training.tasks.losses import DistillationSettings
+from saltus.training.losses import DistillationSettings
 
 DISTRIBUTION = torch.tensor([0.5, 0.3, 0.15, 0.05])
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from architectures import VOCAB, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.kv_cache.kv_cache import MIN_GROWTH, KVCache
-from saltus.networks.models.causal import CausalNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
 
 TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=12)
 

@@ -8,8 +8,8 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from saltus.networks.loading.metadata import DrafterMetadata, check_target, find_metadata, read_metadata, write_metadata
-from saltus.networks.loading.model_identity import embedding_signs, model_fingerprint
+from saltus.loading.metadata import DrafterMetadata, check_target, find_metadata, read_metadata, write_metadata
+from saltus.loading.model_identity import embedding_signs, model_fingerprint
 
 SHAPE, CARD, SIGNS = {"width": 4}, {"steps": 3}, "0:AA=="
 KINDS = {

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import tiny_llama
-from saltus import native
-from saltus.networks.models.native_decoder import NativeDecoder, linear_struct
-from saltus.networks.models.packed_decoder import RMSNorm
+from saltus.kernels import native
+from saltus.models.cpu.native_decoder import NativeDecoder, linear_struct
+from saltus.models.packed_decoder import RMSNorm
 
 pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
 

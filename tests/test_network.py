@@ -10,8 +10,8 @@ from transformers import BloomConfig, BloomForCausalLM
 from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.loading.checkpoints import make_network
-from saltus.networks.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
+from saltus.engine.checkpoints import make_network
+from saltus.models.causal import MAX_NODES, MAX_ROWS_PER_CALL, CausalNetwork
 
 DTYPES = [torch.float32, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.004}  # of the error's norm over the logits'

@@ -13,14 +13,14 @@ from saltus.core.control.controller import Controller
 from saltus.core.forward import ForwardInputs
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.engine.decoder import counting_generator
-from saltus.serving.text_states import TextStates
-from saltus.training.data.recent_texts import RecentText, RecentTexts, corpus_of
-from saltus.training.online_drafter import (
+from saltus.methods.ptp.training.online import (
     LearningSettings,
     OnlineDrafterTraining,
     drafter_weights,
     recent_vocabulary,
 )
+from saltus.server.text_states import TextStates
+from saltus.training.data.recent_texts import RecentText, RecentTexts, corpus_of
 from tiny_server import PROMPT, engine  # noqa: F401
 
 SETTINGS = LearningSettings(

@@ -9,9 +9,9 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from torch.nn import Parameter
 
-from saltus import native
-from saltus.networks.models.exact.batch_invariant_ops import linear
-from saltus.networks.models.exact.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.packed_weight import PACKED_FORMATS, PackedWeight, dequantize_blocks, describe_weights
 
 HALVES = {Q.F16: [0], Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q4_K: [0, 2],
           Q.Q5_K: [0, 2], Q.Q6_K: [208]}  # fmt: skip

@@ -12,9 +12,9 @@ import saltus
 from conftest import TEMPLATE
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
-from saltus.networks.kv_cache.kv_cache import KVCache
-from saltus.serving.batching import EngineThread
-from saltus.serving.jobs import Job, Limits
+from saltus.models.cpu.kv_cache import KVCache
+from saltus.server.batching import EngineThread
+from saltus.server.jobs import Job, Limits
 
 LAYERS, HEADS, DIM = 2, 1, 4
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * DIM * 4
@@ -109,21 +109,21 @@ def engine(tiny_folder, partners) -> Engine:
 
 def test_a_text_has_no_caches_of_draft_models_that_it_does_not_use(engine):
     parts: queue.SimpleQueue = queue.SimpleQueue()
-    batcher, caches = EngineThread(engine, Limits()), []
+    engine_thread, caches = EngineThread(engine, Limits()), []
 
     def deliver(part) -> None:
-        parts.put((set(batcher.running[0].sequence.kv_caches) if batcher.running else None, part))
+        parts.put((set(engine_thread.running[0].sequence.kv_caches) if engine_thread.running else None, part))
 
-    batcher.start()
+    engine_thread.start()
     try:
         for method in ("small_model", "plain"):
             request = engine.text_request("the cat sat on the mat", raw=True, max_new_tokens=4, ignore_eos=True)
-            batcher.submit(Job(request, method, deliver))
+            engine_thread.submit(Job(request, method, deliver))
             caches.append(parts.get(timeout=30)[0])
             while parts.get(timeout=30)[1].finish_reason is None:
                 pass
     finally:
-        batcher.close()
+        engine_thread.close()
     assert caches == [set(engine.decoder.setup("small_model").networks), {"target"}]
 
 
@@ -135,15 +135,15 @@ def test_several_texts_of_one_prompt_read_it_once(engine):
         Job(engine.text_request(prompt, raw=True, seed=seed, max_new_tokens=8, temperature=1.0), "lookup", parts.put)
         for seed in range(4)
     ]
-    batcher = EngineThread(engine, Limits())
-    batcher.submit(*jobs)
-    batcher.start()
+    engine_thread = EngineThread(engine, Limits())
+    engine_thread.submit(*jobs)
+    engine_thread.start()
     try:
         ended = 0
         while ended < 4:
             ended += parts.get(timeout=30).finish_reason is not None
     finally:
-        batcher.close()
+        engine_thread.close()
     assert [job.cached_tokens for job in jobs] == [0] + 3 * [length - 1]
     assert [job.request.request.calls[0].context_tokens_read for job in jobs] == [length] + 3 * [1]
     for seed, job in enumerate(jobs):

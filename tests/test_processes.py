@@ -22,16 +22,16 @@ import test_jacobi_training
 import test_train
 from architectures import tiny
 from conftest import tiny_llama
-from saltus.networks.adapters.gated_lora import GatedLoraSettings
-from saltus.networks.draft_models.drafter import DrafterShape
+from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask, HoleSettings
+from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
+from saltus.methods.ptp.network import DrafterShape
+from saltus.methods.ptp.training.adapter import AdapterTrainingTask
+from saltus.methods.ptp.training.drafter import DrafterTrainingTask
+from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals
+from saltus.models.gated_lora import GatedLoraSettings
 from saltus.training.data.seeded_generator import ShareOfDraws, seeded_generator
-from saltus.training.data.text_intervals import collect_uniform_intervals
 from saltus.training.loop.processes import Processes, shards_weights
-from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.any_subset import AnySubsetTrainingTask, HoleSettings
-from saltus.training.tasks.drafter import DrafterTrainingTask
-from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
-from saltus.training.tasks.training_task import TrainingTask
+from saltus.training.training_task import TrainingTask
 from test_adapter_training import gradients
 from test_cli import complaint, saltus_
 from test_train import ADAPTER, HEADS, RECIPE, scalars, training
@@ -293,7 +293,7 @@ def test_ctrl_c_while_texts_are_read_is_one_line_of_the_process_that_writes(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
-    monkeypatch.setattr("saltus.training.data.text_intervals._read_text", interrupted)
+    monkeypatch.setattr("saltus.methods.ptp.training.text_intervals._read_text", interrupted)
     launch(tmp_path / "room", *command("adapter", recipe, folder, teacher, tmp_path / "work"), fails=True)
     said = {file.name: file.read_text() for file in (tmp_path / "room").glob("printed-*")}
     kept = f"texts read so far are kept in {tmp_path / 'work' / 'edges'}, the same command goes on"

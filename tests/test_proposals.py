@@ -10,7 +10,9 @@ import torch
 import saltus
 from architectures import tiny
 from saltus.core.sampling import Sampling, token_distribution, uniform_interval
-from saltus.networks.loading.metadata import read_metadata
+from saltus.loading.metadata import read_metadata
+from saltus.methods.ptp.training.own_uniforms import find_own_uniforms
+from saltus.methods.ptp.training.student_windows import choose_windows, window_logits, with_student_windows
 from saltus.training.data.packed_forward import PackedMemory, pack_causal, packed_logits
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.teacher_texts import read_teacher_texts
@@ -18,8 +20,6 @@ from saltus.training.data.uniform_intervals import Truncation, pick_tokens, unif
 from saltus.training.data.window_packing import pack_windows, query_uniforms, select_rows
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, train
-from saltus.training.tasks.own_uniforms import find_own_uniforms
-from saltus.training.tasks.student_windows import choose_windows, window_logits, with_student_windows
 from test_adapter_training import WINDOW, make_task
 from test_cli import complaint, lines, saltus_
 from test_edges import logits, text_uniform_intervals
@@ -268,7 +268,7 @@ def test_texts_are_written_with_top_k_and_top_p_and_their_intervals_are_cut(fold
     given = training(file, folder, tmp_path / "teacher", tmp_path / "work")
     assert "set form=one-hot" in complaint(*given, "--set", "top_p=0.9", "--set", "form=categorical")
     saltus_(*given, "--set", "top_k=4", "--set", "top_p=0.9")
-    from saltus.training.data.text_intervals import load_uniform_intervals
+    from saltus.methods.ptp.training.text_intervals import load_uniform_intervals
 
     corpus, engine = load_uniform_intervals(tmp_path / "work" / "edges"), saltus.load(str(folder), "plain")
     begin, prompt, length, _ = corpus.text_table[0].tolist()
@@ -308,6 +308,6 @@ def test_settings_of_older_runs_are_those_of_new_ones(tmp_path):
     file.write_text(ADAPTER, encoding="utf-8")
     recipe = read_recipe(file)
     assert not {"top_k", "top_p", "inverse", "student_windows"} & {*recipe.identity, *recipe.identity["adapter"]}
-    changed = replace(recipe, top_k=3, adapter=replace(recipe.adapter, student_windows=0.5))
+    changed = replace(recipe, top_k=3, settings=replace(recipe.settings, student_windows=0.5))
     assert changed.identity["adapter"]["student_windows"] == 0.5
     assert changed.identity["top_k"] == 3

@@ -19,8 +19,14 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.rules import reject
 from saltus.core.sampling import Sampling
-from saltus.drafting import draft_tree, token_correction
-from saltus.drafting.draft_tree import (
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.loading.model_identity import model_fingerprint
+from saltus.methods.ptp.drafter import Ptp
+from saltus.methods.ptp.files import load_drafter
+from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
+from saltus.methods.shared import draft_tree, row_candidates, token_correction
+from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL
+from saltus.methods.shared.draft_tree import (
     Coupled,
     Likeliest,
     PositionPredictions,
@@ -28,23 +34,12 @@ from saltus.drafting.draft_tree import (
     likely_paths,
     likely_tokens,
 )
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
-from saltus.drafting.ptp_queries import SOURCE, with_query_chains
-from saltus.drafting.token_correction import NonlinearCorrection
-from saltus.methods.ptp import Ptp
-from saltus.networks.draft_models import row_candidates
-from saltus.networks.draft_models.context_layers import MAX_ROWS_PER_CALL
-from saltus.networks.draft_models.drafter import DrafterShape, DraftModel, DraftNetwork
-from saltus.networks.draft_models.row_candidates import rows_likely_tokens
-from saltus.networks.loading.drafter_files import (
-    METADATA_FILE,
-    WEIGHTS_FILES,
-    find_shipped,
-    load_drafter,
-)
-from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, find_shipped
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
+from saltus.methods.shared.ptp_queries import SOURCE, with_query_chains
+from saltus.methods.shared.row_candidates import rows_likely_tokens
+from saltus.methods.shared.token_correction import NonlinearCorrection
+from saltus.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network
 
 PROMPT = [1, 2, 3, 4, 1, 2]

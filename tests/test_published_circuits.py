@@ -10,8 +10,8 @@ import torch
 import saltus
 from reference_circuits import token_losses
 from reference_evabyte import write_folder
-from saltus.networks.loading.checkpoints import load_checkpoint
-from saltus.networks.loading.drafter_files import load_heads
+from saltus.engine.checkpoints import load_checkpoint
+from saltus.methods.mtpc.files import load_heads
 
 HIDDEN, VOCAB = 32, 320
 SUMS = {  # from the leaves to the root: [folds, outputs, inputs]

@@ -13,12 +13,12 @@ import torch
 from gguf import GGMLQuantizationType as Q
 
 import saltus
-from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.loading.checkpoints import load_checkpoint
-from saltus.networks.models.exact.packed_weight import PackedWeight
-from saltus.networks.models.native_decoder import DecoderCall
+from saltus.engine.checkpoints import load_checkpoint
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cpu.native_decoder import DecoderCall
 from test_gguf import tiny, write
 
 FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0]

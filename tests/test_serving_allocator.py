@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from saltus.serving import allocator
-from saltus.serving.allocator import M_ARENA_MAX, M_MMAP_THRESHOLD, MEGABYTE, return_freed_buffers
+from saltus.server import allocator
+from saltus.server.allocator import M_ARENA_MAX, M_MMAP_THRESHOLD, MEGABYTE, return_freed_buffers
 
 SETTINGS = {"MALLOC_ARENA_MAX": (M_ARENA_MAX, 2), "MALLOC_MMAP_THRESHOLD_": (M_MMAP_THRESHOLD, MEGABYTE)}
 

@@ -11,10 +11,10 @@ import httpx
 import pytest
 import uvicorn
 
-from saltus.serving import connections
-from saltus.serving.connections import LimitedConnection, server_config
-from saltus.serving.hosts import allowed_hosts, is_allowed
-from saltus.serving.log_lines import LogLines
+from saltus.server import connections
+from saltus.server.connections import LimitedConnection, server_config
+from saltus.server.hosts import allowed_hosts, is_allowed
+from saltus.server.log_lines import LogLines
 from test_serving_faults import eventually, post, read
 from tiny_server import JSON, PROMPT, engine, server, serving  # noqa: F401
 

@@ -188,4 +188,4 @@ def test_no_corrupt_request_is_a_fault_of_the_server(engine, seed, count):
             statuses.add(answer.status_code)
         assert {200, 400} <= statuses
         assert client.post(f"{url}/v1/completions", json={**SHORT, "prompt": "the", "max_tokens": 2}).status_code == 200
-        assert service.batcher.num_open == 0
+        assert service.engine_thread.num_open == 0

@@ -10,16 +10,16 @@ import pytest
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.request import CallRecord
-from saltus.serving import batching
-from saltus.serving.batching import EngineThread
-from saltus.serving.constraint_time import (
+from saltus.server import batching
+from saltus.server.batching import EngineThread
+from saltus.server.constraint_time import (
     DRAFTING_SECONDS,
     MOST_SECONDS,
     SECONDS_PER_CALL,
     LimitedConstraint,
 )
-from saltus.serving.errors import ApiError
-from saltus.serving.jobs import Job, Limits
+from saltus.server.errors import ApiError
+from saltus.server.jobs import Job, Limits
 from test_serving_faults import decoded
 from tiny_server import PROMPT, alone, engine  # noqa: F401
 
@@ -60,7 +60,7 @@ def test_a_tree_of_prefixes_that_fails_ends_no_text(engine, monkeypatch):
 
 
 def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
-    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
+    engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
 
     def gone(part) -> None:
         raise RuntimeError("Event loop is closed")
@@ -69,39 +69,39 @@ def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
         if part.finish_reason is not None:
             ended.put(part.finish_reason)
 
-    batcher.submit(job_of(engine, deliver=gone), job_of(engine, deliver=deliver))
-    batcher.start()
+    engine_thread.submit(job_of(engine, deliver=gone), job_of(engine, deliver=deliver))
+    engine_thread.start()
     try:
         assert ended.get(timeout=30) == "length"
-        assert batcher.num_open == 0
+        assert engine_thread.num_open == 0
     finally:
-        batcher.close()
+        engine_thread.close()
 
 
 def test_a_text_that_cannot_be_written_down_ends_alone(engine):
-    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
+    engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
     bad, good = job_of(engine, deliver=ended.put), job_of(engine, deliver=ended.put)
     bad.request.output.release = lambda final: 1 / 0
-    batcher.submit(bad, good)
-    batcher.start()
+    engine_thread.submit(bad, good)
+    engine_thread.start()
     try:
         assert ended.get(timeout=30).message == "division by zero"
         while ended.get(timeout=30).finish_reason is None:
             pass
-        assert batcher.num_open == 0
+        assert engine_thread.num_open == 0
     finally:
-        batcher.close()
+        engine_thread.close()
 
 
-def failing_batcher(engine, answers: list[ApiError], states: list[int]) -> tuple[EngineThread, threading.Event]:
-    """A batcher whose thread fails with four texts, of which some run, pause and wait; the event says that it did."""
-    batcher, failed = EngineThread(engine, Limits(max_batch=2)), threading.Event()
-    batcher.on_failure = failed.set
-    call, turns = batcher._call, iter(range(3))
+def failing_engine_thread(engine, answers: list[ApiError], states: list[int]) -> tuple[EngineThread, threading.Event]:
+    """An engine thread that fails with four texts, of which some run, pause and wait; the event says that it did."""
+    engine_thread, failed = EngineThread(engine, Limits(max_batch=2)), threading.Event()
+    engine_thread.on_failure = failed.set
+    call, turns = engine_thread._call, iter(range(3))
 
     def fail_in_the_third_turn() -> None:
         if next(turns) == 2:
-            states.extend(map(len, (batcher.running, batcher.paused, batcher.waiting)))
+            states.extend(map(len, (engine_thread.running, engine_thread.paused, engine_thread.waiting)))
             raise ZeroDivisionError("a\nfault")
 
     def deliver(part) -> None:
@@ -109,60 +109,60 @@ def failing_batcher(engine, answers: list[ApiError], states: list[int]) -> tuple
             answers.append(part)
 
     def submitting(running) -> None:
-        if batcher.num_open == 3:
-            batcher.submit(job_of(engine, deliver=deliver))
+        if engine_thread.num_open == 3:
+            engine_thread.submit(job_of(engine, deliver=deliver))
         call(running)
 
-    batcher._take_replacements = fail_in_the_third_turn
-    batcher._call = submitting
-    batcher.submit(*(job_of(engine, deliver=deliver) for _ in range(3)))
-    batcher.start()
-    return batcher, failed
+    engine_thread._take_replacements = fail_in_the_third_turn
+    engine_thread._call = submitting
+    engine_thread.submit(*(job_of(engine, deliver=deliver) for _ in range(3)))
+    engine_thread.start()
+    return engine_thread, failed
 
 
 def test_if_the_engines_thread_fails_all_are_answered_and_the_server_is_told(engine, caplog):
     answers, states = [], []
     with caplog.at_level(logging.CRITICAL):
-        batcher, failed = failing_batcher(engine, answers, states)
+        engine_thread, failed = failing_engine_thread(engine, answers, states)
         assert failed.wait(30)
-    batcher.thread.join(30)
+    engine_thread.thread.join(30)
     assert states == [2, 1, 1]
     assert [answer.status for answer in answers] == [503] * 4
-    assert batcher.num_open == 0
+    assert engine_thread.num_open == 0
     (line,) = caplog.messages
     assert "ZeroDivisionError: a fault (" in line
     assert "\n" not in line
     with pytest.raises(ApiError, match="try another one"):
-        batcher.submit(job_of(engine))
+        engine_thread.submit(job_of(engine))
 
 
 def test_a_thread_that_is_gone_gets_no_text(engine):
-    batcher = EngineThread(engine, Limits())
-    batcher._run = lambda: None
-    batcher.thread = threading.Thread(target=batcher._run)
-    batcher.start()
-    batcher.thread.join()
+    engine_thread = EngineThread(engine, Limits())
+    engine_thread._run = lambda: None
+    engine_thread.thread = threading.Thread(target=engine_thread._run)
+    engine_thread.start()
+    engine_thread.thread.join()
     with pytest.raises(ApiError, match="try another one"):
-        batcher.submit(job_of(engine))
-    assert batcher.num_open == 0
+        engine_thread.submit(job_of(engine))
+    assert engine_thread.num_open == 0
 
 
 def test_a_text_is_queued_before_a_server_that_closes_looks_for_the_last_time(engine):
-    batcher, locked, answers = EngineThread(engine, Limits()), [], queue.Queue()
+    engine_thread, locked, answers = EngineThread(engine, Limits()), [], queue.Queue()
 
     class Watched(queue.SimpleQueue):
         def put(self, item, *given):
-            locked.append(batcher.lock.locked())
+            locked.append(engine_thread.lock.locked())
             super().put(item, *given)
 
-    batcher.incoming = Watched()
-    batcher.submit(job_of(engine, deliver=answers.put))
+    engine_thread.incoming = Watched()
+    engine_thread.submit(job_of(engine, deliver=answers.put))
     assert locked == [True]
-    with batcher.lock:  # as while a text is submitted
-        closing = threading.Thread(target=batcher.close)
+    with engine_thread.lock:  # as while a text is submitted
+        closing = threading.Thread(target=engine_thread.close)
         closing.start()
         closing.join(0.05)
-        assert not batcher.closed
+        assert not engine_thread.closed
     closing.join(30)
     assert answers.get(timeout=30).status == 503
 
@@ -226,7 +226,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_text_only(engine, monkeypatc
     slow = _SlowConstraint(0.5)
     monkeypatch.setattr(Grammar, "constraint", lambda *_: slow)
     monkeypatch.setattr(batching, "LimitedConstraint", lambda *given: LimitedConstraint(*given, slow.clock))
-    batcher, ended = EngineThread(engine, Limits()), queue.Queue()
+    engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
 
     def deliver_to(name: str):
         def deliver(part) -> None:
@@ -236,11 +236,11 @@ def test_a_grammar_that_takes_too_long_ends_its_own_text_only(engine, monkeypatc
         return deliver
 
     request = engine.text_request(PROMPT, raw=True, max_new_tokens=40, grammar=Grammar.regex("a*"))
-    batcher.submit(Job(request, "lookup", deliver_to("slow")), job_of(engine, deliver=deliver_to("other")))
-    batcher.start()
+    engine_thread.submit(Job(request, "lookup", deliver_to("slow")), job_of(engine, deliver=deliver_to("other")))
+    engine_thread.start()
     try:
         found = dict(ended.get(timeout=30) for _ in range(2))
     finally:
-        batcher.close()
+        engine_thread.close()
     assert (found["slow"].status, found["other"].finish_reason) == (400, "length")
     assert "takes too long" in found["slow"].message

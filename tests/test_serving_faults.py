@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from saltus.core.forward import TARGET
-from saltus.serving import bodies, prompt_reading
-from saltus.serving.batching import EngineThread
-from saltus.serving.errors import ApiError
-from saltus.serving.jobs import Job, Limits
+from saltus.server import bodies, prompt_reading
+from saltus.server.batching import EngineThread
+from saltus.server.errors import ApiError
+from saltus.server.jobs import Job, Limits
 from tiny_server import JSON, PROMPT, alone, engine, serving  # noqa: F401
 
 OUT_OF_MEMORY = (
@@ -66,12 +66,12 @@ def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkey
             connection = post(url, json.dumps(body).encode())
             permits.release(3)
             assert all(begun.acquire(timeout=20) for _ in range(4))  # three calls were made, and the fourth has begun
-            (job,) = service.batcher.running
+            (job,) = service.engine_thread.running
             memory = weakref.ref(job.sequence.kv_caches[TARGET])
             connection.close()
             assert eventually(lambda: job.cancelled)
             permits.release(2)  # and no more
-            assert eventually(lambda: not service.batcher.num_open)
+            assert eventually(lambda: not service.engine_thread.num_open)
             gc.collect()
             assert memory() is None
         finally:
@@ -85,17 +85,17 @@ def test_a_client_that_vanishes_while_it_waits_leaves_the_queue(engine, monkeypa
         {"model": "tiny", "prompt": "the", "max_tokens": 9, "ignore_eos": True, "speculative": False}
     ).encode()
     with serving(engine, Limits(max_batch=1)) as (service, url):
-        cancelled, cancel = [], service.batcher.cancel
-        monkeypatch.setattr(service.batcher, "cancel", lambda job: (cancelled.append(job), cancel(job)))
+        cancelled, cancel = [], service.engine_thread.cancel
+        monkeypatch.setattr(service.engine_thread, "cancel", lambda job: (cancelled.append(job), cancel(job)))
         try:
             connections = []
             for number in range(3):
                 connections.append(post(url, body))
-                assert eventually(lambda number=number: service.batcher.num_open == number + 1)
+                assert eventually(lambda number=number: service.engine_thread.num_open == number + 1)
             connections.pop().close()
             assert eventually(lambda: cancelled)
             permits.release(2)  # a text of nine tokens is not finished by them
-            assert eventually(lambda: service.batcher.num_open == 2)
+            assert eventually(lambda: service.engine_thread.num_open == 2)
         finally:
             permits.release(1000)
         for connection in connections:
@@ -139,7 +139,7 @@ def test_a_call_without_memory_is_an_answer_and_the_next_request_works(engine, m
         assert "memory" in answer.json()["error"]["message"]
         assert "\n" not in answer.json()["error"]["message"]
         assert httpx.post(url + "/v1/completions", json=body).status_code == 200
-        assert service.batcher.num_open == 0
+        assert service.engine_thread.num_open == 0
 
 
 def decoded(engine, prompts: list[str], limits: Limits = Limits(), method: str = "plain") -> list:  # noqa: B008
@@ -159,14 +159,14 @@ def decoded(engine, prompts: list[str], limits: Limits = Limits(), method: str =
         return deliver
 
     requests = [engine.text_request(prompt, raw=True, max_new_tokens=24, temperature=1.0) for prompt in prompts]
-    batcher = EngineThread(engine, limits)
-    batcher.submit(*(Job(one, method, deliver_to(number)) for number, one in enumerate(requests)))
-    batcher.start()
+    engine_thread = EngineThread(engine, limits)
+    engine_thread.submit(*(Job(one, method, deliver_to(number)) for number, one in enumerate(requests)))
+    engine_thread.start()
     try:
         found = dict(ended.get(timeout=60) for _ in prompts)
     finally:
-        batcher.close()
-    assert batcher.num_open == 0
+        engine_thread.close()
+    assert engine_thread.num_open == 0
     return [found[number] for number in range(len(prompts))]
 
 
@@ -208,7 +208,7 @@ def test_a_call_that_fails_is_an_error_for_its_texts_alone(engine, monkeypatch):
             broken.setattr(type(engine.network), "forward", lambda *_: 1 / 0)
             assert httpx.post(url + "/v1/completions", json=body).status_code == 500
         assert httpx.post(url + "/v1/completions", json=body).status_code == 200
-        assert service.batcher.num_open == 0
+        assert service.engine_thread.num_open == 0
 
 
 def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
@@ -222,4 +222,4 @@ def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
         for answer in poisoned:
             assert answer.result().status_code == 400
             assert "infinite logits" in answer.result().json()["error"]["message"]
-        assert service.batcher.num_open == 0
+        assert service.engine_thread.num_open == 0

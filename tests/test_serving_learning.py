@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import saltus
 from conftest import TEMPLATE
 from saltus.cli.app import app
-from saltus.networks.loading.drafter_files import load_drafter
-from saltus.serving.jobs import Limits
-from saltus.serving.learned_drafters import LearnedDrafters
-from saltus.serving.learning import Learner, LearningPlan, group_of
-from saltus.training.online_drafter import Evaluation, LearningSettings, Progress
+from saltus.methods.ptp.files import load_drafter
+from saltus.methods.ptp.training.online import Evaluation, LearningSettings, Progress
+from saltus.server.jobs import Limits
+from saltus.server.learned_drafters import LearnedDrafters
+from saltus.server.learning import Learner, LearningPlan, group_of
 from test_cache_files import DAMAGES, full_disk
 from tiny_server import PROMPT, alone, serving
 
@@ -27,7 +27,7 @@ ALWAYS = replace(SETTINGS, margin=-1e9)  # every drafter passes its evaluation
 
 @pytest.fixture
 def drafting(tiny_folder, tiny_drafter, tmp_path, monkeypatch) -> saltus.Engine:
-    monkeypatch.setattr("saltus.serving.learned_drafters.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr("saltus.server.learned_drafters.cache_folder", lambda: tmp_path / "cache")
     made = saltus.load(str(tiny_folder()), "ptp", options={"ptp": {"model": str(tiny_drafter())}}, adaptive=False)
     made.tokenizer.chat_template = TEMPLATE
     return made
@@ -46,7 +46,7 @@ def metric(url: str, name: str) -> float:
 @pytest.mark.slow
 def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog):
     """Every drafter passes its evaluation here, so that drafters are replaced while texts are decoded."""
-    caplog.set_level(logging.INFO, logger="saltus.serving")
+    caplog.set_level(logging.INFO, logger="saltus.server")
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
     expected = [alone(drafting, f"{PROMPT} {seed % 5}", seed=seed, **settings).text for seed in range(8)]
     first = drafting.decoder.setup("ptp").networks["ptp"]
@@ -69,9 +69,9 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
         assert metric(url, "saltus:learning_steps_total") > 0
         assert metric(url, 'saltus:learning_tokens_per_call{drafter="trained"') >= 1
         found += [(seed, ask(url, seed)) for seed in range(8)]
-    latest = served = service.batcher.networks["ptp"]
-    while not service.batcher.replacements.empty():  # one may have come after the last call
-        _, latest = service.batcher.replacements.get()
+    latest = served = service.engine_thread.networks["ptp"]
+    while not service.engine_thread.replacements.empty():  # one may have come after the last call
+        _, latest = service.engine_thread.replacements.get()
     assert {seed for seed, _ in found} == set(range(8))
     assert [text for _, text in found] == [expected[seed] for seed, _ in found]
     assert served is not first
@@ -125,7 +125,7 @@ def test_a_second_server_of_the_same_clients_does_not_learn(drafting):
 
 
 class _Load:
-    """What the policy looks at of a batcher."""
+    """What the policy looks at of an engine thread."""
 
     def __init__(self, running: int, waiting: int = 0) -> None:
         self.running, self.num_waiting = [None] * running, waiting
@@ -156,8 +156,8 @@ class _Process:
 def trained_share(learner: Learner, load: _Load, monkeypatch) -> float:
     """The share of the time in which the process trains beside this load."""
     process = learner.slices = learner.between_pieces = _Process()
-    monkeypatch.setattr("saltus.serving.learning.time.perf_counter", lambda: process.now)
-    learner.batcher = load
+    monkeypatch.setattr("saltus.server.learning.time.perf_counter", lambda: process.now)
+    learner.engine_thread = load
     for _ in range(1000):
         process.now += 0.01
         learner.called(0.01)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import saltus
-from saltus.serving import prompt_reading
-from saltus.serving.jobs import Limits
+from saltus.server import prompt_reading
+from saltus.server.jobs import Limits
 from tiny_server import MESSAGES, PROMPT, alone, engine, serving  # noqa: F401
 
 
@@ -48,7 +48,7 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
     with serving(engine, Limits(max_batch=8)) as (service, url), concurrent.futures.ThreadPoolExecutor(20) as pool:
         found = list(pool.map(lambda one: written(url, one[0]), asked))
         assert found == [text for _, text in asked]
-        assert (service.batcher.num_open, service.batcher.running) == (0, [])
+        assert (service.engine_thread.num_open, service.engine_thread.running) == (0, [])
 
 
 def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
@@ -67,14 +67,14 @@ def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch)
     monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
     happened = []
     with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        batcher, read = service.batcher, service.batcher.prompts.read_piece
-        monkeypatch.setattr(batcher.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
+        engine_thread, read = service.engine_thread, service.engine_thread.prompts.read_piece
+        monkeypatch.setattr(engine_thread.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
         body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
-            deliver = batcher.running[0].deliver
-            batcher.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
+            deliver = engine_thread.running[0].deliver
+            engine_thread.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
             long = {**body, "prompt": "a dog sat on the mat " * 30, "max_tokens": 1}
             other = pool.submit(httpx.post, url + "/v1/completions", json=long)
             assert other.result().status_code == 200
@@ -85,7 +85,7 @@ def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch)
 def test_a_full_queue_says_so_at_once(engine, monkeypatch):
     with serving(engine, Limits(max_batch=1, max_queue=2)) as (service, url):
         body = {"model": "tiny", "prompt": "the", "max_tokens": 4, "n": 3}
-        monkeypatch.setattr(service.batcher, "num_open", 1)
+        monkeypatch.setattr(service.engine_thread, "num_open", 1)
         answer = httpx.post(url + "/v1/completions", json=body)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         assert httpx.post(url + "/v1/completions", json={**body, "n": 2}).status_code == 200

@@ -9,10 +9,10 @@ import pytest
 from saltus.core.control.controller import Controller
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.engine.decoder import counting_generator
-from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.serving.batching import EngineThread
-from saltus.serving.errors import ApiError
-from saltus.serving.jobs import Job, Limits
+from saltus.models.memory_use import kv_bytes_per_token
+from saltus.server.batching import EngineThread
+from saltus.server.errors import ApiError
+from saltus.server.jobs import Job, Limits
 from tiny_server import PROMPT, engine  # noqa: F401
 
 TOKENS = 12
@@ -35,21 +35,21 @@ def test_a_token_takes_as_many_bytes_as_are_counted(engine, method):
 def endings(engine, method: str, max_cached_bytes: int) -> tuple[int, list]:
     """How many of three texts run at once at most, and how each of them ends."""
     ended: queue.Queue = queue.Queue()
-    batcher, running = EngineThread(engine, Limits(max_cached_bytes=max_cached_bytes)), [0]
+    engine_thread, running = EngineThread(engine, Limits(max_cached_bytes=max_cached_bytes)), [0]
 
     def deliver(part) -> None:
-        running.append(len(batcher.running))
+        running.append(len(engine_thread.running))
         if isinstance(part, ApiError) or part.finish_reason is not None:
             ended.put(part.message if isinstance(part, ApiError) else part.finish_reason)
 
     for _ in range(3):
         request = engine.text_request(PROMPT, raw=True, max_new_tokens=TOKENS, ignore_eos=True)
-        batcher.submit(Job(request, method, deliver))
-    batcher.start()
+        engine_thread.submit(Job(request, method, deliver))
+    engine_thread.start()
     try:
         return [ended.get(timeout=60) for _ in range(3)], max(running)
     finally:
-        batcher.close()
+        engine_thread.close()
 
 
 def test_caches_of_draft_models_count_at_admission(engine):

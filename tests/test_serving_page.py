@@ -8,8 +8,8 @@ import pytest
 
 import saltus
 from conftest import TEMPLATE
-from saltus.serving.app import PAGE
-from saltus.serving.guard import PAGE_FILES
+from saltus.server.app import PAGE
+from saltus.server.guard import PAGE_FILES
 from test_fim import coder  # noqa: F401
 from tiny_server import serving
 

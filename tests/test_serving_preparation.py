@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from saltus.engine.engine import Engine
-from saltus.serving import bodies, preparation
-from saltus.serving.app import make_app
-from saltus.serving.bodies import MAX_VALUES
-from saltus.serving.jobs import Limits
-from saltus.serving.service import Service
+from saltus.server import bodies, preparation
+from saltus.server.app import make_app
+from saltus.server.bodies import MAX_VALUES
+from saltus.server.jobs import Limits
+from saltus.server.service import Service
 from test_serving_faults import eventually, post
 from tiny_server import JSON, PROMPT, engine, server, serving  # noqa: F401
 
@@ -66,7 +66,7 @@ def test_two_requests_are_prepared_at_a_time_and_others_are_answered_meanwhile(s
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_not_prepared_for(server, gate, stream, caplog):
-    caplog.set_level("INFO", logger="saltus.serving")
+    caplog.set_level("INFO", logger="saltus.server")
     body = json.dumps({**ASKED, "prompt": ["the"] * 9, "stream": stream}).encode()
     service, url = server
     connections = [post(url, body) for _ in range(4)]
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_is_not_prepared_for(server, gate, stream, caplog):
     gate.opened.set()
     assert httpx.post(f"{url}/v1/completions", json=ASKED).status_code == 200
     assert gate.count == 2 + 1  # of 36 + 1
-    assert service.batcher.num_open == 0
+    assert service.engine_thread.num_open == 0
 
 
 def test_small_requests_do_not_wait_for_large_ones(server, gate, monkeypatch):

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from saltus.serving.bodies import MAX_BODY_BYTES
+from saltus.server.bodies import MAX_BODY_BYTES
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
 
@@ -100,7 +100,7 @@ def test_pages_of_others_may_not_use_the_server(server):
 
 @pytest.mark.parametrize("log_requests", [False, True])
 def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
-    caplog.set_level("INFO", logger="saltus.serving")
+    caplog.set_level("INFO", logger="saltus.server")
     with serving(engine, log_requests=log_requests) as (_, url):
         asked = {"model": "tiny", "prompt": "the dog", "max_tokens": 2}
         httpx.post(url + "/v1/completions", json=asked, headers={"X-Request-Id": "mine"})
@@ -111,7 +111,7 @@ def test_prompts_are_in_the_log_only_if_asked_for(engine, caplog, log_requests):
 
 
 def test_a_fault_is_an_error_object_with_an_id_and_says_that_the_connection_ends(engine, monkeypatch, caplog):
-    caplog.set_level("INFO", logger="saltus.serving")
+    caplog.set_level("INFO", logger="saltus.server")
     with serving(engine) as (service, url):
         monkeypatch.setattr(service, "check_model", lambda _: 1 / 0)
         answer = httpx.post(url + "/detokenize", json={"tokens": [5]}, headers={"X-Request-Id": "mine"})

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import saltus
-from saltus.serving.replicas import equal_share
+from saltus.server.replicas import equal_share
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_replicas_have_an_equal_share_of_nodes_that_they_fit(cpus_of_nodes, coun
 def test_after_one_signal_the_next_ends_the_process():
     code = """
 import time
-from saltus.serving.replicas import wait_for_signal
+from saltus.server.replicas import wait_for_signal
 print(1, flush=True)
 wait_for_signal()
 print(2, flush=True)

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from saltus.core.scheduler import SequenceState
-from saltus.networks.kv_cache.memory_use import kv_bytes_per_token
-from saltus.serving import prompt_reading
-from saltus.serving.batching import EngineThread
-from saltus.serving.jobs import Job, Limits
-from saltus.serving.turns import giving_way, memory_limit, next_in_turn
+from saltus.models.memory_use import kv_bytes_per_token
+from saltus.server import prompt_reading
+from saltus.server.batching import EngineThread
+from saltus.server.jobs import Job, Limits
+from saltus.server.turns import giving_way, memory_limit, next_in_turn
 from test_serving_faults import eventually, post
 from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
 
@@ -62,31 +62,31 @@ def test_more_texts_of_one_leave_memory_to_others(jobs_of):
 
 def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str = "plain") -> tuple[int, str]:
     """The calls that another client's text of one token waits for, which is submitted in a call; and this text."""
-    batcher, rounds, answered = EngineThread(engine, limits), [0], queue.Queue()
+    engine_thread, rounds, answered = EngineThread(engine, limits), [0], queue.Queue()
     victim = Job(
         engine.text_request("the dog", raw=True, max_new_tokens=1, temperature=1.0), method,
         lambda part: answered.put((rounds[0], part)), client="victim",
     )  # fmt: skip
-    call = batcher._call
+    call = engine_thread._call
 
     def counted(jobs) -> None:
         rounds[0] += 1
         if rounds[0] == 3:
-            batcher.submit(victim)
+            engine_thread.submit(victim)
         call(jobs)
 
-    batcher._call = counted
-    batcher.submit(*attack)
-    batcher.start()
+    engine_thread._call = counted
+    engine_thread.submit(*attack)
+    engine_thread.start()
     try:
         found, part = answered.get(timeout=60)
         for job in attack:
-            batcher.cancel(job)
-        assert eventually(lambda: not batcher.num_open)
-        assert [*batcher.running, *batcher.paused, *batcher.waiting] == []
+            engine_thread.cancel(job)
+        assert eventually(lambda: not engine_thread.num_open)
+        assert [*engine_thread.running, *engine_thread.paused, *engine_thread.waiting] == []
         assert all(job.sequence is None for job in attack)
     finally:
-        batcher.close()
+        engine_thread.close()
     return found - 3, part.text
 
 
@@ -112,12 +112,12 @@ def test_many_texts_leave_memory_to_a_text_of_another_client(engine):
 def test_paused_texts_go_on_while_another_one_waits_for_memory(engine):
     running, paused, other = attack_of(engine, [PROMPT] * 2, 100) + attack_of(engine, [PROMPT], 200)
     other.client = "other"
-    batcher = EngineThread(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
+    engine_thread = EngineThread(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
     for job in (running, paused):
         job.sequence = SequenceState(call for call in ())
-    batcher.running, batcher.paused, batcher.waiting = [running], [paused], [other]
-    batcher._admit()
-    assert (batcher.running, batcher.paused, batcher.waiting) == ([running, paused], [], [other])
+    engine_thread.running, engine_thread.paused, engine_thread.waiting = [running], [paused], [other]
+    engine_thread._admit()
+    assert (engine_thread.running, engine_thread.paused, engine_thread.waiting) == ([running, paused], [], [other])
 
 
 def memory_of(engine, *jobs: Job) -> int:
@@ -127,12 +127,12 @@ def memory_of(engine, *jobs: Job) -> int:
 
 def test_a_text_that_pauses_is_the_same(engine):
     ended: queue.Queue = queue.Queue()
-    batcher = EngineThread(engine, Limits(max_batch=2))
+    engine_thread = EngineThread(engine, Limits(max_batch=2))
     paused, expected = [], []
 
     def submit(prompt: str, client: str, count: int) -> None:
         def deliver(part) -> None:
-            paused.extend(batcher.paused)
+            paused.extend(engine_thread.paused)
             if part.finish_reason is not None:
                 ended.put(part)
 
@@ -141,11 +141,11 @@ def test_a_text_that_pauses_is_the_same(engine):
         ]
         jobs.extend(Job(one, "lookup", deliver, client=client) for one in requests)
         expected.extend(alone(engine, prompt, raw=True, max_new_tokens=8, seed=seed).tokens for seed in range(count))
-        batcher.submit(*jobs[-count:])
+        engine_thread.submit(*jobs[-count:])
 
     jobs: list[Job] = []
     submit(PROMPT, "a", 4)
-    call, calls = batcher._call, iter(range(10**6))
+    call, calls = engine_thread._call, iter(range(10**6))
     others = {2: ("b", 1), 3: ("c", 2)}
 
     def with_others(running) -> None:
@@ -153,13 +153,13 @@ def test_a_text_that_pauses_is_the_same(engine):
             submit(PROMPT + " dog", *others[number])
         call(running)
 
-    batcher._call = with_others
-    batcher.start()
+    engine_thread._call = with_others
+    engine_thread.start()
     try:
         for _ in range(7):
             ended.get(timeout=60)
     finally:
-        batcher.close()
+        engine_thread.close()
     assert paused
     assert [job.request.request.tokens for job in jobs] == expected
 
@@ -181,14 +181,14 @@ def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine,
             permits.release(6)
             assert all(begun.acquire(timeout=20) for _ in range(7))
             other = post(url, json.dumps(short).encode())
-            assert eventually(lambda: service.batcher.num_open == 21)
+            assert eventually(lambda: service.engine_thread.num_open == 21)
             assert httpx.get(url + "/health", timeout=5).status_code == 200
             permits.release(2)  # the call that runs, and the next one
             assert other.recv(65536).startswith(b"HTTP/1.1 200")
             attack.close()
             other.close()
             permits.release(2)
-            assert eventually(lambda: not service.batcher.num_open)
+            assert eventually(lambda: not service.engine_thread.num_open)
         finally:
             permits.release(10_000)
 
@@ -196,7 +196,9 @@ def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine,
 @pytest.mark.parametrize(("api_keys", "expected"), [(("one", "two"), ["one", "two"]), ((), ["127.0.0.1"] * 2)])
 def test_clients_are_told_apart_by_their_keys_else_by_their_addresses(engine, monkeypatch, api_keys, expected):
     clients, submit = [], EngineThread.submit
-    monkeypatch.setattr(EngineThread, "submit", lambda batcher, job: (clients.append(job.client), submit(batcher, job)))
+    monkeypatch.setattr(
+        EngineThread, "submit", lambda engine_thread, job: (clients.append(job.client), submit(engine_thread, job))
+    )
     with serving(engine, api_keys=api_keys) as (_, url):
         for key in ("one", "two"):
             headers = {"Authorization": f"Bearer {key}"}

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from saltus.native.cache_folder import cache_folder
-from saltus.networks.loading.progress import Stage, progress_bars
-from saltus.networks.loading.sources import SHORT_NAMES, SourceError, resolve
+from saltus.loading.progress import Stage, progress_bars
+from saltus.loading.sources import SHORT_NAMES, SourceError, resolve
+from saltus.storage.cache_folder import cache_folder
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ class Hub:
 
 PROGRAM = """
 import json, sys
-from saltus.networks.loading import hub
-from saltus.networks.loading.sources import resolve, resolve_tokenizer
+from saltus.loading import hub
+from saltus.loading.sources import resolve, resolve_tokenizer
 hub.HUB_TIMEOUT = float(sys.argv[2])
 stages = []
 try:
@@ -378,7 +378,7 @@ def test_a_gguf_file_that_changed_is_indexed_anew(gguf_file, tmp_path, monkeypat
     os.utime(gguf_file, (0, 0))
     second = resolve(str(gguf_file))
     assert second != first
-    monkeypatch.setattr("saltus.networks.loading.sources.GGUF_FOLDER_FORMAT", 99)
+    monkeypatch.setattr("saltus.loading.sources.GGUF_FOLDER_FORMAT", 99)
     assert resolve(str(gguf_file)) not in (first, second), "a version that writes other folders makes its own"
 
 

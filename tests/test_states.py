@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from architectures import tiny
-from saltus.networks.models.causal import CausalNetwork
+from saltus.models.causal import CausalNetwork
 from saltus.training.data.hidden_states import Sample, ShardedRows, collect_hidden_states, load_hidden_states
 from saltus.training.data.uniform_intervals import uniform_intervals
 

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 
 import saltus
 from reference_evabyte import write_folder
-from saltus.networks.loading.checkpoints import load_model
-from saltus.networks.loading.target_drafters import load_drafter_for_target
-from saltus.networks.models.causal import CausalNetwork
+from saltus.engine.checkpoints import load_model
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.models.causal import CausalNetwork
 from test_dflash import published_folder
 from test_eagle3 import published_head
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import saltus.native
+import saltus.kernels.native
 
 COMPILER = shutil.which("gcc") or shutil.which("clang")
 
@@ -15,7 +15,7 @@ COMPILER = shutil.which("gcc") or shutil.which("clang")
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def test_callers_that_share_the_pool_race_for_nothing(tmp_path: Path) -> None:
     program = tmp_path / "pool"
-    headers = Path(saltus.native.__file__).parent
+    headers = Path(saltus.kernels.native.__file__).parent
     command = [str(COMPILER), "-O2", "-g", "-pthread", "-fsanitize=thread", f"-I{headers}", "-o", str(program)]
     compiled = subprocess.run([*command, str(Path(__file__).with_name("thread_pool.c"))], capture_output=True)
     if compiled.returncode:

@@ -8,7 +8,6 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -16,21 +15,21 @@ from typer.main import get_command
 
 import saltus
 from saltus.cli.app import app
-from saltus.drafting import ptp_queries
-from saltus.networks.loading.drafter_files import METADATA_FILE, WEIGHTS_FILES
-from saltus.networks.loading.metadata import read_metadata
+from saltus.loading.metadata import read_metadata
+from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask
+from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask
+from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
+from saltus.methods.mtpc.training.heads import HeadsTrainingTask
+from saltus.methods.ptp.training.adapter import AdapterTrainingTask
+from saltus.methods.ptp.training.drafter import DrafterTrainingTask
+from saltus.methods.published.training.dflash import DFlashTrainingTask
+from saltus.methods.shared import ptp_queries
+from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.data.teacher_texts import read_texts
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.objectives import OBJECTIVES
-from saltus.training.settings import Kind
-from saltus.training.tasks.adapter import AdapterTrainingTask
-from saltus.training.tasks.any_subset import AnySubsetTrainingTask
-from saltus.training.tasks.drafter import DrafterTrainingTask
-from saltus.training.tasks.heads import HeadsTrainingTask
-from saltus.training.tasks.jacobi_forcing import JacobiTrainingTask
-from saltus.training.tasks.pairwise_correction import PairwiseCorrectionTrainingTask
-from saltus.training.tasks.training_task import TrainingTask
+from saltus.training.training_task import TrainingTask
 from test_cli import complaint, lines, saltus_
 
 RECIPE = """
@@ -146,7 +145,7 @@ def test_training_for_a_coupling_is_recorded_and_its_uniforms_are_those_of_the_c
         told.extend(not math.isnan(u) for _, chain in chains_ for u in chain)
         return chains(inputs, chains_, temperature)
 
-    for module in ("saltus.methods.ptp", "saltus.drafting.fused_drafter"):
+    for module in ("saltus.methods.ptp.drafter", "saltus.methods.ptp.fused_drafter"):
         monkeypatch.setattr(f"{module}.with_query_chains", listening)
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)
     for used in ("probability", "token-order", "gumbel"):
@@ -353,7 +352,7 @@ def test_a_step_that_draws_no_context_position_has_a_loss(folder, teacher, recip
     for _ in run.collect():
         pass
     task = run.make_task()
-    monkeypatch.setattr("saltus.training.tasks.drafter.CONTEXT_POSITIONS", 0.0)
+    monkeypatch.setattr("saltus.training.query_drafter_task.CONTEXT_POSITIONS", 0.0)
     assert math.isfinite(float(task.loss(0)))
 
 
@@ -464,7 +463,7 @@ def test_overrides_reach_the_section_with_their_key(recipe):
     changed = recipes.read_recipe(
         recipe, ["layers=3", "schedule.learning_rate=1", "embedding=ar", "temperatures=[0.5]"]
     )
-    assert (changed.drafter.layers, changed.schedule.learning_rate, changed.drafter.embedding) == (3, 1.0, "ar")
+    assert (changed.settings.layers, changed.schedule.learning_rate, changed.settings.embedding) == (3, 1.0, "ar")
     assert changed.temperatures == (0.5,)
 
 
@@ -490,9 +489,9 @@ def test_shipped_recipes_are_valid_and_listed():
 
 
 def test_all_objectives_have_one_interface():
-    assert OBJECTIVES.keys() == set(get_args(Kind))
+    assert OBJECTIVES.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi"}
     assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi"}
-    tasks = DrafterTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
+    tasks = DrafterTrainingTask, DFlashTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
     for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
         assert issubclass(task, TrainingTask)
         assert not task.__abstractmethods__

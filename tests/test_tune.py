@@ -14,7 +14,7 @@ from saltus.engine import tuned_settings
 from saltus.engine.tuned_settings import TunedSettings, machine_name
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, JacobiSearch, SpeedupSurface, affordable_draft_tokens
 from saltus.evaluation.reports import step_plots
-from saltus.networks.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import model_fingerprint
 from test_cli import complaint, lines, saltus_
 
 CPU = torch.device("cpu")

@@ -7,11 +7,12 @@ import saltus
 from conftest import tiny_llama
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.networks.draft_models.head_network import HeadNetwork
-from saltus.networks.draft_models.heads import HeadModel, HeadShape, new_head_model
-from saltus.networks.draft_models.upper_layers import last_layers
-from saltus.networks.loading.drafter_files import load_heads, save_drafter
-from saltus.networks.models.causal import CausalNetwork
+from saltus.methods.mtpc.files import load_heads
+from saltus.methods.mtpc.heads import HeadModel, HeadShape, new_head_model
+from saltus.methods.mtpc.network import HeadNetwork
+from saltus.methods.mtpc.upper_layers import last_layers
+from saltus.methods.shared.drafter_files import save_drafter
+from saltus.models.causal import CausalNetwork
 from saltus.training.data.seeded_generator import seeded_generator
 from test_head_training import states, target, task  # noqa: F401
 

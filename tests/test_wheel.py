@@ -22,11 +22,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from saltus.networks.loading import fetching, gguf_files, sources, wheel
-from saltus.networks.loading.checkpoints import load_model
-from saltus.networks.loading.fetching import SourceError, atomic_folder, download
-from saltus.networks.loading.progress import Stage, no_progress
-from saltus.networks.loading.wheel import Wheel, convert_wheel
+from saltus.engine.checkpoints import load_model
+from saltus.loading import fetching, gguf_files, sources, wheel
+from saltus.loading.fetching import SourceError, atomic_folder, download
+from saltus.loading.progress import Stage, no_progress
+from saltus.loading.wheel import Wheel, convert_wheel
 from test_cache_files import DAMAGES
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -405,10 +405,10 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 def test_a_run_killed_in_the_middle_of_the_conversion_leaves_nothing_that_is_taken_for_a_model(tiny):
     program = f"""
 import os, pathlib, signal
-from saltus.networks.loading import gguf_files
-from saltus.networks.loading.fetching import exclusive_lock
-from saltus.networks.loading.progress import no_progress
-from saltus.networks.loading.wheel import Wheel, convert_wheel
+from saltus.loading import gguf_files
+from saltus.loading.fetching import exclusive_lock
+from saltus.loading.progress import no_progress
+from saltus.loading.wheel import Wheel, convert_wheel
 def half(gguf, folder, stored_as):
     (folder / "config.json").write_text("{{}}")
     (folder / "model.gguf").write_bytes(b"half")

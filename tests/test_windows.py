@@ -12,7 +12,7 @@ from saltus.training.data.window_packing import (
     query_uniforms,
     valid_prefix,
 )
-from saltus.training.tasks.losses import cross_entropy
+from saltus.training.losses import cross_entropy
 
 VOCAB, WINDOW = 7, 4
 

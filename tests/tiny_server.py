@@ -13,10 +13,10 @@ import uvicorn
 
 import saltus
 from conftest import TEMPLATE
-from saltus.serving.app import make_app
-from saltus.serving.connections import server_config
-from saltus.serving.jobs import Limits
-from saltus.serving.service import Service
+from saltus.server.app import make_app
+from saltus.server.connections import server_config
+from saltus.server.jobs import Limits
+from saltus.server.service import Service
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
 JSON = {"content-type": "application/json"}

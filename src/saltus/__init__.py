@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from saltus.engine.request import CallRecord
     from saltus.engine.results import Chunk, Generation, Infilling, InfillStream, Settings, Statistics, Stream
     from saltus.integrations.transformers_generate import custom_generate
-    from saltus.networks.loading.fetching import SourceError
+    from saltus.loading.fetching import SourceError
 
 __version__ = "0.1.0.dev0"
 __all__ = [

@@ -22,9 +22,9 @@ from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling, pick, probabilities, token_distribution
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD
-from saltus.drafting.ptp_queries import UniformConditioning
 from saltus.methods import make_methods
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
+from saltus.methods.shared.ptp_queries import UniformConditioning
 
 
 @dataclass

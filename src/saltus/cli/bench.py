@@ -267,7 +267,7 @@ def _systems_under_test(
 def _run_plan(engine: Any, suite: str, run: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that identify a run: records of other runs cannot be mixed with it."""
     from saltus.evaluation.benchmarks.suites import tasks_fingerprint
-    from saltus.networks.models.exact.packed_weight import describe_weights
+    from saltus.kernels.packed_weight import describe_weights
 
     return {
         "model": engine.target.name,

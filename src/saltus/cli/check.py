@@ -62,7 +62,7 @@ def check(
 
     engine, sampling = open_with_options(model_options, method_options, sampling_options, exact=batch_invariant)
     from saltus.cli.progress import progress_bar
-    from saltus.evaluation.benchmarks.comparison import compare_with_plain
+    from saltus.engine.comparison import compare_with_plain
 
     settings = {**sampling, "max_new_tokens": max_new_tokens}
     with progress_bar(len(inputs), "comparing") as advance:

@@ -90,10 +90,10 @@ def _run_demo(
     from saltus.cli.answers import run_plain_baseline, stream_answer
     from saltus.cli.coloured_text import ColouredTextWriter, legend, terminal
     from saltus.cli.report import comparison_line
-    from saltus.evaluation.benchmarks.comparison import warm_up
+    from saltus.engine.comparison import warm_up
 
     console = terminal(colour=colour)
-    from saltus.networks.models.exact.packed_weight import describe_weights
+    from saltus.kernels.packed_weight import describe_weights
 
     coloured = console.is_terminal if colour is None else colour
     bound = console.width - 1 if console.is_terminal and not console.is_dumb_terminal else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -39,14 +39,13 @@ def export(
 
         saltus export drafter --to flat --out dflash --model qwen3-0.6b --verifier Qwen/Qwen3-0.6B
 
-    FOLDER is what [bold]saltus train ptp[/bold] wrote by the recipe smollm2-dflash, or another one with network=dflash.
+    FOLDER is what [bold]saltus train ptp[/bold] wrote by the recipe smollm2-dflash.
     """
     from saltus.cli.answers import print_note
     from saltus.cli.open_engine import open_engine
-    from saltus.networks.draft_models.dflash import DFLASH, DFlashModel
-    from saltus.networks.loading.dflash_files import FORMATS, DFlashFormat, save_dflash
-    from saltus.networks.loading.drafter_files import load_drafter
-    from saltus.networks.loading.metadata import read_metadata
+    from saltus.loading.metadata import read_metadata
+    from saltus.methods.published.dflash import DFLASH
+    from saltus.methods.published.dflash_files import FORMATS, load_dflash, save_dflash
 
     if to not in FORMATS:
         raise ValueError(f"--to {to}: there are {', '.join(FORMATS)}")
@@ -54,12 +53,11 @@ def export(
     if metadata.settings.get("network") != DFLASH:
         raise ValueError(
             f"{folder} has the network of Saltus alone, which no other engine loads; train one that others load"
-            " with saltus train ptp --recipe smollm2-dflash, or --set network=dflash"
+            " with saltus train ptp --recipe smollm2-dflash"
         )
     name = model or metadata.target_name
     target: Any = open_engine(name, "plain", None, device="cpu", weights="bf16").network.model
-    drafter = load_drafter(folder, target, name)
-    assert isinstance(drafter, DFlashModel)
-    save_dflash(drafter, cast(DFlashFormat, to), out, target, verifier or name)
+    drafter = load_dflash(folder, target, name)
+    save_dflash(drafter, next(each for each in FORMATS if each == to), out, target, verifier or name)
     left = "; its correction stays behind, and others draft without it" if drafter.correction is not None else ""
     print_note(f"written: {out}{left}")

@@ -115,7 +115,7 @@ def _print_answers(
     from saltus.cli.answers import print_note, run_plain_baseline, stream_answer
     from saltus.cli.coloured_text import ColouredTextWriter, terminal
     from saltus.cli.report import comparison_line, statistics_line
-    from saltus.evaluation.benchmarks.comparison import warm_up
+    from saltus.engine.comparison import warm_up
 
     console = terminal(colour=colour)
     coloured = console.is_terminal and method != "plain" if colour is None else colour

@@ -13,9 +13,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from saltus.cli.options import DEFAULT_METHOD, MethodOptions, ModelOptions, SamplingOptions
-from saltus.networks.loading.progress import no_progress, progress_bars
-from saltus.networks.loading.sources import resolve
-from saltus.networks.loading.target_drafters import is_drafter_spec
+from saltus.engine.target_drafters import is_drafter_spec
+from saltus.loading.progress import no_progress, progress_bars
+from saltus.loading.sources import resolve
 
 
 def open_with_options(

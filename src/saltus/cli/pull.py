@@ -34,7 +34,7 @@ def pull(
 
         saltus pull qwen3-0.6b some-owner/some-model@main some-owner/some-gguf:model-Q4_K_M.gguf
     """
-    from saltus.networks.loading import sources
+    from saltus.loading import sources
 
     for name in names or [DEFAULT_MODEL]:
         print(sources.pull(name, offline=offline or None), flush=True)

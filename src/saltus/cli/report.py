@@ -73,7 +73,7 @@ def statistics_line(generation: Any, method: str) -> str:
 def comparison_line(generation: Any, plain: Any, method: str) -> str:
     """This run, plain decoding in the same run, and whether the text is the same."""
     ours, theirs = generation.statistics, plain.statistics
-    from saltus.evaluation.benchmarks.comparison import first_difference
+    from saltus.engine.comparison import first_difference
 
     same = first_difference(generation.tokens, plain.tokens)
     verdict = "same text, token for token" if same is None else f"the text differs from token {same} on"

@@ -131,10 +131,10 @@ def serve(
     try:
         import uvicorn
 
-        from saltus.serving.app import make_app
-        from saltus.serving.connections import server_config
-        from saltus.serving.guard import checked_keys
-        from saltus.serving.hosts import allowed_hosts
+        from saltus.server.app import make_app
+        from saltus.server.connections import server_config
+        from saltus.server.guard import checked_keys
+        from saltus.server.hosts import allowed_hosts
     except ImportError as error:
         raise ValueError(
             f"the server needs {error.name}, which is not installed; run: pip install 'saltus[serve]'"
@@ -153,10 +153,10 @@ def serve(
 
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
-        from saltus.serving.allocator import return_freed_buffers
-        from saltus.serving.jobs import Limits
-        from saltus.serving.log_lines import LogLines
-        from saltus.serving.service import Service
+        from saltus.server.allocator import return_freed_buffers
+        from saltus.server.jobs import Limits
+        from saltus.server.log_lines import LogLines
+        from saltus.server.service import Service
 
         return_freed_buffers()
         engine, _ = open_with_options(model_options, method_options, o.SamplingOptions())
@@ -166,15 +166,17 @@ def serve(
         limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
         learner = None if plan is None else _new_learner(engine, plan)
         service = Service(engine, served_model_name or model_options.model, limits, ngram_cache_bytes, learner)
-        service.batcher.on_failure = lambda: os.kill(os.getpid(), signal.SIGTERM)  # nothing would be decoded any more
-        context, fitting = engine.target.context_length, service.batcher.longest_text
+        service.engine_thread.on_failure = lambda: os.kill(
+            os.getpid(), signal.SIGTERM
+        )  # nothing would be decoded any more
+        context, fitting = engine.target.context_length, service.engine_thread.longest_text
         if max_model_len is None and (
             context is None or context > fitting
         ):  # else texts without max_tokens are refused
             engine.limit_context(fitting)
             print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-memory")
         logging.basicConfig(format="%(message)s", handlers=[LogLines()])
-        logging.getLogger("saltus.serving").setLevel(logging.INFO)
+        logging.getLogger("saltus.server").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
         return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
 
@@ -192,7 +194,7 @@ def serve(
         if not server.started:
             raise typer.Exit(3)
         return
-    from saltus.serving.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
+    from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
     gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
     start_replicas(app, Replicas(replicas, max_batch + max_queue, replica_cpus, gpus), host, port)
@@ -210,7 +212,7 @@ def _keys_of_environment() -> Sequence[str]:
 
 
 def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bool, reset: bool) -> Any:
-    from saltus.serving.learning import LearningPlan, group_of
+    from saltus.server.learning import LearningPlan, group_of
 
     group = group_of(api_keys, across_keys)
     return LearningPlan(LEARN_SHARE if share is None else share, group, reset)
@@ -218,7 +220,7 @@ def _learning_plan(share: float | None, api_keys: Sequence[str], across_keys: bo
 
 def _new_learner(engine: Any, plan: Any) -> Any:
     from saltus.cli.answers import print_note
-    from saltus.serving.learning import Learner
+    from saltus.server.learning import Learner
 
     learner = Learner(engine, plan)
     print_note(f"the drafter learns from these texts; what it learns is kept in {learner.drafters.folder}")

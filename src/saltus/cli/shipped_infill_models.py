@@ -9,7 +9,7 @@ import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from saltus.networks.loading.sources import SHIPPED_MODELS
+from saltus.loading.sources import SHIPPED_MODELS
 
 if TYPE_CHECKING:
     from saltus.engine.infill_template import InfillTemplate

@@ -239,7 +239,7 @@ def assd(
     """
     if recipe == "assd":
         from saltus.cli.progress import progress_meter
-        from saltus.training.assd import main
+        from saltus.methods.assd.training.command import main
 
         main(arguments or (), progress_meter)
         return
@@ -281,8 +281,8 @@ def _train(
 
     tensorboard = summary_writer()
     from saltus.cli.open_engine import open_engine
+    from saltus.engine.checkpoints import resolve_device
     from saltus.evaluation.reports.environment import git_commit, machine_info
-    from saltus.networks.loading.checkpoints import resolve_device
     from saltus.training.loop.checkpoint import lock_folder
     from saltus.training.loop.processes import join_processes
 

@@ -183,7 +183,7 @@ def _search_settings(
 
 def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fixed_options: Mapping[str, Any]) -> Path:
     from saltus.engine.tuned_settings import TunedSettings, machine_name
-    from saltus.networks.loading.model_identity import model_fingerprint
+    from saltus.loading.model_identity import model_fingerprint
 
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "knee")}
     chosen = result["chosen"].items()

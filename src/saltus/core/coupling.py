@@ -12,9 +12,9 @@ from bisect import insort
 import numpy as np
 from torch import Tensor
 
-from saltus import native
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, first_tokens, groups_of
 from saltus.core.sampling import Distribution, pick, probability
+from saltus.kernels import native
 
 SLACK = 1 - 2.0**-40  # of bounds, against rounding
 # Of the Gumbel noise by which a draft model's log-probabilities differ from the target's: of a model that has read the

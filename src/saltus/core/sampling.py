@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from saltus import native
 from saltus.core.truncation import min_p, top_k, top_p
+from saltus.kernels import native
 
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
 LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability

@@ -8,8 +8,8 @@ from typing import Any
 from saltus.core.control.call_cost import CallCost
 from saltus.engine.calibration import call_seconds
 from saltus.methods import AUTO
-from saltus.networks.loading.drafter_files import find_shipped
-from saltus.networks.protocols import TargetNetwork
+from saltus.methods.shared.drafter_files import find_shipped
+from saltus.models.protocols import TargetNetwork
 
 # Of a call of eight rows, as a multiple of one row's: the shipped drafter decides about as many tokens in such a call.
 MAX_COST_OF_EIGHT_ROWS = 1.75

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from saltus import native
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import never_falling
 from saltus.core.forward import ForwardInputs
 from saltus.core.protocols import Network
 from saltus.engine.tuned_settings import machine_name
-from saltus.native.cache_files import DamagedFile, read_json, report_damage, write_json
-from saltus.native.cache_folder import cache_folder
-from saltus.networks.models.exact.packed_weight import describe_weights
+from saltus.kernels import native
+from saltus.kernels.packed_weight import describe_weights
+from saltus.storage.cache_files import DamagedFile, read_json, report_damage, write_json
+from saltus.storage.cache_folder import cache_folder
 
 CALIBRATION_ROWS = (1, 2, 4, 8, 16, 32)  # row counts that are timed
 MIN_CACHED_BYTES = 50_000_000  # of weights; the calls of smaller models are timed in no time

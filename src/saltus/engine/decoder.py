@@ -19,19 +19,19 @@ from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory
 from saltus.core.rules import RULES
 from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
-from saltus.drafting.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
+from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import Request
+from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
+from saltus.loading.metadata import find_metadata
 from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft_models
-from saltus.networks.loading.checkpoints import Checkpoint
-from saltus.networks.loading.metadata import find_metadata
-from saltus.networks.loading.target_drafters import is_drafter_spec, load_drafter_for_target
-from saltus.networks.models.resized_vocabulary import with_vocabulary_of
-from saltus.networks.protocols import ReadsHiddenStates, TargetNetwork
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
+from saltus.models.protocols import ReadsHiddenStates, TargetNetwork
+from saltus.models.resized_vocabulary import with_vocabulary_of
 
 DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
 DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not

@@ -14,6 +14,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.chat_template import read_chat_template
+from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule, default_budget
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
@@ -36,12 +37,11 @@ from saltus.engine.results import (
 )
 from saltus.engine.text_bounds import cut_to_context, require_fits
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
-from saltus.networks.loading.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
-from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.networks.loading.progress import Progress
-from saltus.networks.loading.sources import DEFAULT_MODEL
-from saltus.networks.models.packed_decoder import transformers_model
-from saltus.networks.protocols import TargetNetwork
+from saltus.loading.model_identity import model_fingerprint
+from saltus.loading.progress import Progress
+from saltus.loading.sources import DEFAULT_MODEL
+from saltus.models.packed_decoder import transformers_model
+from saltus.models.protocols import TargetNetwork
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from saltus.core.constraint import Constraint
-from saltus.networks.loading.fetching import first_line
+from saltus.loading.fetching import first_line
 
 # JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

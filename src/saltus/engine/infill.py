@@ -8,13 +8,13 @@ from typing import Any
 
 from saltus.core.canvas import continuation
 from saltus.core.sampling import Sampling
+from saltus.engine.checkpoints import Checkpoint
 from saltus.engine.detokenizer import Detokenizer, TextOutput
 from saltus.engine.encoding import require_unicode
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, hole_end_rules, tokenize_template
 from saltus.engine.request import Request
 from saltus.engine.results import Infilling, statistics_of
-from saltus.networks.loading.checkpoints import Checkpoint
-from saltus.networks.protocols import FillsHoles
+from saltus.models.protocols import FillsHoles
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from saltus.networks.protocols import TargetNetwork
+from saltus.models.protocols import TargetNetwork
 
 
 def supports_prefix_cache(network: TargetNetwork) -> bool:

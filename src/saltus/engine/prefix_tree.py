@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from saltus.engine.prefix_cache import common_prefix_length
-from saltus.networks.kv_cache.kv_cache import MIN_GROWTH, KVCache
+from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import log_probability, top_log_probabilities
-from saltus.networks.protocols import TargetNetwork
+from saltus.models.protocols import TargetNetwork
 
 SCORED_ROWS = 64  # tokens that are scored in a call: each needs its logits
 

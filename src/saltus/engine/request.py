@@ -12,7 +12,7 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.constraint import Constraint
 from saltus.core.distributions import Step
 from saltus.core.sampling import Sampling, log_probability, top_log_probabilities
-from saltus.drafting.answer_memory import AnswerMemory
+from saltus.methods.shared.answer_memory import AnswerMemory
 
 
 @dataclass(frozen=True)

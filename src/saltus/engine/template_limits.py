@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from saltus.networks.loading.fetching import first_line
+from saltus.loading.fetching import first_line
 
 SECONDS = 2.0  # of the thread's processor, for one rendering; common templates take milliseconds
 MAX_VALUE = 1 << 25  # bytes of a string, or of a list with what is in it

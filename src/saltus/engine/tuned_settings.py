@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from saltus.native.cache_files import disk_errors, read_json, report_damage, write_json
-from saltus.native.cache_folder import cache_folder
+from saltus.storage.cache_files import disk_errors, read_json, report_damage, write_json
+from saltus.storage.cache_folder import cache_folder
 
 
 @dataclass(frozen=True)

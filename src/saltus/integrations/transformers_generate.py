@@ -30,12 +30,12 @@ from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.auto_method import resolve_method
+from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
 from saltus.engine.request import Request
-from saltus.networks.loading.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
-from saltus.networks.models.causal import CausalNetwork
-from saltus.networks.models.exact.fixed_shape_rows import FixedShapeSettings
-from saltus.networks.protocols import TargetNetwork
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
     RepetitionPenaltyLogitsProcessor: lambda one: {"repetition_penalty": one.penalty},

@@ -1,4 +1,7 @@
-"""One file is one method: a frozen config whose `drafter` offers branches. The file's name is the method's name."""
+"""One file, or one folder, is one method: a frozen config whose `drafter` offers branches. Its name is the method's.
+
+A trained method is a folder: its config and drafter are in `drafter.py`, beside its network, files and training.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
+NO_METHODS = ("shared", "published")  # folders of what methods use
 AUTO_METHODS = ("ptp", "lookup", "assd")  # whose options may be given with it
 
 
@@ -49,11 +53,13 @@ class UsesTrainedModel(Protocol):
 
 @lru_cache(maxsize=1)
 def available_methods() -> dict[str, type[Any]]:
-    """Every method by name: the files of this package, then the entry points of the group `saltus.methods`."""
+    """Every method by name: what this package holds, then the entry points of the group `saltus.methods`."""
     found = {}
     for module in pkgutil.iter_modules(__path__):
-        camel = "".join(part.title() for part in module.name.split("_"))
-        found[module.name] = getattr(import_module(f"{__name__}.{module.name}"), camel)
+        if module.name not in NO_METHODS:
+            camel = "".join(part.title() for part in module.name.split("_"))
+            where = f"{__name__}.{module.name}{'.drafter' * module.ispkg}"
+            found[module.name] = getattr(import_module(where), camel)
     for entry in entry_points(group="saltus.methods"):
         found.setdefault(entry.name, entry.load())
     return dict(sorted(found.items()))

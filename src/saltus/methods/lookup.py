@@ -16,7 +16,7 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
-from saltus.drafting.answer_memory import AnswerMemory, num_agreeing
+from saltus.methods.shared.answer_memory import AnswerMemory, num_agreeing
 
 MIN_PATH_PROBABILITY = 0.005  # nodes with a smaller path probability are not offered
 END_OF_REFERENCE = -1  # follows the tokens of a reference, and is never drafted

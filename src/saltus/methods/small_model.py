@@ -11,7 +11,7 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, DraftResult
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
-from saltus.drafting.autoregressive import draft_autoregressively
+from saltus.methods.shared.autoregressive import draft_autoregressively
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Parsing of recipes: TOML files whose keys are the fields of the dataclasses in `settings`.
+"""Parsing of recipes: TOML files whose keys are the fields of `settings.Recipe` and of the settings of its kind.
 
 The parser is our own: its errors are one line with the cure, and it has no dependency. A schema library such as
 pydantic would save few lines, since its errors had to be translated.
@@ -10,8 +10,10 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,17 +51,28 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not TOML ({error}); correct it") from None
     where = f"recipe {file.stem}"
+    kind = table.get("kind")
+    if kind not in OBJECTIVES:
+        is_given = f"its kind is {kind!r}, but must be one of" if "kind" in table else "it lacks kind; add one of"
+        raise ValueError(f"{where}: {is_given} {', '.join(OBJECTIVES)}")
+    objective = OBJECTIVES[kind]
     for override in overrides:
         _apply_override(table, override)
-    recipe = _parse_dataclass(Recipe, table, where)
+    for other in OBJECTIVES:
+        if other != kind and other in table:
+            raise ValueError(f"{where}: its kind is {kind}, which has no [{other}]; leave that out")
+    settings = _parse_section(objective.settings_type, table.pop(kind, {}), kind, where)
+    recipe = _parse_dataclass(partial(Recipe, settings=settings), _recipe_hints(), table, where)
     try:
-        OBJECTIVES[recipe.kind].validate(recipe, table.get("data", {}))
+        objective.validate(recipe, table.get("data", {}))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    for other in OBJECTIVES:
-        if other != recipe.kind and other in table:
-            raise ValueError(f"{where}: its kind is {recipe.kind}, which has no [{other}]; leave that out")
     return recipe
+
+
+def _recipe_hints() -> dict[str, Any]:
+    """The types of the keys that all recipes have."""
+    return {name: hint for name, hint in typing.get_type_hints(Recipe).items() if name != "settings"}
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
@@ -67,8 +80,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not (equals and key):
         raise ValueError(f"--set {override}: write KEY=VALUE, such as data.batch_size=4")
-    sections = {"", "data", "schedule", str(table.get("kind"))}
-    known = [path for path in _setting_paths() if path.rpartition(".")[0] in sections and path not in NOT_SETTABLE]
+    known = [path for path in _setting_paths(table["kind"]) if path not in NOT_SETTABLE]
     matching = [path for path in known if key in (path, path.rpartition(".")[2])]
     if not matching:
         offer = _suggestion(key, [*known, *(path.rpartition(".")[2] for path in known)], known)
@@ -85,32 +97,35 @@ def _parse_toml_value(text: str) -> Any:
         return text
 
 
-def _setting_paths() -> list[str]:
-    """The paths of all settings: `key`, or `section.key`."""
-    paths, hints = [], typing.get_type_hints(Recipe)
-    for each in fields(Recipe):
-        inner = hints[each.name]
-        paths += [f"{each.name}.{one.name}" for one in fields(inner)] if is_dataclass(inner) else [each.name]
+def _setting_paths(kind: str) -> list[str]:
+    """The paths of all settings of a kind of recipe: `key`, or `section.key`."""
+    paths = []
+    for name, hint in [*_recipe_hints().items(), (kind, OBJECTIVES[kind].settings_type)]:
+        paths += [f"{name}.{one.name}" for one in fields(hint)] if is_dataclass(hint) else [name]
     return paths
 
 
-def _parse_dataclass(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:
+def _parse_section(kind: type[Any], table: Any, name: str, where: str) -> Any:
+    """A section's dataclass. Errors: ValueError."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: {name} is a section; give its keys, such as {name}.{fields(kind)[0].name}")
+    return _parse_dataclass(kind, typing.get_type_hints(kind), table, f"{where}, [{name}],")
+
+
+def _parse_dataclass(make: Callable[..., Any], hints: Mapping[str, Any], table: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a table. Errors: ValueError for an unknown or missing key, or a value of another type."""
-    hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]
-    if unknown := [key for key in table if key not in names]:
-        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; {_suggestion(unknown[0], names)}")
-    required = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-    if missing := [name for name in required if name not in table]:
+    if unknown := [key for key in table if key not in hints]:
+        raise ValueError(f"{where} has an unknown key {unknown[0]!r}; {_suggestion(unknown[0], list(hints))}")
+    needed = [name for name, each in signature(make).parameters.items() if each.default is Parameter.empty]
+    if missing := [name for name in needed if name in hints and name not in table]:
         raise ValueError(f"{where} lacks {missing[0]}; add it")
     values = {}
     for key, value in table.items():
-        if not is_dataclass(hints[key]):
-            values[key] = _parse_value(value, hints[key], f"{where.rstrip(',')}: {key}")
-        elif isinstance(value, Mapping):
-            values[key] = _parse_dataclass(hints[key], value, f"{where}, [{key}],")
+        if is_dataclass(hints[key]):
+            values[key] = _parse_section(hints[key], value, key, where)
         else:
-            raise ValueError(f"{where}: {key} is a section; give its keys, such as {key}.{fields(hints[key])[0].name}")
-    return kind(**values)
+            values[key] = _parse_value(value, hints[key], f"{where.rstrip(',')}: {key}")
+    return make(**values)
 
 
 def _parse_value(value: Any, hint: Any, where: str) -> Any:

@@ -9,17 +9,18 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saltus.networks.loading.checkpoints import require_same_vocabulary
-from saltus.networks.loading.model_identity import model_fingerprint, vocabulary_digest
+from saltus.engine.checkpoints import require_same_vocabulary
+from saltus.loading.model_identity import model_fingerprint, vocabulary_digest
 from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.loop.training_loop import Progress, Schedule
-from saltus.training.objectives import OBJECTIVES, TrainingInputs
+from saltus.training.objective import TrainingInputs
+from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
-from saltus.training.tasks.training_task import TrainingTask
+from saltus.training.training_task import TrainingTask
 
 MIN_COMPLETION_TOKENS = 9  # of a text that is used
 

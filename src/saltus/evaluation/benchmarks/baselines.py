@@ -14,6 +14,7 @@ import torch
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
+from saltus.engine.checkpoints import load_model, silence_transformers
 from saltus.engine.engine import Engine
 from saltus.evaluation.benchmarks.llama_cpp_baseline import LLAMA_CPP, LlamaCppBaseline
 from saltus.evaluation.benchmarks.systems_under_test import (
@@ -23,8 +24,7 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     split_text_by_call,
 )
 from saltus.integrations.openai_endpoint import OpenAIEndpoint, connect_endpoint
-from saltus.networks.loading.checkpoints import load_model, silence_transformers
-from saltus.networks.loading.sources import resolve
+from saltus.loading.sources import resolve
 
 BASELINES = ("transformers", "transformers-lookup", "transformers-assistant", LLAMA_CPP)
 

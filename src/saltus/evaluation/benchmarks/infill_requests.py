@@ -10,7 +10,7 @@ from saltus.engine.fim import fim_prompt, find_fim_format
 from saltus.engine.infill_template import InfillTemplate
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest
-from saltus.networks.protocols import FillsHoles
+from saltus.models.protocols import FillsHoles
 
 MARGIN = 2  # tokens that begin and end a text
 FIM_MARGIN = 8  # tokens around the two sides, and those that a side may have more than its lines

@@ -18,9 +18,9 @@ from saltus.evaluation.benchmarks.systems_under_test import (
     TimedCall,
     split_text_by_call,
 )
-from saltus.networks.loading.gguf_files import read_gguf_index
-from saltus.networks.loading.model_folders import INDEX_FILE
-from saltus.networks.loading.sources import resolve
+from saltus.loading.gguf_files import read_gguf_index
+from saltus.loading.model_folders import INDEX_FILE
+from saltus.loading.sources import resolve
 
 LLAMA_CPP = "llama-cpp"
 MAX_CONTEXT = 8192  # tokens; llama.cpp reserves memory for all of them

@@ -19,7 +19,7 @@ from saltus.evaluation.benchmarks.call_recorder import (
     tokens_decided_by_call,
     verification_problems,
 )
-from saltus.networks.protocols import TargetNetwork
+from saltus.models.protocols import TargetNetwork
 
 
 @dataclass(frozen=True)

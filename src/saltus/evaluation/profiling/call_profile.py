@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from saltus import native
 from saltus.evaluation.profiling.call_timing import Clock, quartiles, synthetic_inputs
 from saltus.evaluation.profiling.timing import PartTimer, WrapFunction, temporarily_replaced
-from saltus.networks.models.exact import attention
-from saltus.networks.models.native_decoder import NativeDecoder
+from saltus.kernels import native
+from saltus.models.cpu import attention
+from saltus.models.cpu.native_decoder import NativeDecoder
 
 EMBEDDING, ATTENTION, LINEAR, UNEMBEDDING, NORMS, REST = PARTS = (
     "embedding", "attention", "linear layers", "unembedding", "norms and rotary", "rest",

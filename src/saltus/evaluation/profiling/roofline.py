@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from saltus import native
 from saltus.evaluation.profiling.call_timing import CallShape, Clock
-from saltus.networks.kv_cache.memory_use import layer_sizes
-from saltus.networks.models.exact.batch_invariant_ops import linear
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.models.memory_use import layer_sizes
 
 KNEE_COST_RATIO = 1.25  # the measured knee: a call costs so many times a call of one node
 

@@ -16,7 +16,7 @@ import transformers
 
 import saltus
 from saltus.engine.tuned_settings import processor_name
-from saltus.networks.models.exact.packed_weight import describe_weights
+from saltus.kernels.packed_weight import describe_weights
 
 
 def machine_info() -> dict[str, Any]:

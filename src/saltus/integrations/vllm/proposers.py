@@ -13,12 +13,12 @@ from torch import Tensor
 
 from saltus.core.control.drafting_switch import DraftingSwitch
 from saltus.core.protocols import Network
-from saltus.drafting.chains import best_chain, lengths_that_pay
+from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftRequest
 from saltus.integrations.step_cost import StepCost
+from saltus.integrations.vllm.chains import best_chain, lengths_that_pay
 from saltus.integrations.vllm.target import HiddenStateReader, VllmTarget
 from saltus.methods import make_methods
-from saltus.networks.loading.target_drafters import load_drafter_for_target
 
 log = logging.getLogger("saltus")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from saltus.engine.checkpoints import first_line
 from saltus.engine.engine import Engine, load
-from saltus.networks.loading.checkpoints import first_line
 from saltus.training.data.teacher_texts import CollectionPlan, write_shard
 
 

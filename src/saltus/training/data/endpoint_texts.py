@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any
 
 from saltus.integrations.openai_endpoint import EndpointError, OpenAIEndpoint
-from saltus.networks.loading.model_identity import vocabulary_digest
+from saltus.loading.model_identity import vocabulary_digest
 from saltus.training.data.teacher_texts import CollectionPlan, save_shard, text_seed
 
 MAX_ATTEMPTS = 8  # of a request, with pauses that add up to two minutes

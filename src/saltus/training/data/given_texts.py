@@ -10,7 +10,7 @@ from typing import Any
 
 from saltus.engine.engine import Engine
 from saltus.engine.text_files import read_jsonl
-from saltus.networks.loading.model_identity import model_fingerprint
+from saltus.loading.model_identity import model_fingerprint
 from saltus.training.data.teacher_texts import METADATA_FILE, read_metadata, save_shard
 from saltus.training.loop.checkpoint import write_atomically
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN
-from saltus.networks.adapters.gated_lora import Adapter, Gate, gated_adapter
-from saltus.networks.draft_models.drafter import MASKED_SCORE
-from saltus.networks.models.exact import attention
+from saltus.methods.ptp.network import MASKED_SCORE
+from saltus.models.cpu import attention
+from saltus.models.gated_lora import Adapter, Gate, gated_adapter
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 
 

@@ -15,8 +15,8 @@ from saltus.core.distributions import Step
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
-from saltus.networks.loading.model_identity import model_fingerprint
-from saltus.networks.protocols import DrafterHost
+from saltus.loading.model_identity import model_fingerprint
+from saltus.models.protocols import DrafterHost
 from saltus.training.data.hidden_states import Sample
 from saltus.training.loop.checkpoint import write_atomically
 

@@ -1,1 +1,0 @@
-"""Drafters that several methods share."""

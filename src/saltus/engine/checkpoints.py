@@ -1,0 +1,313 @@
+"""Load a checkpoint with its tokenizer, and check that Saltus's attention gives the same logits as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.kernels.packed_weight import ARITHMETICS, Arithmetic, uses_integers
+from saltus.loading.byte_tokenizers import evabyte_tokenizer
+from saltus.loading.evabyte_files import is_evabyte, load_evabyte
+from saltus.loading.fetching import first_line
+from saltus.loading.gguf_weights import load_gguf_model
+from saltus.loading.huge_pages import place_in_huge_pages
+from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
+from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size
+from saltus.loading.packing import PACKINGS, pack_model
+from saltus.loading.progress import Progress
+from saltus.loading.sources import resolve
+from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
+from saltus.methods.assd.xlnet import XlnetNetwork
+from saltus.methods.shared.adapter_files import load_adapter
+from saltus.models.causal import CausalNetwork
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.evabyte import EvaByteNetwork
+from saltus.models.evabyte_decoder import EvaByteDecoder
+from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.protocols import TargetNetwork
+from saltus.models.resized_vocabulary import embedding_rows
+
+WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network and what belongs to it."""
+
+    name: str
+    network: TargetNetwork
+    tokenizer: Any
+    end_tokens: frozenset[int]  # tokens that end a text
+    context_length: int | None  # in tokens; None if unknown
+
+    @property
+    def num_token_ids(self) -> int:
+        """Ids below this can be read and written: the rows of the embeddings, more or fewer than the tokenizer's."""
+        return embedding_rows(self.network.model) or len(self.tokenizer)
+
+    def check_tokens(self, tokens: Sequence[int], what: str) -> None:
+        """Raise ValueError of one line if the model has no embedding of a token, as of one that was added later."""
+        limit = self.num_token_ids
+        if (wrong := next((token for token in tokens if not 0 <= token < limit), None)) is not None:
+            text = self.tokenizer.convert_ids_to_tokens(wrong) if 0 <= wrong < len(self.tokenizer) else None
+            named = f"token {wrong}" + (f" ({text})" if text else "")
+            raise ValueError(f"{named} of {what} has no embedding in {self.name}, which has {limit:,}; leave it out")
+
+
+def load_checkpoint(
+    name_or_path: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    exact: bool = True,
+    progress: Progress | None = None,
+    budget: int = 16,
+    weights: str = "file",
+    arithmetic: str = "auto",
+) -> Checkpoint:
+    """A causal model by short name, folder, GGUF file or hub id, for trees of `budget` nodes. Errors: ValueError.
+
+    `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
+    are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
+    Packed weights multiply activations of 8 bits ("int8", the default) or in bfloat16 ("bf16").
+    The folder of an adapter of `saltus train` loads its target with the adapter attached.
+    """
+    device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
+    _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
+    _checked_choice("arithmetic", arithmetic, dict.fromkeys(("auto", *ARITHMETICS)))
+    is_adapter = all(Path(name_or_path, file).is_file() for file in (ADAPTER_CONFIG_FILE, METADATA_FILE))
+    adapter = Path(name_or_path) if is_adapter else None
+    base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
+    folder = resolve(base, progress=progress)
+    with silence_transformers():
+        model = load_model(name_or_path, folder, kind, device, weights, exact, arithmetic)
+        try:
+            tokenizer = load_tokenizer(folder)
+            tokenizer("a")  # some faults of its settings show only now
+        except Exception as error:
+            if "trust_remote_code" in str(error):
+                raise ValueError(
+                    f"the tokenizer of {name_or_path} needs Python code from {folder}, which saltus never runs; put a"
+                    " tokenizer.json there, and take auto_map out of tokenizer_config.json"
+                ) from error
+            raise ValueError(
+                f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
+                f" into {folder}"
+            ) from error
+    place_in_huge_pages(model)
+    network = make_network(model, name_or_path, exact, budget)
+    if isinstance(network, AnySubsetNetwork | XlnetNetwork):
+        network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
+    if adapter is not None:
+        if not isinstance(network, CausalNetwork) or not network.accepts_drafters:
+            raise ValueError(f"{base} fills holes anywhere, but adapters are for causal models; load it without")
+        network.attach_adapter(load_adapter(adapter, model, base))
+    return Checkpoint(name_or_path, network, tokenizer, end_tokens_of(model, tokenizer), context_length_of(model))
+
+
+def load_model(
+    name: str,
+    folder: Path,
+    dtype: Any = "auto",
+    device: str = "cpu",
+    weights: str = "file",
+    own_classes: bool = False,
+    arithmetic: str = "auto",
+) -> Any:
+    """The model of a folder that `resolve` found, of Transformers' class; with `own_classes` perhaps a PackedDecoder.
+
+    EvaByte, which Transformers has no class for, is an EvaByteDecoder.
+    Errors: ValueError if weights are missing, which Transformers would draw at random, or cannot be as `weights` says.
+    """
+    if weights in PACKINGS and (device != "cpu" or dtype not in ("auto", torch.bfloat16)):
+        raise ValueError(
+            f"weights packed as {weights} are for bfloat16 on the CPU; leave out weights, dtype and device"
+        )
+    if (folder / INDEX_FILE).is_file():
+        if weights in PACKINGS:
+            raise ValueError(f"the weights of {name} are packed in a GGUF file; weights can be file or bf16")
+        kind = torch.bfloat16 if dtype == "auto" else dtype
+        packed = weights == "file" and device == "cpu"
+        return load_gguf_model(folder, kind, packed, own_classes, _of_packed(arithmetic)).to(device)
+    check_size(folder)
+    if weights in PACKINGS:
+        dtype = torch.bfloat16
+    if is_evabyte(folder):
+        model: Any = load_evabyte(folder, dtype)
+    else:
+        model = _transformers_model(name, folder, dtype)
+    model = model.to(device).eval()
+    if weights in PACKINGS:
+        pack_model(model, weights, folder, _of_packed(arithmetic))
+    return model
+
+
+def _of_packed(arithmetic: str) -> Arithmetic:
+    """How packed weights are multiplied."""
+    return "bf16" if arithmetic == "bf16" else "int8"
+
+
+def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM  # seconds to import
+
+    check_number_of_weights(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
+        )
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name} needs Python code from its folder, which saltus never runs; choose a model of an architecture"
+                " that Transformers has"
+            ) from error
+        raise ValueError(
+            f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
+        ) from error
+    model, found = loaded
+    wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if wrong:
+        raise ValueError(
+            f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
+            " fetch or save it again, for a causal language model"
+        )
+    return model
+
+
+def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> TargetNetwork:
+    """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
+
+    A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
+    """
+    if isinstance(model, EvaByteDecoder):
+        return EvaByteNetwork(model, exact)
+    if getattr(model.config, ANY_SUBSET, None):
+        return AnySubsetNetwork(model, exact)
+    if isinstance(model, PackedDecoder):
+        return CausalNetwork(model)
+    if model.config.model_type == "xlnet":
+        return XlnetNetwork(model, exact)
+    vocab = model.get_output_embeddings().weight.shape[0]
+    text = [(7 * i + 3) % vocab for i in range(6)]
+    sibling, *branch = ((11 * i + 5) % vocab for i in range(3))
+    why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
+    if why is None:
+        with torch.inference_mode(), silence_transformers():
+            own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+            try:
+                network = CausalNetwork(model, exact, FixedShapeSettings.for_budget(budget))
+                inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
+                kv_cache = network.new_kv_cache()
+                ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
+            except Exception as error:
+                why = first_line(error)
+            else:
+                # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
+                bound = 0.01 if own.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                own, ours = own.float(), ours.float()
+                if kv_cache.keys is None:
+                    why = "its attention does not go through Transformers' AttentionInterface"
+                elif own.isfinite().all() and (ours - own).norm() > bound * (own - own.mean(-1, keepdim=True)).norm():
+                    why = "a tree of tokens gets other logits than its branches get alone"
+                else:
+                    return network
+    raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder."""
+    if (folder / INDEX_FILE).is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    if is_evabyte(folder):
+        return evabyte_tokenizer(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def fills_holes(model: Any) -> bool:
+    """True if the model fills holes anywhere, so that its network is not causal."""
+    return bool(getattr(model.config, ANY_SUBSET, None)) or model.config.model_type == "xlnet"
+
+
+def require_same_vocabulary(target: Checkpoint, drafter: Checkpoint) -> None:
+    """Raise ValueError unless both have the same vocabulary."""
+    if target.tokenizer.get_vocab() != drafter.tokenizer.get_vocab():
+        raise ValueError(
+            f"{drafter.name} has another vocabulary than {target.name} and cannot draft for it;"
+            " choose a smaller model of the same family"
+        )
+
+
+def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The end tokens that the generation config and the tokenizer name. Errors: ValueError for other than numbers."""
+    config = getattr(model, "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    several = named if isinstance(named, list) else [named]
+    ends = [token for token in [*several, tokenizer.eos_token_id] if token is not None]
+    if wrong := [token for token in ends if type(token) is not int]:
+        raise ValueError(f"the model's eos_token_id is {wrong[0]!r}, but must be a token's number; fetch it again")
+    return frozenset(ends)
+
+
+def context_length_of(model: Any) -> int | None:
+    """The context length in tokens from the model's configuration; None if it has none."""
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length if length and length > 0 else None  # XLNet's is −1
+
+
+def _recurrent_layer_types(model: Any) -> list[str]:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+
+
+def resolve_device(name: str) -> str:
+    """The device that a name stands for: auto is a GPU if there is one. Errors: ValueError."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, colon, number = name.partition(":")
+    _checked_choice("device", kind, {"auto": 0, "cpu": 0, "cuda": 0})
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or a CUDA build of torch")
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if colon and not (number.isdecimal() and int(number) < count):
+        known = ", ".join(f"cuda:{each}" for each in range(count)) or kind
+        raise ValueError(f"device is {name!r}, but torch does not have that; use {known}")
+    return name
+
+
+def _checked_choice(option: str, value: str, choices: dict[str, Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{option} is {value!r}, but must be one of {', '.join(choices)}")
+    return choices[value]
+
+
+@contextmanager
+def silence_transformers() -> Iterator[None]:
+    """Disable Transformers' progress bars and warnings while open."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

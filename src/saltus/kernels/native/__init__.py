@@ -1,0 +1,302 @@
+"""Compile the kernels for this machine once, by its C compiler; without a compiler there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from saltus.storage.cache_files import disk_errors, new_file_with_digest
+from saltus.storage.cache_folder import cache_folder
+from saltus.storage.trusted_files import is_own_file, make_private_folder
+
+log = logging.getLogger("saltus")
+
+KERNEL_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.float16: "f16"}
+COMPILER_FLAGS = [
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",  # what is fused is written as fused: no compiler decides the bits
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-pthread",
+]
+INSTRUCTION_SETS = {  # by SALTUS_ISA: what the compiler is told, and what the processor must have
+    "generic": (["-march=x86-64-v2"], "sse4_2"),
+    "avx2": (["-march=x86-64-v3"], "avx2"),
+    "avx-vnni": (["-march=x86-64-v3", "-mavxvnni"], "avx_vnni"),
+    "avx512": (["-march=x86-64-v4"], "avx512bw"),
+    "avx512-vnni": (["-march=x86-64-v4", "-mavx512vnni"], "avx512_vnni"),
+    "avx512-bf16": (["-march=cooperlake"], "avx512_bf16"),
+    "amx": (["-march=sapphirerapids"], "amx_bf16"),
+}
+MAX_WEIGHTS = 4  # of one call of linear, at most
+
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Attention(ctypes.Structure):
+    """The struct `Attention` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("query", "key", "value")),
+        *((name, INTEGER) for name in ("query_row", "query_head", "key_row", "key_head", "value_row", "value_head")),
+        *((name, POINTER) for name in ("keys", "values")),
+        ("capacity", INTEGER),
+        *((name, POINTER) for name in ("out", "visible", "first")),
+        *((name, INTEGER) for name in ("rows", "past", "heads", "kv_heads", "dim", "value_dim")),
+        *((name, REAL) for name in ("scale", "softcap")),
+        ("same_everywhere", INTEGER),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """The struct `Linear` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("x", POINTER),
+        *((name, INTEGER) for name in ("rows", "inputs", "count")),
+        *((name, POINTER * MAX_WEIGHTS) for name in ("weight", "bias", "out")),
+        *((name, INTEGER * MAX_WEIGHTS) for name in ("outs", "format")),
+        *((name, POINTER) for name in ("norm", "gate", "add")),
+        ("epsilon", REAL),
+        ("scale", REAL),
+        *((name, POINTER * MAX_WEIGHTS) for name in ("down", "up")),
+        ("place", POINTER),
+        *((name, INTEGER) for name in ("rank", "gated")),
+    ]
+
+
+class Expansion(ctypes.Structure):
+    """The struct `Expansion` of packed_weights.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("weight", "out", "rows")),
+        *((name, INTEGER) for name in ("format", "inputs", "count")),
+    ]
+
+
+class Interleaving(ctypes.Structure):
+    """The struct `Interleaving` of integer_weights.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("blocks", "out")),
+        *((name, INTEGER) for name in ("format", "outs", "inputs")),
+    ]
+
+
+class Rotary(ctypes.Structure):
+    """The struct `Rotary` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "cos", "sin", "position", "norm")),
+        *((name, INTEGER) for name in ("rows", "heads", "dim")),
+        ("epsilon", REAL),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """The struct `Norm` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "weight", "out")),
+        *((name, INTEGER) for name in ("rows", "size")),
+        ("epsilon", REAL),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """The struct `Decoder` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("embedding", Expansion),
+        ("norm", Norm),
+        ("head", Linear),
+        *((name, POINTER) for name in ("products", "rotations", "attentions", "window", "key_step", "value_step")),
+        *((name, POINTER) for name in ("cos", "sin", "position", "kept", "selected", "seconds")),
+        *((name, INTEGER) for name in ("layers", "texts", "rows", "num_selected", "vocab", "all_states")),
+    ]
+
+
+class SecondsOfParts(ctypes.Structure):
+    """The seconds of a decoder's calls by part, as decoder.inc counts them."""
+
+    _fields_ = [(name, ctypes.c_double) for name in ("embedding", "linear", "attention", "norms", "unembedding")]
+
+
+UNKNOWN_TOKEN = 2  # what the kernels `decode` and `draft` return for it
+
+
+class NearGreatest(ctypes.Structure):
+    """The struct `NearGreatest` of kernels.c, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "places", "values", "counts", "rests")),
+        *((name, INTEGER) for name in ("rows", "size", "most")),
+        ("gap", REAL),
+    ]
+
+
+class DraftPass(ctypes.Structure):
+    """The struct `DraftPass` of kernels.c, field for field."""
+
+    _fields_ = [
+        ("decoder", Decoder),
+        ("embedding", Expansion),
+        ("fuse", Linear),
+        ("project", Linear),
+        ("likely", NearGreatest),
+        *((name, POINTER) for name in ("states", "vectors", "contexts", "queries", "ones", "projected")),
+        *((name, INTEGER) for name in ("parts", "vocab")),
+        ("epsilon", REAL),
+    ]
+
+
+class Holes(ctypes.Structure):
+    """The struct `Holes` of draft_paths.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("logits", "states", "unknown", "gate", "sharpness", "left", "second_left")),
+        *((name, POINTER) for name in ("right", "banned", "last")),
+        *((name, INTEGER) for name in ("vocab", "hidden", "width", "num_banned", "num_last", "second", "first")),
+    ]
+
+
+class DraftPaths(ctypes.Structure):
+    """The struct `DraftPaths` of draft_paths.h, field for field."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("columns", "logits", "counts", "rests", "ids", "right", "left", "second_left")),
+        *((name, POINTER) for name in ("states", "text_left", "text_second_left", "text_before", "keys", "holes")),
+        *((name, INTEGER) for name in ("positions", "rank", "choices", "nodes")),
+        *((name, REAL) for name in ("temperature", "error", "gap", "least")),
+        *((name, POINTER) for name in ("parents", "tokens", "chances")),
+    ]
+
+
+@lru_cache(maxsize=1)
+def load_kernels() -> ctypes.CDLL | None:
+    """The compiled kernels; None where no C compiler is found or SALTUS_NATIVE=0. Cached on disk by its source.
+
+    SALTUS_ISA chooses an instruction set below the processor's own. Errors: ValueError for one that it lacks.
+    """
+    if os.environ.get("SALTUS_NATIVE", "1") == "0":
+        return None
+    folder = files(__name__)
+    sources = {f.name: f.read_bytes() for f in folder.iterdir() if f.name.endswith((".c", ".h", ".inc"))}
+    named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
+    compiler = next((path for name in named if (path := shutil.which(name))), None)
+    features = _processor_features()
+    flags = [
+        *_compiler_flags(features),
+        *(["-DSLOW_BF16_PRODUCTS"] if "GenuineIntel" in features else []),  # linear_tile_either.inc
+        *(["-DAMX_PERMITTED"] if _request_amx(features) else []),  # linear_amx.inc
+    ]
+    settings = (sorted(sources.items()), flags, compiler, features, torch.__version__)
+    target = cache_folder() / "native" / f"{blake2b(repr(settings).encode(), digest_size=8).hexdigest()}.so"
+    if error := make_private_folder(target.parent):
+        log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+        return None
+    if not is_own_file(target):
+        error = (
+            _compile([compiler, *flags], sources, target)
+            if compiler
+            else "no C compiler was found; install gcc or clang"
+        )
+        if error:
+            log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
+            return None
+    try:
+        found = ctypes.CDLL(str(target))
+    except OSError as error:
+        log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
+        return None
+    for suffix in KERNEL_SUFFIXES.values():
+        if (race := getattr(found, f"win_race_{suffix}", None)) is not None:
+            race.argtypes, race.restype = (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64), INTEGER
+            getattr(found, f"greatest_{suffix}").argtypes = POINTER, INTEGER, INTEGER, POINTER
+    return found
+
+
+def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[..., int] | None:
+    """A compiled kernel for a dtype; most take a pointer to their struct. None where there is none."""
+    if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (found := load_kernels()) is None:
+        return None
+    return getattr(found, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
+
+
+@contextlib.contextmanager
+def kernel_threads_only() -> Iterator[None]:
+    """Run torch on one thread while open: its threads would compete with those of the kernels."""
+    found, threads = load_kernels(), torch.get_num_threads()
+    if found is None:
+        yield
+        return
+    found.saltus_threads(INTEGER(threads))
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:
+    """Compile into place atomically; returns an error message, None on success."""
+    try:
+        with disk_errors(cache_folder(), "them"), new_file_with_digest(target) as made:
+            for name, text in sources.items():
+                made.with_name(name).write_bytes(text)
+            command = [*compiler, "-shared", made.with_name("kernels.c"), "-o", made, "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                lines = result.stderr.strip().splitlines() or ["the compiler failed"]
+                raise OSError(next((line for line in lines if "error" in line), lines[0]))
+            made.chmod(0o700)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def _compiler_flags(features: str) -> list[str]:
+    """Those of the processor's own instruction set, or of the one that SALTUS_ISA names."""
+    if not (chosen := os.environ.get("SALTUS_ISA")):
+        return COMPILER_FLAGS
+    if chosen not in INSTRUCTION_SETS:
+        raise ValueError(f"SALTUS_ISA is {chosen}, but can be {', '.join(INSTRUCTION_SETS)}, or unset")
+    named, needed = INSTRUCTION_SETS[chosen]
+    if needed not in features.split():
+        raise ValueError(f"SALTUS_ISA is {chosen}, but this processor lacks {needed}; choose another or unset it")
+    return [flag for flag in COMPILER_FLAGS if flag != "-march=native"] + named
+
+
+def _request_amx(features: str) -> bool:
+    """Ask Linux to let this process use the matrix unit (AMX), as each must before its first tile; True if it may."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if (
+        "amx_bf16" not in features
+        or os.environ.get("SALTUS_AMX", "1") == "0"
+        or os.environ.get("SALTUS_ISA", "amx") != "amx"
+    ):
+        return False
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def _processor_features() -> str:
+    """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            found = dict(line.split(":", 1) for line in info if line.startswith(("vendor_id", "flags")))
+            return " ".join(found.values()) or platform.processor()
+    except OSError:
+        return platform.platform() + platform.processor()

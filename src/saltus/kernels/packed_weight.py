@@ -1,0 +1,211 @@
+"""Keep weight matrices in the quantised blocks of a GGUF file, as tensors that stand for the expanded matrices."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+
+from saltus.kernels import native
+
+Q = GGMLQuantizationType
+ATEN = torch.ops.aten
+KEPT_PACKED = {ATEN.detach.default, ATEN.alias.default, ATEN.clone.default}
+SCALES_OF_A_BLOCK = {Q.Q4_0: 1, Q.Q4_1: 2, Q.Q5_0: 1, Q.Q5_1: 2, Q.Q8_0: 1}  # of blocks that are rearranged
+PACKED_FORMATS = (Q.F16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+INTEGER_FORMATS = PACKED_FORMATS[1:]  # whose integers can be multiplied by 8-bit activations
+
+Arithmetic = Literal["int8", "bf16"]
+ARITHMETICS: tuple[Arithmetic, ...] = ("int8", "bf16")
+INTERLEAVED = 64  # integer_weights.h
+GROUP_OUTPUTS = 16
+
+
+class PackedWeight(Tensor):
+    """A bfloat16 matrix [out, in], held as GGUF blocks.
+
+    Its numbers are those of dequantising in float32 and rounding. The compiled kernels multiply by it without expanding
+    it in memory, and selecting rows expands only these; any other operation works on an expanded copy. With the
+    `arithmetic` "bf16" a product multiplies these numbers, and `rows` [out, bytes of a row] is arranged by
+    `rearrange_blocks`; with "int8" it multiplies the integers of the blocks by activations of 8 bits
+    (docs/exactness.md), and `rows` [groups, bytes of a group] is arranged by `interleave_blocks`.
+    """
+
+    rows: Tensor
+    format: GGMLQuantizationType
+    arithmetic: Arithmetic
+
+    @staticmethod
+    def __new__(
+        cls, rows: Tensor, format: GGMLQuantizationType, shape: tuple[int, int], arithmetic: Arithmetic
+    ) -> PackedWeight:
+        packed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=rows.device)  # pyright: ignore[reportAttributeAccessIssue]
+        packed.rows, packed.format, packed.arithmetic = rows, format, arithmetic
+        packed._is_param = True  # as torch.nn.Parameter would set; that would import torch.distributed for a subclass
+        return packed
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, format: GGMLQuantizationType, arithmetic: Arithmetic = "bf16") -> PackedWeight:
+        """The matrix of the blocks of a GGUF file [out, bytes of a row]; what is not rearranged shares their memory.
+
+        F16 holds no integers: its arithmetic is always "bf16".
+        """
+        weights, size = GGML_QUANT_SIZES[format]
+        shape = (blocks.shape[0], blocks.shape[1] // size * weights)
+        if arithmetic == "int8" and format in INTEGER_FORMATS:
+            return cls(interleave_blocks(blocks, format), format, shape, "int8")
+        return cls(rearrange_blocks(blocks, format), format, shape, "bf16")
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"PackedWeight({tuple(self.shape)}, {self.format.name})"
+
+    @property
+    def kernel_format(self) -> int:
+        """The number by which the kernels know the format and its arrangement."""
+        return int(self.format) + (INTERLEAVED if self.arithmetic == "int8" else 0)
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The size of the blocks, not of the matrix that they stand for."""
+        return self.rows.nbytes
+
+    def dequantize(self, rows: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The matrix in bfloat16, or some of its rows: [*rows.shape, in]."""
+        kernels = native.load_kernels()
+        assert kernels is not None, "packed weights are made only where there are compiled kernels"
+        out = torch.empty(*(self.shape[:1] if rows is None else rows.shape), self.shape[1], dtype=torch.bfloat16)
+        if rows is not None:
+            rows = rows.to(torch.int64).contiguous()
+            if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(self):
+                raise IndexError(f"a row of {len(self)} was asked for by {int(rows.min())}…{int(rows.max())}")
+        expansion = native.Expansion(
+            weight=self.rows.data_ptr(), out=out.data_ptr(), rows=None if rows is None else rows.data_ptr(),
+            format=self.kernel_format, inputs=out.shape[-1], count=out.shape[:-1].numel(),
+        )  # fmt: skip
+        kernels.saltus_expand(ctypes.byref(expansion))
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is F.linear
+            and args[0].dtype == torch.bfloat16
+            and not (torch.is_grad_enabled() and args[0].requires_grad)
+        ):
+            from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+
+            with BatchInvariantMode():
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # the results are plain tensors
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in KEPT_PACKED and not kwargs:
+            packed = args[0]
+            rows = packed.rows.clone() if func is ATEN.clone.default else packed.rows
+            return PackedWeight(rows, packed.format, tuple(packed.shape), packed.arithmetic)
+        if func is ATEN.embedding.default:
+            return args[0].dequantize(args[1])
+        if func is ATEN.index.Tensor and _selects_rows(args[1]):
+            return args[0].dequantize(args[1][0])
+        expanded = tree_map_only(PackedWeight, PackedWeight.dequantize, (tuple(args), kwargs or {}))
+        return func(*expanded[0], **expanded[1])
+
+
+def _selects_rows(indices: Sequence[Tensor | None]) -> bool:
+    (rows, *others) = indices
+    return not others and rows is not None and rows.dtype in (torch.int32, torch.int64)
+
+
+def rearrange_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a GGUF file [out, bytes of a row] as the kernels read them, in as many bytes.
+
+    The scales of a row come before the integers of its blocks, so that few instructions widen them to float32. Integers
+    of 4 bits are paired: the first of two blocks is the low halves of 32 bytes, the second the high ones.
+    """
+    if not (scales := SCALES_OF_A_BLOCK.get(format)):
+        return blocks
+    size = GGML_QUANT_SIZES[format][1]
+    halves = blocks.view(torch.uint16).view(len(blocks), -1, size // 2)
+    firsts = halves[:, :, :scales].transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
+    integers = halves[:, :, scales:].flatten(1).view(torch.uint8)
+    if format in (Q.Q4_0, Q.Q4_1):
+        pairs = integers[:, : integers.shape[1] // 32 * 32].unflatten(1, (-1, 2, 16))  # a view: of rows, pairs, blocks
+        first, second = pairs.unbind(2)
+        low, high = first & 15 | second << 4, first >> 4 | second & 0xF0
+        pairs[:, :, 0], pairs[:, :, 1] = low, high
+    return torch.cat([firsts, integers], 1)
+
+
+def interleave_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The blocks of a GGUF file [out, bytes of a row] as integer_weights.h describes: [groups, bytes of a group]."""
+    kernels = native.load_kernels()
+    assert kernels is not None, "packed weights are made only where there are compiled kernels"
+    weights, size = GGML_QUANT_SIZES[format]
+    blocks, inputs = blocks.contiguous(), blocks.shape[1] // size * weights
+    group = int(kernels.saltus_group_bytes(native.INTEGER(int(format)), native.INTEGER(inputs)))
+    out = torch.zeros(-(-len(blocks) // GROUP_OUTPUTS), group, dtype=torch.uint8)
+    kernels.saltus_interleave(
+        ctypes.byref(
+            native.Interleaving(
+                blocks=blocks.data_ptr(), out=out.data_ptr(), format=int(format), outs=len(blocks), inputs=inputs
+            )
+        )
+    )
+    return out
+
+
+def dequantize_blocks(blocks: Tensor, format: GGMLQuantizationType) -> Tensor:
+    """The bfloat16 numbers [out, in] of the blocks of a GGUF file [out, bytes of a row]."""
+    if native.load_kernels() is not None:
+        return PackedWeight.from_blocks(blocks, format).dequantize()
+    return torch.from_numpy(np.array(dequantize(blocks.numpy(), format))).to(torch.bfloat16)
+
+
+def select_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a matrix [out, in]: [*rows.shape, in]."""
+    return weight.dequantize(rows) if isinstance(weight, PackedWeight) else F.embedding(rows, weight)
+
+
+def kernel_arguments(weight: Tensor) -> tuple[int, int]:
+    """The address of a weight for the compiled kernels, and the number of its format (0: its own dtype)."""
+    if isinstance(weight, PackedWeight):
+        return weight.rows.data_ptr(), weight.kernel_format
+    return weight.data_ptr(), 0
+
+
+def describe_weights(model: Any) -> str:
+    """How matrices are stored, the format of most bytes first, and multiplied: "Q4_1, Q8_0, int8 activations"."""
+    sizes: dict[str, int] = {}
+    for weight in model.parameters():
+        if weight.ndim >= 2:
+            name = weight.format.name if isinstance(weight, PackedWeight) else str(weight.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + weight.nbytes
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name])) + (
+        ", int8 activations" if uses_integers(model) else ""
+    )
+
+
+def uses_integers(model: Any) -> bool:
+    """True if a model multiplies activations of 8 bits."""
+    return any(isinstance(weight, PackedWeight) and weight.arithmetic == "int8" for weight in model.parameters())
+
+
+def is_kernel_weight(weight: Any) -> bool:
+    """True for a tensor that the compiled kernels can read where it lies."""
+    return type(weight) in (Tensor, Parameter, PackedWeight)

@@ -1,0 +1,116 @@
+"""Load an EvaByte model from its published folder (config.json, safetensors), without running code from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.nn import Parameter
+
+from saltus.loading.fetching import SourceError, first_line
+from saltus.loading.model_folders import weight_files
+from saltus.models.evabyte_decoder import EvaByteDecoder
+from saltus.models.packed_decoder import ROPE_TYPES, DecoderConfig, make_decoder_config
+
+EVABYTE = "evabyte"  # model_type in config.json
+REQUIRED_SETTINGS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "window_size",
+    "chunk_size",
+)  # fmt: skip
+DEFAULT_SETTINGS = {
+    "num_pred_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "norm_add_unit_offset": False,
+    "hidden_act": "silu", "max_position_embeddings": 2048, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def is_evabyte(folder: Path) -> bool:
+    """True if the folder's configuration names an EvaByte model; a damaged one names none."""
+    try:
+        return _read_json(folder / "config.json").get("model_type") == EVABYTE
+    except (SourceError, ValueError):
+        return False
+
+
+def load_evabyte(folder: Path, dtype: Any = "auto") -> EvaByteDecoder:
+    """The model of a folder, in the dtype of its files unless one is given. Errors: SourceError of one line."""
+    model = EvaByteDecoder(_read_config(folder))
+    missing = {name for name, _ in model.named_parameters() if name != "lm_head.weight"}
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            raise SourceError(f"{file} is not a safetensors file; fetch EvaByte's weights as safetensors")
+        try:
+            _read_weights(file, model, missing, dtype)
+        except SafetensorError as error:
+            raise SourceError(f"{file} is damaged ({first_line(error)}); fetch it again") from None
+    if missing:
+        raise SourceError(f"{folder} lacks {len(missing)} of EvaByte's weights, such as {min(missing)}; fetch it again")
+    if len({weight.dtype for name, weight in model.named_parameters() if name != "lm_head.weight"}) > 1:
+        raise SourceError(f"the weights of {folder} have several dtypes; name one, such as bfloat16")
+    model.finish()
+    return model.eval()
+
+
+def _read_weights(file: Path, model: EvaByteDecoder, missing: set[str], dtype: Any) -> None:
+    """Set the weights of a file that are missing, and take them off that set."""
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+            own = "prediction_heads.weight" if name == "lm_head.weight" else name
+            if own in missing:
+                _set_weight(model, own, tensors.get_tensor(name), dtype, file)
+                missing.remove(own)
+
+
+def _set_weight(model: EvaByteDecoder, name: str, weight: torch.Tensor, dtype: Any, file: Path) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    expected = tuple(getattr(module, attribute).shape)
+    if tuple(weight.shape) != expected:
+        raise SourceError(
+            f"{file} has {name} of shape {list(weight.shape)}, but config.json says {list(expected)}; fetch it again"
+        )
+    weight = weight if dtype == "auto" else weight.to(dtype)
+    setattr(module, attribute, Parameter(weight.contiguous(), requires_grad=False))
+
+
+def _read_config(folder: Path) -> DecoderConfig:
+    found = DEFAULT_SETTINGS | _read_json(folder / "config.json")
+    if absent := [name for name in REQUIRED_SETTINGS if not isinstance(found.get(name), int)]:
+        raise SourceError(f"{folder / 'config.json'} has no whole number {absent[0]}; fetch the model again")
+    heads, scaling = found["num_attention_heads"], found.get("rope_scaling") or {"type": "default"}
+    wrong = {
+        f"hidden_size {found['hidden_size']} is no multiple of {heads} heads": found["hidden_size"] % heads,
+        f"window_size {found['window_size']} is no multiple of chunk_size {found['chunk_size']}": (
+            found["chunk_size"] < 1 or found["window_size"] % found["chunk_size"]
+        ),
+        f"hidden_act {found['hidden_act']!r} is not silu": found["hidden_act"] != "silu",
+        f"rope_scaling is of type {scaling.get('type')!r}": scaling.get("type") not in ROPE_TYPES,
+    }
+    if problem := next((text for text, failed in wrong.items() if failed), None):
+        raise SourceError(f"{folder} holds an EvaByte model that Saltus does not support: {problem}")
+    found |= {
+        "head_dim": found["hidden_size"] // heads, "num_key_value_heads": heads, "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {**scaling, "rope_type": scaling["type"], "rope_theta": found["rope_theta"]},
+        "num_pred_heads": max(found["num_pred_heads"] or 1, 1),
+    }  # fmt: skip
+    ends = _read_json(folder / "generation_config.json").get("eos_token_id")
+    try:
+        return make_decoder_config(found | ({} if ends is None else {"eos_token_id": ends}))
+    except (ValueError, TypeError) as error:
+        raise SourceError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty if there is no such file. Errors: SourceError."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise SourceError(f"{file} is not JSON ({error}); fetch the model again") from None
+    if not isinstance(found, dict):
+        raise SourceError(f"{file} holds no JSON object; fetch the model again")
+    return found

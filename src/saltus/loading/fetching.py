@@ -1,0 +1,129 @@
+"""Fetch files: resume interrupted downloads, and never take an incomplete folder for a complete one."""
+
+import shutil
+import ssl
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+
+from filelock import FileLock, Timeout
+from rich.filesize import decimal
+
+from saltus.loading.progress import Progress, Stage
+from saltus.storage.cache_files import TEMPORARY, disk_errors, remove_leftovers, sync
+from saltus.storage.cache_folder import cache_folder
+
+NETWORK_ERRORS = (URLError, TimeoutError, ConnectionError, HTTPException, ssl.SSLError)
+
+
+class SourceError(ValueError):
+    """A model cannot be had; the message is one line that says why and what to do."""
+
+
+@contextmanager
+def exclusive_lock(name: str, progress: Progress) -> Iterator[None]:
+    """Let one process at a time make the model of this name; the lock of a process that dies is released."""
+    file = cache_folder() / "locks" / f"{name}.lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress(Stage(f"waiting for another process that fetches {name}"))
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder under another name and rename it when it is complete. The caller holds `exclusive_lock`.
+
+    Remains of earlier runs and of a failure are removed.
+    """
+    making = folder.with_name(f"{TEMPORARY}{folder.name}")
+    remove_leftovers(folder.parent)
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    try:
+        yield making
+        for file in making.iterdir():
+            sync(file)
+        if folder.exists():  # a damaged one: os.replace takes no folder that holds files
+            damaged = folder.with_name(f"{TEMPORARY}{folder.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            folder.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        making.rename(folder)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def require_disk_space(folder: Path, needed: int, name: str, env_variable: str) -> None:
+    """Raise SourceError unless the disk of the folder, which `env_variable` can move, has `needed` bytes free."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SourceError(
+            f"{name} needs {decimal(needed)} while it is made and the disk of {folder} has {decimal(free)} free;"
+            f" free some, or name a folder on another disk with {env_variable}"
+        )
+
+
+def as_source_errors(folder: Path, name: str, env_variable: str) -> AbstractContextManager[None]:
+    """Turn errors of a full or read-only disk into a SourceError with the cure."""
+    return disk_errors(folder, name, env_variable, SourceError)
+
+
+def download(url: str, file: Path, size: int, name: str, progress: Progress, *, retry_delay: float = 1.0) -> None:
+    """Download `file` of `size` bytes from `url`, resuming where an earlier run stopped.
+
+    Proxies are those of the environment. Three attempts in a row without a new byte end it with the network's error.
+    """
+    failures = 0
+    while _file_size(file) != size:
+        before = _file_size(file)
+        try:
+            _download_rest(url, file, size, name, progress)
+            if _file_size(file) <= before:
+                raise URLError(f"it ended after {before:,} of {size:,} bytes")
+        except NETWORK_ERRORS as error:
+            failures = 0 if _file_size(file) > before else failures + 1
+            refused = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
+            if refused or failures == 3:
+                raise
+            time.sleep(retry_delay)
+
+
+def _download_rest(url: str, file: Path, size: int, name: str, progress: Progress) -> None:
+    have = _file_size(file)
+    if have > size:  # another file, or a damaged one
+        file.unlink()
+        have = 0
+    request = urllib.request.Request(
+        url, headers={"User-Agent": "saltus"} | ({"Range": f"bytes={have}-"} if have else {})
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        if response.headers.get("Content-Range") is None:
+            have = 0
+        with file.open("ab" if have else "wb") as out:
+            while have < size and (piece := response.read(min(1 << 18, size - have))):
+                out.write(piece)
+                have += len(piece)
+                progress(Stage(f"downloading {name}", have, size))
+
+
+def _file_size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line of an error's message without its full stop, at most 200 characters; else the error's class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200].rstrip(" .:")

@@ -1,0 +1,145 @@
+"""Check that a folder holds a model with all of its weights."""
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from saltus.loading.fetching import SourceError, first_line
+
+WEIGHT_FILE_PATTERNS = (
+    re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
+    re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin"),
+    re.compile(r"[^/]+\.safetensors"),
+)
+LAYER_COUNT = re.compile(r"(num_|n_)?((hidden|encoder|decoder)_)?layers?")  # keys of configurations
+MIN_LAYER_BYTES = 100  # of a layer in a pickled file
+MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
+MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
+INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
+MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
+PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
+MASK_FILE = (
+    "mask_embedding.pt"  # beside those of some DFlash drafters: what queries start with, if no token's embedding
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise SourceError unless the folder holds a configuration and whole weights."""
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is a file; give the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        kind = "an adapter, not a model: give its base model" if (folder / "adapter_config.json").exists() else ""
+        raise SourceError(
+            f"{folder} holds {kind or 'no model (config.json is missing): give a folder that save_pretrained wrote'}"
+        )
+    if (folder / INDEX_FILE).is_file():
+        return
+    weights = weight_files(folder)
+    if not weights:
+        raise SourceError(
+            f"{folder} has a config.json but no weights (*.safetensors or pytorch_model*.bin);"
+            " copy them there, or save the model again with save_pretrained"
+        )
+    for file in weights:
+        if not file.exists():
+            raise SourceError(
+                f"{folder} lacks {file.name}, which its index names; copy it there, or fetch the model again"
+            )
+        if file.suffix == ".safetensors":
+            _read_safetensors_header(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights, safetensors first; those that an index names even if they are missing."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            return [folder / name for name in _indexed_files(folder / index)]
+    for kind in WEIGHT_FILE_PATTERNS:
+        if found := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
+            return found
+    return []
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The names of the files of an index. Errors: SourceError if it is damaged, or names a file of another folder."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(f"{index} is damaged ({first_line(error)}); fetch the model again") from None
+    if outside or not names:
+        what = f"names {outside[0]!r}, which is not a file of its folder" if outside else "names no files"
+        raise SourceError(f"{index} {what}; fetch the model again")
+    return names
+
+
+def check_size(folder: Path) -> None:
+    """Raise SourceError for a config.json of more layers than its weights can be, before anything is made of it.
+
+    Layers are counted by the tensors of safetensors files, and by the bytes of others.
+    """
+    try:
+        layers = max(_layer_counts(json.loads((folder / "config.json").read_bytes())), default=0)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"{folder / 'config.json'} is not JSON ({first_line(error)}); fetch the model again"
+        ) from None
+    possible = 0
+    for file in weight_files(folder):
+        is_listed = file.suffix == ".safetensors"
+        possible += len(_read_safetensors_header(file)[0]) if is_listed else file.stat().st_size // MIN_LAYER_BYTES
+    if layers > possible:
+        raise SourceError(
+            f"{folder / 'config.json'} says {layers:,} layers, which its weights cannot be; fetch the model again"
+        )
+
+
+def check_number_of_weights(folder: Path) -> None:
+    """Raise SourceError for a configuration of far more weights than the files hold.
+
+    Transformers would draw the missing ones, however many. Its model is made without weights to count them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception:  # said by who loads it
+        return
+    wanted = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
+    size = sum(file.stat().st_size for file in weight_files(folder))
+    if wanted > MAX_WEIGHTS_PER_BYTE * size + MAX_OTHER_WEIGHTS:
+        raise SourceError(
+            f"{folder / 'config.json'} says {wanted:,} weights, but its files have {size:,} bytes;"
+            " fetch the model again"
+        )
+
+
+def _layer_counts(config: Any) -> Iterator[int]:
+    """Every number of layers in a configuration, also of parts."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, int) and LAYER_COUNT.fullmatch(key):
+            yield value
+        yield from _layer_counts(value)
+
+
+def _read_safetensors_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The tensors that a safetensors file lists, and where their bytes begin."""
+    size = file.stat().st_size
+    with file.open("rb") as bytes_in:
+        prefix = bytes_in.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        try:
+            header = json.loads(bytes_in.read(length)) if length < size else {}
+            header.pop("__metadata__", None)
+            expected = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, AttributeError, TypeError, LookupError):
+            raise SourceError(f"{file} is not a safetensors file, or a damaged one; copy or fetch it again") from None
+    if size < expected:
+        raise SourceError(f"{file} is cut short ({size:,} of {expected:,} bytes); copy or fetch it again")
+    return header, 8 + length

@@ -1,0 +1,1 @@
+"""ASSD: the drafter, any-subset networks, and their training."""

@@ -1,0 +1,1 @@
+"""Training of any-subset models and of the correction of their drafts."""

@@ -1,0 +1,312 @@
+"""Training of any-subset models: the distributions of all holes given the rest, in one packed call (ASSD, Eq. 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
+from saltus.methods.assd.network import ANY_SUBSET
+from saltus.training.data.packed_forward import packed_logits, prepare_model
+from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.data.window_packing import PackedBatch, pack_rows
+from saltus.training.training_task import TrainingTask
+
+HoleOrder = Literal["lattice", "any"]
+"""Holes are decided from left to right (Eq. 4), or in a random permutation (the paper's ablation)."""
+
+Spread = Literal["few", "narrow", "wide", "paper", "paper-wide", "paper-code"]
+
+
+@dataclass(frozen=True)
+class HoleSpread:
+    """The fraction of a text that is holes: `initial` at step 0, then growing linearly to the range `low` … `high`."""
+
+    low: float
+    high: float
+    initial: float = 0.15
+    warm_up: float = 0.2  # fraction of the steps in which it grows
+
+
+HOLE_SPREADS: dict[Spread, HoleSpread] = {
+    "few": HoleSpread(0.05, 0.6),
+    "narrow": HoleSpread(0.9, 0.99),
+    "wide": HoleSpread(0.05, 0.99),
+    "paper": HoleSpread(0.9, 0.99, warm_up=5 / 75),  # ASSD, D.3: text, 5,000 of 75,000 steps
+    "paper-wide": HoleSpread(0.15, 0.99, warm_up=5 / 75),  # F.2: prompts of 1 % to 85 %
+    "paper-code": HoleSpread(0.15, 0.99, initial=0.05, warm_up=20 / 75),  # D.7: code, 20,000 of 75,000 steps
+}
+
+MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them
+PADDING_MULTIPLE = 16  # of a batch's length: oneDNN compiles its kernels anew for every shape, for a second or more
+LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
+
+
+@dataclass(frozen=True)
+class HoleSettings:
+    """Which tokens of a text are holes: how many, in spans or scattered, and with blanks after them or not."""
+
+    spread: Spread = "wide"
+    warm_up_fraction: float | None = None  # fraction of the steps in which the holes grow; None: that of the spread
+    span_probability: float = 0.5  # of a text whose holes are a few spans, as users' are; else they are scattered
+    order: HoleOrder = "lattice"
+    # of blanks at the ends of a text's spans, as in holes that are too long; in the two halves of the steps
+    blank_probability: tuple[float, float] = (0.4, 0.9)
+    blank_token: int | None = None
+    newline_token: int | None = None  # if given, spans are whole lines, as in code
+
+    def hole_fractions(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
+        """The fraction of each text: evenly spread over the range in every batch, in random order."""
+        spread = HOLE_SPREADS[self.spread]
+        warm_up = spread.warm_up if self.warm_up_fraction is None else self.warm_up_fraction
+        warm = min(progress / warm_up, 1.0) if warm_up else 1.0
+        low, high = (spread.initial + (end - spread.initial) * warm for end in (spread.low, spread.high))
+        places = (generator.random() + np.arange(count)) / count % 1
+        return generator.permutation(low + (high - low) * places)
+
+    def place_holes(
+        self,
+        text: Int[np.ndarray, "length"],
+        fraction: float,
+        generator: np.random.Generator,
+        blank_probability: float = 0.0,
+    ) -> tuple[Int[np.ndarray, "with_blanks"], Bool[np.ndarray, "with_blanks"]]:
+        """The text, perhaps with blanks, and True for each hole. The first and the last token are never holes."""
+        holes = np.zeros(len(text), dtype=bool)
+        if generator.random() >= self.span_probability:
+            holes[1:-1] = random_holes(len(text) - 2, fraction, generator)
+            return text, holes
+        inner = text[1:-1]
+        if self.newline_token is None or not (inner == self.newline_token).any():
+            holes[1:-1] = span_holes(len(inner), fraction, generator)
+        else:
+            ends = inner == self.newline_token
+            lines = np.cumsum(ends) - ends  # the number of each token's line
+            chosen = np.append(span_holes(int(lines[-1]) + 1, fraction, generator), False)
+            holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of a span's last line is given
+            holes = holes if holes.any() else np.arange(len(text)) == 1
+        if not blank_probability or self.blank_token is None or generator.random() >= blank_probability:
+            return text, holes
+        starts = np.flatnonzero(holes[1:] & ~holes[:-1]) + 1
+        stops = np.flatnonzero(holes[:-1] & ~holes[1:]) + 1
+        blanks = generator.integers(0, MAX_EXTRA_BLANKS + 1 + (stops - starts))
+        places = np.repeat(stops, blanks)
+        return np.insert(text, places, self.blank_token), np.insert(holes, places, True)
+
+    def decoding_ranks(
+        self, holes: Bool[np.ndarray, "length"], generator: np.random.Generator
+    ) -> Int[np.ndarray, "length"]:
+        """The order in which tokens are decided: 0 for given tokens, then 1, 2, …"""
+        places = np.flatnonzero(holes)
+        order = places if self.order == "lattice" else generator.permutation(places)
+        ranks = np.zeros(len(holes), dtype=np.int64)
+        ranks[order] = 1 + np.arange(len(order))
+        return ranks
+
+
+def random_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
+    """Scattered holes, this fraction of the positions; one at least."""
+    holes = np.zeros(length, dtype=bool)
+    holes[generator.permutation(length)[: _num_holes(length, fraction)]] = True
+    return holes
+
+
+def span_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
+    """Holes in one to four spans, this fraction of the positions; one at least."""
+    count = _num_holes(length, fraction)
+    holes = np.zeros(length, dtype=bool)
+    pieces = int(generator.integers(1, min(4, count) + 1))
+    sizes = np.diff([0, *np.sort(generator.permutation(count - 1)[: pieces - 1] + 1), count])
+    gaps = np.diff([0, *np.sort(generator.integers(0, length - count + 1, size=pieces)), length - count])
+    at = 0
+    for size, gap in zip(sizes, gaps, strict=False):
+        at += int(gap)
+        holes[at : at + size] = True
+        at += int(size)
+    return holes
+
+
+def _num_holes(length: int, fraction: float) -> int:
+    return min(max(round(fraction * length), 1), length)
+
+
+def pack_holes(
+    tokens: Int[Tensor, "batch length"], ranks: Int[Tensor, "batch length"], mask_token: int, num_unknown: int = 0
+) -> tuple[PackedBatch, Int[Tensor, "holes"], Int[Tensor, "holes"]]:
+    """Content rows, then a query row for each hole; also the rows of the holes, counted through the batch, and tokens.
+
+    Content attends to tokens of its own or a lower rank. A query attends to itself and to the tokens decided before
+    its hole, except the last `num_unknown` holes. Tokens of rank −1 are padding: nothing attends to them, and they and
+    spare queries attend to themselves alone.
+    """
+    batch, length = tokens.shape
+    holes = ranks > 0
+    positions, is_hole = _hole_positions(holes)
+    total = length + positions.shape[1]
+    mask = torch.zeros(batch, total, total, dtype=torch.bool, device=tokens.device)
+    mask[:, :length, :length] = ranks[:, None, :] <= ranks[:, :, None]
+    first_unknown = (ranks.gather(1, positions) - num_unknown).clamp_min(1)
+    mask[:, length:, :length] = (ranks[:, None, :] < first_unknown[:, :, None]) & is_hole[:, :, None]
+    mask[:, :, :length] &= (ranks >= 0)[:, None]
+    mask |= torch.eye(total, dtype=torch.bool, device=tokens.device)
+    packed = pack_rows(tokens, mask, torch.full_like(positions, mask_token), positions, context_length=total)
+    rows = F.pad(is_hole, (length, 0)).flatten().nonzero()[:, 0]
+    return packed, rows, tokens.gather(1, positions)[is_hole]
+
+
+def _hole_positions(
+    holes: Bool[Tensor, "batch length"],
+) -> tuple[Int[Tensor, "batch most"], Bool[Tensor, "batch most"]]:
+    """The holes' positions, filled up with others to the largest number of holes; True for those of holes."""
+    most = int(holes.sum(1).max())
+    positions = torch.argsort(holes.int(), dim=1, descending=True, stable=True)[:, :most]
+    return positions, holes.gather(1, positions)
+
+
+@dataclass(eq=False)
+class AnySubsetTrainingTask(TrainingTask):
+    """Predict each hole of a text given the rest of the text and the holes decided before it.
+
+    Texts have three tokens or more. The warm-up of the holes is a fraction of `num_steps`.
+    """
+
+    model: Any  # a Llama of Hugging Face, whose configuration names its mask
+    texts: Sequence[Int[np.ndarray, "_"]]
+    validation_texts: Sequence[Int[np.ndarray, "_"]]
+    num_steps: int
+    batch_size: int = 12
+    hole_settings: HoleSettings = field(default_factory=HoleSettings)
+    autocast: bool = False
+    seed: int = 0
+    tokenizer: Any = None  # saved with the model
+    module: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(text) for text in self.texts])
+        self.module = prepare_model(self.model).requires_grad_(True)
+        setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
+
+    def loss(self, step: int) -> Float[Tensor, ""]:
+        """The mean cross-entropy of a hole, in nats."""
+        generator = seeded_generator(self.seed, "holes", step)
+        blank_probability = self.hole_settings.blank_probability[2 * step >= self.num_steps]
+        tokens, ranks = self.sample_batch(generator, step / self.num_steps, blank_probability)
+        own = self.processes.share(len(tokens))
+        logits, targets = self.hole_logits(tokens[own], ranks[own])
+        return self.processes.mean(F.cross_entropy(logits, targets, reduction="none"))
+
+    def sample_batch(
+        self, generator: np.random.Generator, progress: float, blank_probability: float
+    ) -> tuple[Int[Tensor, "batch padded"], Int[Tensor, "batch padded"]]:
+        """A random training batch, as from `make_batch`, when this fraction of the steps is done."""
+        texts = [self.texts[index] for index in sample_similar_lengths(self.lengths, self.batch_size, generator)]
+        fractions = self.hole_settings.hole_fractions(self.batch_size, progress, generator)
+        return self.make_batch(texts, fractions, generator, blank_probability)
+
+    def validation_parts(self) -> list[Sequence[Int[np.ndarray, "_"]]]:
+        """At most four batches of held-out texts."""
+        size = self.batch_size
+        return [part for start in range(0, 4 * size, size) if len(part := self.validation_texts[start : start + size])]
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Bits of a hole in held-out texts of which 20 % or 95 % is holes, without blanks, decided left to right."""
+        self.module.eval()
+        metrics = {}
+        for fraction in (0.2, 0.95):
+            generator = seeded_generator(1, "exam")
+            nats = []
+            for part in self.validation_parts():
+                tokens, ranks = self.make_batch(part, [fraction] * len(part), generator)
+                nats.append(float(F.cross_entropy(*self.hole_logits(tokens, lattice_ranks(ranks)))))
+            metrics[f"bits at {fraction:.0%}"] = float(np.mean(nats)) / math.log(2)
+        self.module.train()
+        return metrics
+
+    def save(self, folder: Path, card: Mapping[str, Any]) -> None:
+        """A folder for `saltus.load`, in bfloat16, without a pairwise correction and, so far, without a card."""
+        self.model.to(torch.bfloat16)
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        (folder / PAIRWISE_CORRECTION_FILE).unlink(missing_ok=True)  # of an earlier model in this folder
+
+    def make_batch(
+        self,
+        texts: Sequence[Int[np.ndarray, "_"]],
+        fractions: Sequence[float] | np.ndarray,
+        generator: np.random.Generator,
+        blank_probability: float = 0.0,
+    ) -> tuple[Int[Tensor, "batch padded"], Int[Tensor, "batch padded"]]:
+        """Tokens, padded at their ends, and ranks (see `pack_holes`)."""
+        examples = [
+            self.hole_settings.place_holes(text, float(fraction), generator, blank_probability)
+            for text, fraction in zip(texts, fractions, strict=True)
+        ]
+        padded = -(-max(len(text) for text, _ in examples) // PADDING_MULTIPLE) * PADDING_MULTIPLE
+        tokens = torch.zeros(len(examples), padded, dtype=torch.long)
+        ranks = torch.full_like(tokens, -1)
+        for row, (text, holes) in enumerate(examples):
+            tokens[row, : len(text)] = torch.from_numpy(text)
+            ranks[row, : len(text)] = torch.from_numpy(self.hole_settings.decoding_ranks(holes, generator))
+        return tokens.to(self.model.device), ranks.to(self.model.device)
+
+    def hole_logits(
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "holes vocab"], Int[Tensor, "holes"]]:
+        """Logits of the holes, text by text in the order of their positions, and their tokens."""
+        mask_token = int(getattr(self.model.config, ANY_SUBSET)["mask"])
+        packed, rows, targets = pack_holes(tokens, ranks, mask_token, num_unknown)
+        with self._autocast():
+            logits = packed_logits(self.model, packed, rows)
+        return logits.float(), targets
+
+
+@dataclass(eq=False)
+class XlnetTrainingTask(AnySubsetTrainingTask):
+    """The same for an XLNet of Hugging Face, whose two streams have a mask of their own (Yang et al. 2019)."""
+
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(text) for text in self.texts])
+        self.module = self.model.requires_grad_(True)
+
+    def hole_logits(
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "holes vocab"], Int[Tensor, "holes"]]:
+        """As above, but `num_unknown` holds for content rows too, since the streams share their mask."""
+        first_unknown = (ranks - num_unknown).clamp_min(1)
+        hidden = (ranks[:, None, :] >= first_unknown[:, :, None]) | (ranks < 0)[:, None, :]
+        positions, is_hole = _hole_positions(ranks > 0)
+        mapping = F.one_hot(positions, tokens.shape[1])
+        with self._autocast():
+            logits = self.model(
+                input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
+            ).logits
+        return logits[is_hole].float(), tokens.gather(1, positions)[is_hole]
+
+
+def lattice_ranks(ranks: Int[Tensor, "batch padded"]) -> Int[Tensor, "batch padded"]:
+    """The same holes, decided in lattice order."""
+    holes = ranks > 0
+    return torch.where(holes, holes.cumsum(1), ranks)
+
+
+def sample_similar_lengths(
+    lengths: Int[np.ndarray, "texts"], count: int, generator: np.random.Generator
+) -> Int[np.ndarray, "count"]:
+    """Indices of texts with similar lengths, so that a batch has little padding; every text is equally likely.
+
+    The texts are neighbours in the order of their jittered lengths, which wraps around.
+    """
+    order = np.argsort(lengths + generator.uniform(0, LENGTH_JITTER, len(lengths)))
+    first = int(generator.integers(len(lengths)))
+    return order[(first + np.arange(count)) % len(lengths)]

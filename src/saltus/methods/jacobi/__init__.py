@@ -1,0 +1,1 @@
+"""Jacobi Forcing: the drafter, and its training."""

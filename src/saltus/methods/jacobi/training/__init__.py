@@ -1,0 +1,1 @@
+"""Jacobi Forcing: training on the iterates of Jacobi decoding."""

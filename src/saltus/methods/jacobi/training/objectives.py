@@ -1,0 +1,96 @@
+"""Jacobi Forcing as an objective of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from saltus.core.sampling import Coupling
+from saltus.methods.jacobi.training.block_packing import BlockMask, BlockNoise, NoiseSchedule
+from saltus.methods.jacobi.training.forcing import JacobiTrainingTask
+from saltus.methods.jacobi.training.trajectories import Trajectory, read_trajectories
+from saltus.models.gated_lora import GatedLoraSettings
+from saltus.training.data.hidden_states import Sample
+from saltus.training.objective import Objective, TrainingInputs
+from saltus.training.settings import RECIPE_COUPLING, Recipe
+from saltus.training.training_task import TrainingTask
+
+
+@dataclass(frozen=True)
+class JacobiForcingSettings:
+    """Jacobi Forcing of a gated LoRA, whose drafts the unchanged model verifies, or of the model itself."""
+
+    trains: Literal["adapter", "model"] = "adapter"
+    rank: int = 16
+    alpha: float | None = None  # default: the rank
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    noise_schedule: NoiseSchedule = "linear"  # linear, random, reverse, any
+    mask: BlockMask = "noisy"  # noisy (NC), window (NC-IC), large, clean
+    window: int = 8  # blocks in which the noise rises
+    loss: Literal["kl", "ce"] = "kl"
+    text_weight: float = 1.0  # of the loss that limits the drift of a trained model
+    anchor: Literal["text", "distributions"] = (
+        "text"  # that loss: cross-entropy of the text, or divergence from the model
+    )
+    recompute: bool = False  # checkpoint activations: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.noise and GatedLoraSettings(self.rank, self._alpha)  # they raise errors for their settings now
+        if self.text_weight < 0:
+            raise ValueError(f"text_weight is {self.text_weight}, but must be 0 or more")
+
+    @property
+    def _alpha(self) -> float:
+        return float(self.rank) if self.alpha is None else self.alpha
+
+    @property
+    def gating(self) -> GatedLoraSettings | None:
+        return GatedLoraSettings(self.rank, self._alpha, targets=self.targets) if self.trains == "adapter" else None
+
+    @property
+    def noise(self) -> BlockNoise:
+        return BlockNoise(self.noise_schedule, self.mask, self.window)
+
+
+class JacobiForcingObjective(Objective):
+    """A model or an adapter trained on the iterates of Jacobi decoding; nothing is cached."""
+
+    method, settings_type = "jacobi", JacobiForcingSettings
+    collect_command = "jacobi"
+    unused_window_keys = frozenset({"windows_per_text", "uniform_beta", "distillation_weight", "greedy_fraction"})
+    unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
+
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.coupling != RECIPE_COUPLING:
+            raise ValueError(
+                f"a recipe of kind {recipe.kind} learns the picks of its texts; leave coupling out, and write them with"
+                f" saltus collect jacobi --coupling {recipe.coupling}"
+            )
+
+    def read_texts(self, path: Path) -> Sequence[Sample]:
+        return read_trajectories(path)
+
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        whole = recipe.settings.trains == "model"
+        return "only a frozen model's weights can be distributed; leave --fsdp out, or set trains=adapter" * whole
+
+    def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
+        return next(one.coupling for one in samples if isinstance(one, Trajectory))
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        return iter((len(inputs.samples),))
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        settings = inputs.recipe.settings
+        return JacobiTrainingTask(
+            inputs.network.model, [one for one in inputs.samples if isinstance(one, Trajectory)], settings.gating,
+            settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.data,
+            inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
+        )  # fmt: skip
+
+
+OBJECTIVES = {"jacobi": JacobiForcingObjective()}

@@ -1,0 +1,1 @@
+"""MtPC: the drafter, its heads, and their training."""

@@ -1,0 +1,1 @@
+"""PTP: the drafter, its network, and its training."""

@@ -1,0 +1,150 @@
+"""Run a drafter's whole pass on a GPU as one CUDA graph: context inputs, queries, layers, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.methods.ptp.native_draft_pass import DraftedRows
+from saltus.methods.shared.context_layers import DraftRows
+from saltus.methods.shared.row_candidates import rows_likely_tokens
+from saltus.methods.shared.token_correction_model import RMS_EPSILON
+from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
+from saltus.models.cuda.fixed_shape_inputs import StaticInputs
+from saltus.models.cuda.fixed_shape_rows import (
+    Call,
+    FixedShape,
+    FixedShapeSettings,
+    TextRows,
+    first_recent_position,
+    size_class,
+)
+from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
+
+SETTINGS = FixedShapeSettings()
+
+
+@dataclass
+class GPUDraftPass:
+    """The pass of a drafter (`DraftModel`) whose weights are not changed any more."""
+
+    model: Any
+    use_cuda_graphs: bool = True
+    decoder: GPUDecoder = field(init=False)
+    pool: KVPagePool = field(init=False)
+    static_inputs: dict[FixedShape, _DraftInputs] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.model.tokens.device
+        self.decoder = GPUDecoder(self.model.llama)
+        self.pool = KVPagePool(self.model.shape.layers, SETTINGS.page_size)
+        self.capture = GraphCapture(self.device)
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """True on a GPU whose kernels know the layers, if all weights have one dtype."""
+        weights = [model.embeddings[0], model.fuse.weight, model.lm_head.weight]
+        return supports_gpu_decoder(model.llama) and all(
+            weight.is_contiguous() and weight.dtype == model.llama.dtype for weight in weights
+        )
+
+    def new_kv_cache(self) -> FixedShapeKVCache:
+        return FixedShapeKVCache(self.pool)
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
+        """The pass over texts, in one call. A row rounds as if it were alone."""
+        parts = tuple(_text_rows(number, text) for number, text in enumerate(texts))
+        groups = size_class(sum(-(-len(part) // SETTINGS.rows_per_group) for part in parts))
+        pages = SETTINGS.num_pages(1 + max(int(part.entries[-1]) for part in parts))
+        call = Call(FixedShape(groups, SETTINGS.rows_per_group, pages, 0), parts)
+        logits, states, projected = self._run(call, texts)
+        rows = [slice(start + len(text.states) - 1, start + text.num_rows)
+                for (start, _), text in zip(call.placed(), texts, strict=True)]  # fmt: skip
+        own_states = [states[own].clone() for own in rows]
+        host = to_host(*(logits[own] for own in rows), *(projected[own] for own in rows))
+        return [
+            DraftedRows(found, kept, rows_likely_tokens(found), vectors.float().numpy())
+            for found, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
+        ]
+
+    def _run(self, call: Call, texts: Sequence[DraftRows]) -> tuple[Tensor, Tensor, Tensor]:
+        if call.shape not in self.static_inputs:
+            self.static_inputs[call.shape] = _DraftInputs(call.shape, self.model)
+        inputs = self.static_inputs[call.shape]
+        if self.decoder.reserve_positions(1 + max(int(part.positions[-1]) for part in call.parts)):
+            self.pool.graphs.clear()
+        if self.use_cuda_graphs and call.shape not in self.pool.graphs:
+            self.pool.graphs[call.shape] = self.capture.capture(
+                lambda: self._evaluate(inputs), bool(self.pool.graphs)
+            )  # fmt: skip
+        inputs.fill(call, texts)
+        if not self.use_cuda_graphs:
+            return self._evaluate(inputs)
+        graph, out = self.pool.graphs[call.shape]
+        graph.replay()
+        return out
+
+    def _evaluate(self, inputs: _DraftInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, last hidden states and the correction's inputs of all rows."""
+        from saltus.methods.ptp import gpu_draft_kernels as draft_kernels
+        from saltus.models.cuda import linear_kernels
+
+        model, rows, static = self.model, inputs.static.shape.num_rows, inputs.static
+        wide = linear_kernels.padded_rows(rows)
+        features = model.fuse.weight.new_empty(wide, model.fuse.weight.shape[1])
+        draft_kernels.normalize_features(
+            inputs.states, model.embeddings[0], static.tokens, features[:rows], RMS_EPSILON
+        )
+        blocks = linear_kernels.blocks_of(model.fuse.weight)
+        hidden = features.new_empty(wide, model.shape.hidden)
+        context = linear_kernels.linear_parts(features, model.fuse.weight, blocks, rows)
+        draft_kernels.draft_inputs(context, inputs.sources, inputs.queries, hidden[:rows])
+        states = self.decoder.run_layers(hidden, static, self.pool)[0]
+        logits = self.decoder.product(states, model.lm_head.weight, rows)
+        correction = model.correction
+        projected = (
+            states[:rows, :0] if correction is None else self.decoder.product(states, correction.state.weight, rows)
+        )
+        return logits, states[:rows], projected
+
+
+class _DraftInputs:
+    """The inputs of passes of one shape, at addresses that never change."""
+
+    def __init__(self, shape: FixedShape, model: Any) -> None:
+        weight, hidden = model.fuse.weight, model.shape.hidden
+        self.static = StaticInputs(shape, SETTINGS.max_tree_depth, weight.device)
+        self.states = weight.new_zeros(shape.num_rows, weight.shape[1] - hidden)
+        self.queries = weight.new_zeros(shape.num_rows, hidden)
+        self.sources = torch.zeros(shape.num_rows, dtype=torch.long, device=weight.device)
+
+    def fill(self, call: Call, texts: Sequence[DraftRows]) -> None:
+        """Write the rows of texts: context positions, then queries, which start as the last context position."""
+        sources = torch.arange(call.shape.num_rows, pin_memory=self.sources.device.type == "cuda")
+        self.queries.zero_()
+        for (start, _), text in zip(call.placed(), texts, strict=True):
+            end = start + len(text.states)
+            self.states[start:end].copy_(text.states)
+            self.queries[end : end + len(text.queries)].copy_(text.queries)
+            sources[end : end + len(text.queries)] = end - 1
+        self.sources.copy_(sources, non_blocking=True)
+        self.static.fill(call)
+
+
+def _text_rows(number: int, text: DraftRows) -> TextRows:
+    """A text's rows as a chain after the positions in its cache."""
+    count, past, depth = text.num_rows, text.past_length, SETTINGS.max_tree_depth
+    positions = past + np.arange(count)
+    kv_cache: Any = text.kv_cache.kv_cache
+    kv_cache.reserve(past + count)
+    recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)
+    recent = np.minimum(recent, positions[:, None])  # later columns are hidden
+    tokens = np.concatenate([text.tokens, np.zeros(len(text.queries), dtype=np.int64)])
+    return TextRows(number, None, kv_cache, 0, tokens, positions, positions, recent, positions)

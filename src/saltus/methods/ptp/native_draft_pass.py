@@ -1,0 +1,99 @@
+"""Run a drafter's whole pass as one kernel call: context inputs, queries, layers, logits and their likely tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
+from saltus.methods.shared.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
+from saltus.methods.shared.draft_tree import LikelyTokens
+from saltus.methods.shared.row_candidates import RowCandidates
+from saltus.methods.shared.token_correction_model import RMS_EPSILON
+from saltus.models.cpu.native_decoder import DecoderCall, linear_struct, raise_if_failed
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """What a pass found for one text; the first row is that of the last context position, the others are queries."""
+
+    logits: Float[Tensor, "rows draft"]
+    hidden_states: Float[Tensor, "rows hidden"]
+    likely: Sequence[LikelyTokens]
+    projected: Float[np.ndarray, "rows rank"]  # of the correction; rank 0 without one
+
+
+class NativeDraftPass:
+    """The pass of a drafter (`DraftModel`) whose weights are not changed any more."""
+
+    def __init__(self, model: Any, layers: ContextLayers) -> None:
+        decoder, fuse = layers.native_decoder, model.fuse
+        assert decoder is not None
+        size, inputs = fuse.weight.shape
+        kernel = native.kernel("draft", fuse.weight.dtype, fuse.weight.device)
+        assert kernel is not None
+        self.kernel, self.decoder, self.state_size = kernel, decoder, inputs - size
+        self.ones = torch.ones(size, dtype=fuse.weight.dtype)
+        embeddings, state = model.embeddings[0], None if model.correction is None else model.correction.state
+        weight, format = kernel_arguments(embeddings)
+        self.rank = 0 if state is None else len(state.weight)
+        self.constants = native.DraftPass(
+            embedding=native.Expansion(weight=weight, format=format, inputs=size),
+            fuse=linear_struct(self.ones, [(fuse, None)]), ones=self.ones.data_ptr(),
+            likely=native.NearGreatest(size=len(model.tokens)),
+            parts=self.state_size // size, vocab=len(embeddings), epsilon=RMS_EPSILON,
+        )  # fmt: skip
+        if state is not None:
+            self.constants.project = linear_struct(self.ones, [(state, None)])
+
+    @staticmethod
+    def supports(model: Any, layers: ContextLayers) -> bool:
+        """True on a machine with compiled kernels, if all weights have one dtype."""
+        modules = [model.fuse, *([] if model.correction is None else [model.correction.state])]
+        weights = [model.embeddings[0], *(module.weight for module in modules)]
+        return layers.native_decoder is not None and all(
+            is_kernel_weight(weight) and weight.is_contiguous() and weight.dtype == layers.native_decoder.dtype
+            for weight in weights
+        )
+
+    def __call__(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
+        """The pass over texts, in calls of limited rows. A row rounds as if it were alone. Errors: MemoryError."""
+        return run_in_passes(texts, self._evaluate, self._evaluate)
+
+    def _evaluate(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
+        positions, attention, kept = plan_pass(texts, self.decoder.num_layers)
+        call = self.decoder.prepare(len(positions), positions, attention, kept)
+        found = RowCandidates.empty(len(kept))
+        projected = np.empty((len(kept), self.rank), dtype=np.float32)
+        self._run(texts, call, found, projected)
+        ends = list(accumulate(text.num_outputs for text in texts))
+        own = [slice(end - text.num_outputs, end) for end, text in zip(ends, texts, strict=True)]
+        return [DraftedRows(call.logits[rows], call.states[rows], found[rows], projected[rows]) for rows in own]
+
+    def _run(self, texts: Sequence[DraftRows], call: DecoderCall, found: RowCandidates, projected: np.ndarray) -> None:
+        struct = native.DraftPass.from_buffer_copy(self.constants)
+        struct.decoder = call.struct
+        states, queries = ((native.POINTER * len(texts))() for _ in range(2))
+        counts, query_counts = ((native.INTEGER * len(texts))() for _ in range(2))
+        for i, text in enumerate(texts):
+            assert len(text.tokens) == len(text.states) > 0 and text.states.is_contiguous()
+            assert text.states.shape[1] == self.state_size
+            states[i], queries[i] = text.states.data_ptr(), text.queries.data_ptr()
+            counts[i], query_counts[i] = len(text.states), len(text.queries)
+        tokens = texts[0].tokens if len(texts) == 1 else np.concatenate([text.tokens for text in texts])
+        struct.states, struct.vectors = ctypes.addressof(states), ctypes.addressof(queries)
+        struct.contexts, struct.queries = ctypes.addressof(counts), ctypes.addressof(query_counts)
+        struct.embedding.rows = tokens.ctypes.data
+        struct.projected = projected.ctypes.data if self.rank else None
+        struct.likely.x = call.logits.data_ptr()
+        found.point(struct.likely)
+        raise_if_failed(self.kernel(ctypes.byref(struct)), struct.vocab)

@@ -1,0 +1,173 @@
+"""The two ways to train for PTP: a drafter beside the target, and a gated adapter of the target or of a student."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from saltus.methods.ptp.network import DrafterShape
+from saltus.methods.ptp.training.adapter import AdapterTrainingTask
+from saltus.methods.ptp.training.drafter import DrafterTrainingTask
+from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
+from saltus.methods.shared.adapter_files import load_initial_adapter
+from saltus.models.gated_lora import GatedLoraSettings
+from saltus.models.memory_use import layer_sizes
+from saltus.models.uniform_embedding import KINDS
+from saltus.training.data.window_packing import UniformConditioning
+from saltus.training.losses import DistillationSettings, Loss
+from saltus.training.objective import CachedStateObjective, Objective, TrainingInputs, check_hidden_state_layers
+from saltus.training.query_drafter_task import require_sizes
+from saltus.training.settings import Recipe
+from saltus.training.training_task import TrainingTask
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """A small network beside the target, with attention heads of the target's size."""
+
+    layers: int = 2
+    intermediate: int = 768
+    hidden_state_layers: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
+    window: int = 6  # tokens of a draft
+    vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    embeds_temperature: bool = True  # conditioned on the temperature
+    reads_uniforms: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
+    correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        require_sizes(self)
+        if self.embedding not in KINDS:
+            raise ValueError(f"a drafter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    def shape(self, target: Any) -> DrafterShape:
+        """The shape for a Hugging Face model. Errors: ValueError for layers or tokens that it does not have."""
+        check_hidden_state_layers(self.hidden_state_layers, target)
+        config = target.config.get_text_config()
+        heads, kv_heads = config.num_attention_heads, layer_sizes(config)[0][0]
+        return DrafterShape(
+            config.hidden_size, self.intermediate, self.hidden_state_layers, self.layers, heads, kv_heads,
+            self.window, self.embedding, self.embeds_temperature, self.reads_uniforms, correction=self.correction,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """A gated LoRA of the target, or of a student: another model, which drafts for the target."""
+
+    student: str = ""  # a model with the target's vocabulary; empty: the target itself
+    rank: int = 64
+    alpha: float | None = None  # default: the rank
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
+    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    embeds_temperature: bool = True  # conditioned on the temperature
+    form: UniformConditioning = "one-hot"
+    loss: Loss = "ce"
+    window: int = 16  # queries of a window; the first drafts nothing
+    inverse: bool = False  # uniforms of the adapter's own distributions, not of the target's (PTP, Alg. 3)
+    student_windows: float = 0.0  # share of the sampled windows whose tokens the adapter drafts (PTP, Alg. 2)
+    recompute: bool = False  # checkpoint activations: less memory, more time
+    autocast: bool = False  # compute in bfloat16
+
+    def __post_init__(self) -> None:
+        assert self.gating and self.distillation(1.0)  # they raise errors for their settings now
+        if self.window < 2:
+            raise ValueError("an adapter's window is 1, but a group's first query drafts nothing; take 2 or more")
+        if self.inverse and (self.form, self.loss) != ("categorical", "ce"):
+            raise ValueError("inverse training is for the form categorical and the loss ce; set form=categorical")
+        if not 0 <= self.student_windows <= 1:
+            raise ValueError(f"student_windows is {self.student_windows}, but is a share, in [0, 1]")
+        if self.inverse and self.student_windows:
+            raise ValueError("inverse training learns given texts; leave student_windows out, or inverse")
+
+    @property
+    def gating(self) -> GatedLoraSettings:
+        alpha = float(self.rank) if self.alpha is None else self.alpha
+        return GatedLoraSettings(
+            self.rank, alpha, self.dropout, self.targets, self.embedding, self.embeds_temperature, self.window
+        )
+
+    def distillation(self, beta: float) -> DistillationSettings:
+        return DistillationSettings(self.form, self.loss, self.window, beta)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """The settings that can change the result; those of rare kinds only where they are given."""
+        given = {"inverse": self.inverse, "student_windows": self.student_windows}
+        return {name: value for name, value in asdict(self).items() if given.get(name, True)}
+
+
+class DrafterObjective(CachedStateObjective):
+    """A drafter that reads the target's hidden states."""
+
+    method, settings_type, task = "ptp", DrafterSettings, DrafterTrainingTask
+
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.settings.reads_uniforms and recipe.coupling == "gumbel":
+            raise ValueError(
+                "the coupling gumbel has no uniforms to condition queries on; set reads_uniforms=false, or"
+                " coupling=probability or token-order"
+            )
+
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        reads_uniforms = recipe.settings.reads_uniforms and not recipe.data.distillation_weight
+        return "" if reads_uniforms else "set reads_uniforms=true and distillation_weight=0, or leave them out"
+
+
+class AdapterObjective(Objective):
+    """A gated adapter of the target or of a student (PTP), trained on texts and their uniform intervals."""
+
+    method, settings_type = "ptp", AdapterSettings
+    data_folder = "edges"
+    unused_window_keys = frozenset({"distillation_weight"})
+    unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
+
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        super().validate(recipe, window_keys)
+        if recipe.coupling == "gumbel" and recipe.settings.form != "independent":
+            raise ValueError(
+                f"the coupling gumbel has no uniforms for the form {recipe.settings.form}; set form=independent"
+            )
+        if recipe.settings.inverse and recipe.settings.student:
+            raise ValueError("inverse training has no teacher; leave student out, and train that model by --model")
+
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        return "" if recipe.settings.form == "one-hot" else "set form=one-hot, or leave them out"
+
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        return ""
+
+    def student_name(self, recipe: Recipe) -> str:
+        return recipe.settings.student
+
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
+        settings, model, name = inputs.recipe.settings, inputs.network.model, inputs.model_name
+        if inputs.student is not None:
+            model, name = inputs.student, settings.student
+        load_initial_adapter(folder, model, name, settings.gating)
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        recipe = inputs.recipe
+        return collect_uniform_intervals(
+            inputs.network.model, inputs.samples, inputs.work_folder / self.data_folder, recipe.temperatures,
+            recipe.data.max_length, recipe.coupling, recipe.truncation, inputs.processes, inputs.sharded,
+        )  # fmt: skip
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        settings, windows = inputs.recipe.settings, inputs.recipe.data
+        model, name, teacher = inputs.network.model, inputs.model_name, None
+        if inputs.student is not None:
+            model, name, teacher = inputs.student, settings.student, model
+        return AdapterTrainingTask(
+            model, load_uniform_intervals(inputs.work_folder / self.data_folder), settings.gating,
+            settings.distillation(windows.uniform_beta), windows, name, settings.recompute, settings.autocast, teacher,
+            inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
+        )  # fmt: skip
+
+
+OBJECTIVES = {"drafter": DrafterObjective(), "adapter": AdapterObjective()}

@@ -1,0 +1,255 @@
+"""Read and write DFlash drafters in the two formats in which they are published.
+
+The format `speculators` is that of the library of this name, which vLLM reads: the layers' settings in a table of their
+own, `aux_hidden_state_layer_ids`, and perhaps a cut vocabulary, with its rows of the output layer. The format `flat` is
+that of the authors (z-lab), which SGLang reads, too: the layers' settings at the top level, and a table `dflash_config`
+whose `target_layer_ids` are one less, since they count from the first layer's output. Weights have the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from saltus.kernels import native
+from saltus.kernels.packed_weight import select_rows
+from saltus.loading.huge_pages import place_in_huge_pages
+from saltus.loading.metadata import METADATA_FILE, read_metadata
+from saltus.loading.model_folders import MASK_FILE
+from saltus.methods.published.dflash import DFLASH, DFlashModel, DFlashShape
+from saltus.methods.shared.drafter_files import check_weight_sizes, embeddings_of, read_drafter_files, with_weights
+from saltus.methods.shared.published_files import (
+    CONFIG_FILE,
+    check_sizes,
+    check_weights,
+    drafted_tokens,
+    is_same,
+    place_like,
+    read_config,
+    read_weights,
+    take_own_matrices,
+)
+from saltus.models.packed_decoder import check_layer_count
+
+DFlashFormat = Literal["speculators", "flat"]
+FORMATS: tuple[DFlashFormat, ...] = get_args(DFlashFormat)
+WEIGHTS_FILE = "model.safetensors"
+LAYERS_PREFIX = "decoder.model."  # of the module's names, which published ones lack
+QWEN3_DEFAULTS = {  # of Transformers' Qwen3Config: the format `speculators` leaves them out
+    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def is_dflash_folder(folder: Path) -> bool:
+    """True for a folder with a DFlash drafter, published or trained by Saltus."""
+    if (folder / METADATA_FILE).exists():
+        return read_metadata(folder, "drafter").settings.get("network") == DFLASH
+    config = read_config(folder)
+    return config.get("speculators_model_type") == DFLASH or "dflash_config" in config
+
+
+def load_dflash(folder: Path, target: Any, target_name: str, trainable: bool = False) -> DFlashModel:
+    """A drafter for this target (a Hugging Face model), in its dtype; see `methods.ptp.files.load_drafter`.
+
+    Errors: ValueError of one line.
+    """
+    trainable = trainable or native.kernel("linear", target.dtype, target.device) is None
+    load = _load_trained if (folder / METADATA_FILE).exists() else _load_published
+    model = load(folder, target, target_name, trainable)
+    place_in_huge_pages(model.own_modules())
+    return model
+
+
+def _load_trained(folder: Path, target: Any, target_name: str, trainable: bool) -> DFlashModel:
+    """A drafter that Saltus trained."""
+    settings, weights = read_drafter_files("drafter", folder, target, target_name)
+    shape = DFlashShape(**{**settings, "hidden_state_layers": tuple(settings["hidden_state_layers"])})
+    check_layer_count(shape.layers, weights)
+    make = partial(DFlashModel, shape, weights.pop("tokens").long(), *embeddings_of(target))
+    check_weight_sizes(lambda: make(False), weights, folder)
+    return with_weights("drafter", make(trainable), weights, folder, target)
+
+
+def _load_published(folder: Path, target: Any, target_name: str, trainable: bool) -> DFlashModel:
+    """A published drafter.
+
+    The folder does not identify its target by its weights; for another one of these sizes it drafts badly and changes
+    no text.
+    """
+    config, weights = read_config(folder), read_weights(folder)
+    embeddings, unembedding = embeddings_of(target)
+    shape = _read_shape(config, folder)
+    check_layer_count(shape.layers, weights)
+    check_sizes(folder, shape.hidden, config.get("target_hidden_size"), shape.hidden_state_layers, target, target_name)
+    if type(shape.mask_token) is not int or not 0 <= shape.mask_token < len(embeddings):
+        raise ValueError(
+            f"the drafter in {folder} has the mask token {shape.mask_token}, and {target_name} has"
+            f" {len(embeddings):,} tokens; take the model that it was trained for"
+        )
+    tokens, order = drafted_tokens(folder, weights, len(unembedding))
+    own_embeddings, own_head = take_own_matrices(folder, weights, shape.hidden, len(embeddings), len(tokens))
+    if own_embeddings is not None and not is_same(own_embeddings, embeddings):
+        embeddings = own_embeddings.to(target.device, target.dtype)
+    model = DFlashModel(shape, tokens.to(target.device), embeddings, unembedding, trainable)
+    if own_head is not None and not is_same(own_head[order], model.lm_head.weight):
+        model.decoder.lm_head.weight = nn.Parameter(own_head[order].to(target.device), requires_grad=False)
+    mask = _read_mask(folder)
+    if mask is not None:
+        model.mask = mask.to(target.device)
+    return place_like(_with_weights(model, weights, folder), target).eval()
+
+
+def save_dflash(model: DFlashModel, format_name: DFlashFormat, folder: Path, target: Any, target_name: str) -> None:
+    """Write a drafter in a published format; the tokens' correction is left out. Errors: ValueError.
+
+    The target, a Hugging Face model, gives its sizes, and the rows of its output layer for a cut vocabulary.
+    """
+    unembedding, shape = target.get_output_embeddings().weight.detach(), model.shape
+    cut = len(model.tokens) < len(unembedding)
+    if cut and format_name == "flat":
+        raise ValueError(
+            f"the format flat has the target's whole vocabulary, but the drafter has {len(model.tokens):,} of"
+            f" {len(unembedding):,} tokens; train it with --set vocabulary=0, or take --to speculators"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name.removeprefix(LAYERS_PREFIX): weight.detach().to(torch.bfloat16).contiguous()
+        for name, weight in model.saved_weights().items()
+        if not name.startswith(("correction.", "decoder.lm_head.", "decoder.model.embed_tokens."))
+    }
+    if cut:
+        tokens = model.tokens.cpu()
+        drafted = torch.zeros(len(unembedding), dtype=torch.bool)
+        drafted[tokens] = True
+        weights |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
+        weights["lm_head.weight"] = select_rows(unembedding, model.tokens).cpu().contiguous()
+    save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+    config = _speculators_config if format_name == "speculators" else _flat_config
+    made = config(shape, len(model.tokens), target, target_name)
+    (folder / CONFIG_FILE).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+
+
+def _layer_config(shape: DFlashShape, target: Any) -> dict[str, Any]:
+    config = target.config.get_text_config()
+    return {
+        "model_type": "qwen3", **shape.decoder_config, "rope_theta": shape.rope_theta, "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings, "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * shape.layers, "use_sliding_window": False, "sliding_window": None,
+        "max_window_layers": shape.layers, "initializer_range": 0.02, "use_cache": True, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def _speculators_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
+    """vLLM attends within a block in both directions only with `sliding_window_non_causal`, also in full layers."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": DFLASH,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": DFLASH,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy", "speculative_tokens": shape.window,
+                    "accept_tolerance": 0.0, "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"name_or_path": target_name, "architectures": list(target.config.architectures or ())},
+        },
+        "transformer_layer_config": _layer_config(shape, target),
+        "draft_vocab_size": vocabulary,
+        "block_size": shape.window + 1,
+        "target_hidden_size": shape.hidden,
+        "aux_hidden_state_layer_ids": list(shape.hidden_state_layers),
+        "mask_token_id": shape.mask_token,
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def _flat_config(shape: DFlashShape, vocabulary: int, target: Any, target_name: str) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_layer_config(shape, target),
+        "block_size": shape.window + 1,
+        "num_target_layers": target.config.get_text_config().num_hidden_layers,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token,
+            "target_layer_ids": [layer - 1 for layer in shape.hidden_state_layers],
+        },
+    }
+
+
+def _read_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
+    """The sizes of either format. Errors: ValueError for a missing key, or for what these drafters do not compute."""
+    flat = config.get("dflash_config") or {}
+    layers = QWEN3_DEFAULTS | dict(config.get("transformer_layer_config", config))
+    rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
+    _check_supported(config, layers, rope, folder)
+    try:
+        if "dflash_config" in config:
+            read, block = [layer + 1 for layer in flat["target_layer_ids"]], config.get("block_size")
+            mask_token, block = flat["mask_token_id"], flat["block_size"] if block is None else block
+        else:
+            read, mask_token = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
+            block = config["block_size"]
+    except KeyError as error:
+        raise ValueError(f"{folder / CONFIG_FILE} lacks {error}; fetch the drafter again") from None
+    return DFlashShape(
+        layers["hidden_size"], layers["intermediate_size"], tuple(read), mask_token, layers["num_hidden_layers"],
+        layers["num_attention_heads"], layers["num_key_value_heads"], layers["head_dim"], block - 1,
+        float(rope.get("rope_theta", layers["rope_theta"])), layers["rms_norm_eps"],
+    )  # fmt: skip
+
+
+def _check_supported(
+    config: Mapping[str, Any], layers: Mapping[str, Any], rope: Mapping[str, Any], folder: Path
+) -> None:
+    flat = config.get("dflash_config") or {}
+    kinds = set(layers.get("layer_types") or ["full_attention"]) | ({"sliding"} if flat.get("use_swa") else set())
+    odd = {
+        "attention other than over the whole context": kinds != {"full_attention"},
+        "biases of attention": layers.get("attention_bias"),
+        f"rotary embeddings of the type {rope.get('rope_type', rope.get('type'))}": (
+            rope.get("rope_type", rope.get("type", "default")) != "default"
+        ),
+        f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
+        "causal blocks": layers.get("is_causal") or flat.get("causal"),
+        "a prediction by the last token's row": config.get("sample_from_anchor") or flat.get("sample_from_anchor"),
+        "scaled logits": config.get("logit_scale", 1.0) != 1.0,
+        "attention sinks": flat.get("attention_sink_bias") or config.get("add_swa_attention_sink_bias"),
+        "scaled values": flat.get("attention_value_scale"),
+        "no hidden states of the target": not flat.get("use_aux_hidden_state", True),
+    }
+    for what, is_there in odd.items():
+        if is_there:
+            raise ValueError(
+                f"{folder} is a DFlash drafter with {what}, which Saltus does not support; take another one"
+            )
+
+
+def _read_mask(folder: Path) -> Tensor | None:
+    if not (folder / MASK_FILE).is_file():
+        return None
+    state = torch.load(folder / MASK_FILE, map_location="cpu", weights_only=True)
+    return (state["embedding"] if isinstance(state, dict) else state).flatten()
+
+
+def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
+    names = {name.removeprefix(LAYERS_PREFIX): name for name in model.state_dict()}
+    names = {name: own for name, own in names.items() if "embed_tokens" not in name and "lm_head" not in name}
+    needed = {name: model.state_dict()[own] for name, own in names.items()}
+    check_weights(folder, weights, needed, "a DFlash drafter of Qwen3 layers")
+    placed = {names[name]: weight.to(model.mask.device) for name, weight in weights.items()}
+    model.load_state_dict(placed, strict=False, assign=True)
+    return model

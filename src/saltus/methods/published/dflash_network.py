@@ -1,0 +1,132 @@
+"""Run a DFlash drafter over texts: new context positions become keys and values, then the block of each text runs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
+from saltus.methods.published.dflash import DFlashModel
+from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
+from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
+from saltus.methods.shared.timed_outputs import timed_outputs
+from saltus.models.cpu.torch_decoder import normed, rotated
+
+UNREAD_STATES = 1024  # hidden states that are read at once; a context position costs little
+
+
+@dataclass
+class DFlashNetwork:
+    """A DFlash drafter as a network; its inputs carry the target's hidden states of the newly decided tokens.
+
+    A block always has all masks of training, since its rows see each other; those that were not asked for are dropped.
+    """
+
+    model: DFlashModel
+    target: Any  # the network whose hidden states it reads
+    max_unread: int = UNREAD_STATES
+
+    def __post_init__(self) -> None:
+        self.device = self.model.tokens.device
+        self.context_layers = ContextLayers(self.model.decoder)
+        self.predictor = QueryPredictor(self.model)
+
+    def new_kv_cache(self) -> ContextKVCache:
+        return ContextKVCache()
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        """Logits over the drafted tokens: of the last token's row, and of each query.
+
+        Queries beyond the window of training get no logits.
+        """
+        return timed_outputs(lambda: self._forward(batch, kv_caches), self.device)
+
+    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
+        pairs, layers = list(zip(batch, kv_caches, strict=True)), self.target.hidden_state_layers
+        states = [
+            unread_states(inputs, kv_cache, layers, self.model.shape.hidden_state_layers) for inputs, kv_cache in pairs
+        ]
+        lengths = [len(inputs.canvas.decided_prefix) - kv_cache.first_position for inputs, kv_cache in pairs]
+        self._write_context(states, kv_caches, lengths)
+        last_tokens = torch.tensor([int(inputs.canvas.decided_prefix[-1]) for inputs in batch], device=self.device)
+        blocks = self.model.block_inputs(last_tokens)
+        texts = [
+            ContextRows(block, kv_cache, length, len(block), causal=False)
+            for block, kv_cache, length in zip(blocks, kv_caches, lengths, strict=True)
+        ]
+        num_rows, outputs = sum(map(len, states)) + blocks.shape[0] * blocks.shape[1], []
+        found = self.context_layers.run_together(texts)
+        for (inputs, kv_cache), read, (logits, hidden) in zip(pairs, states, found, strict=True):
+            kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
+            rows = 1 + min(len(inputs.uniforms), self.model.shape.window)
+            predictions = self.predictor(logits[1:rows], hidden[1:rows])
+            outputs.append(
+                ForwardOutputs(
+                    logits[:rows], hidden[:rows], 0.0, len(read), num_rows, self.model.tokens, predictions
+                )
+            )  # fmt: skip
+        return outputs
+
+    def _write_context(
+        self, states: Sequence[Tensor], kv_caches: Sequence[ContextKVCache], lengths: Sequence[int]
+    ) -> None:
+        """Write the keys and values of new context positions, the last ones of each cache, for every layer."""
+        counts = [len(each) for each in states]
+        positions = np.concatenate(
+            [np.arange(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+        )
+        with BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
+            fused = rows_linear(self.model.fc, torch.cat(list(states)).to(self.model.fc.weight.dtype))
+            context = self._hidden_norm(fused)
+            places = torch.from_numpy(positions).to(self.device)
+            angles = self.model.decoder.model.rotary_emb(context[None], position_ids=places[None])
+            cos, sin = (each[0].contiguous().to(self.device) for each in angles)
+            written = [self._keys_and_values(layer, context, cos, sin) for layer in self.model.decoder.model.layers]
+        start, window = 0, self.model.shape.window
+        for kv_cache, count, length in zip(kv_caches, counts, lengths, strict=True):
+            rows, cache = slice(start, start + count), kv_cache.kv_cache
+            start += count
+            cache.reserve(len(written), length + 1 + window, *(each[rows].transpose(0, 1) for each in written[0]))
+            assert cache.keys is not None and cache.values is not None
+            for number, (keys, values) in enumerate(written):
+                cache.keys[number, :, length - count : length] = keys[rows].transpose(0, 1)
+                cache.values[number, :, length - count : length] = values[rows].transpose(0, 1)
+
+    def _hidden_norm(self, x: Tensor) -> Tensor:
+        norm, kernel = self.model.hidden_norm, native.kernel("norm", x.dtype, self.device)
+        if kernel is None:
+            return normed(norm, x)
+        out = torch.empty_like(x)
+        struct = native.Norm(x=x.data_ptr(), weight=norm.weight.data_ptr(), out=out.data_ptr())
+        struct.rows, struct.size, struct.epsilon = *x.shape, norm.variance_epsilon
+        kernel(ctypes.byref(struct))
+        return out
+
+    def _keys_and_values(self, layer: Any, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, kv_heads, head_dim] each; keys are normalised and rotated."""
+        attention, size = layer.self_attn, self.model.shape.head_dim
+        keys, values = (
+            linear(context, [attention.k_proj.weight, attention.v_proj.weight], [None, None])
+            if self.device.type == "cpu"
+            else (attention.k_proj(context), attention.v_proj(context))
+        )
+        keys, values = keys.unflatten(-1, (-1, size)), values.unflatten(-1, (-1, size))
+        norm, kernel = attention.k_norm, native.kernel("rotate", keys.dtype, self.device)
+        if kernel is None:
+            return rotated(normed(norm, keys), cos[:, None], sin[:, None]), values
+        struct = native.Rotary(
+            x=keys.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), norm=norm.weight.data_ptr(),
+            rows=len(keys), heads=keys.shape[1], dim=size, epsilon=norm.variance_epsilon,
+        )  # fmt: skip
+        kernel(ctypes.byref(struct))
+        return keys, values

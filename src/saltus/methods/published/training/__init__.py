@@ -1,0 +1,1 @@
+"""Training of drafters of the DFlash architecture."""

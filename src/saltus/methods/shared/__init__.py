@@ -1,0 +1,1 @@
+"""What drafters of several methods share: draft trees, drafters on hidden states, their layers and files."""

@@ -1,0 +1,221 @@
+"""Run a few layers over context positions, made of the target's hidden states before each token; each runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from saltus.core.forward import ForwardInputs
+from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.models.cpu import attention
+from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.models.packed_decoder import PackedDecoder
+
+MAX_ROWS_PER_CALL = 256  # of one pass
+
+
+@dataclass
+class ContextKVCache:
+    """Keys and values of one text's context positions: the decided tokens from `first_position` on."""
+
+    new_kv_cache: Callable[[], Any] = KVCache
+    first_position: int = 0
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    kv_cache: Any = field(init=False)  # a KVCache, or pages on a GPU
+
+    def __post_init__(self) -> None:
+        self.kv_cache = self.new_kv_cache()
+
+    def reuse_prefix(self, tokens: np.ndarray, first_given_position: int) -> int:
+        """The position up to which the cache is reused, given new hidden states from `first_given_position` on.
+
+        At least one position is recomputed. Where positions in between are missing, the cache starts anew.
+        """
+        known = self.tokens[: max(len(tokens) - self.first_position, 0)]
+        differs = np.flatnonzero(known != tokens[self.first_position : self.first_position + len(known)])
+        shared = self.first_position + (int(differs[0]) if len(differs) else len(known))
+        past = min(shared, len(tokens) - 1)
+        if past < first_given_position:
+            self.first_position, self.kv_cache, past = first_given_position, self.new_kv_cache(), first_given_position
+        return past
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.kv_cache.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.kv_cache.values
+
+
+def select_hidden_states(
+    hidden_states: Float[Tensor, "*slots given"], layers: Sequence[int], selected: Sequence[int | None]
+) -> Float[Tensor, "*slots selected"]:
+    """The states after the `selected` layers (None: the last), of states after each of `layers` and the last."""
+    places = [len(layers) if layer is None else list(layers).index(layer) for layer in selected]
+    if places == list(range(len(layers) + 1)):
+        return hidden_states
+    return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
+
+
+def unread_states(
+    inputs: ForwardInputs, kv_cache: ContextKVCache, layers: Sequence[int], selected: Sequence[int | None]
+) -> Float[Tensor, "context states"]:
+    """The `selected` hidden states before the last decided tokens: of those whose context is not in the cache."""
+    assert inputs.hidden_states is not None
+    begin = len(inputs.canvas.decided_prefix) - len(inputs.hidden_states)  # of the given hidden states
+    past = kv_cache.reuse_prefix(inputs.canvas.decided_prefix, begin)
+    return select_hidden_states(inputs.hidden_states[past - begin :], layers, selected)
+
+
+@dataclass(frozen=True)
+class ContextRows:
+    """The rows of one text in a pass, after the `past_length` rows in its cache."""
+
+    inputs: Float[Tensor, "rows hidden"]
+    kv_cache: ContextKVCache
+    past_length: int
+    num_outputs: int  # of the last rows
+    causal: bool = True  # False: all rows see each other, and they are few enough for one pass
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.inputs)
+
+    def split(self, count: int) -> tuple[ContextRows, ContextRows]:
+        """The first rows, of which one has an output, and the others."""
+        first = replace(self, inputs=self.inputs[:count], num_outputs=1)
+        return first, replace(self, inputs=self.inputs[count:], past_length=self.past_length + count)
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The rows of one text in a drafter's pass, before they are made: new context positions, then queries."""
+
+    states: Float[Tensor, "context states"]  # of the target before each new token
+    tokens: Int[np.ndarray, "context"]  # int64
+    queries: Float[Tensor, "queries hidden"]  # added to the last context input
+    kv_cache: ContextKVCache
+    past_length: int
+    causal: ClassVar[bool] = True
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.states) + len(self.queries)
+
+    @property
+    def num_outputs(self) -> int:
+        """The last context position and the queries."""
+        return 1 + len(self.queries)
+
+    def split(self, count: int) -> tuple[DraftRows, DraftRows]:
+        """The first context positions, without queries, and the others."""
+        first = replace(self, states=self.states[:count], tokens=self.tokens[:count], queries=self.queries[:0])
+        past = self.past_length + count
+        return first, replace(self, states=self.states[count:], tokens=self.tokens[count:], past_length=past)
+
+
+Rows = TypeVar("Rows", ContextRows, DraftRows)
+
+
+class ContextLayers:
+    """The layers of a causal model over given embeddings: by compiled kernels where possible, else by Transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+        self.num_layers = model.config.num_hidden_layers
+        if not isinstance(model, PackedDecoder):
+            attention.install_attention(model)
+        self.native_decoder = NativeDecoder(model, MAX_ROWS_PER_CALL) if supports_native_decoder(model) else None
+
+    def __call__(
+        self,
+        inputs: Float[Tensor, "rows hidden"],
+        kv_cache: ContextKVCache,
+        past_length: int,
+        num_outputs: int,
+        output_logits: bool = True,
+    ) -> tuple[Float[Tensor, "*logits"], Float[Tensor, "outputs hidden"]]:
+        """Run rows after the `past_length` rows in the cache; logits and last hidden states of the last `num_outputs`.
+
+        Rows before these may run in several calls. Without `output_logits` the logits are empty.
+        """
+        rows = ContextRows(inputs, kv_cache, past_length, num_outputs)
+        (found,) = run_in_passes([rows], partial(self._forward, output_logits=output_logits), self._run_without_logits)
+        return found
+
+    def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
+        """The same for several texts, in few passes of limited rows. A row rounds as if it were alone."""
+        return run_in_passes(texts, self._forward, self._run_without_logits)
+
+    def _run_without_logits(self, texts: Sequence[ContextRows]) -> None:
+        self._forward(texts, output_logits=False)
+
+    def _forward(self, texts: Sequence[ContextRows], output_logits: bool = True) -> list[tuple[Tensor, Tensor]]:
+        positions, call, kept = plan_pass(texts, self.num_layers)
+        inputs, keep = torch.cat([text.inputs for text in texts]), kept.to(self.device)
+        logits, states = self._evaluate(inputs, positions.to(self.device), call, keep, output_logits)
+        counts = [text.num_outputs for text in texts]
+        by_text = logits.split(counts) if output_logits else [logits] * len(texts)
+        return list(zip(by_text, states.split(counts), strict=True))
+
+    def _evaluate(
+        self, inputs: Tensor, positions: Tensor, call: AttentionCall, keep: Tensor, output_logits: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.native_decoder is not None:
+            return self.native_decoder(inputs, positions, call, keep, output_logits=output_logits)
+        with attention.attention_context(call), BatchInvariantMode() if self.device.type == "cpu" else nullcontext():
+            states = self.model.model(inputs_embeds=inputs[None], position_ids=positions[None], use_cache=False)
+            states = states.last_hidden_state[0, keep]
+            return self.model.lm_head(states) if output_logits else states.new_empty(0), states
+
+
+def run_in_passes(
+    texts: Sequence[Rows], run: Callable[[Sequence[Rows]], list[Any]], run_first: Callable[[Sequence[Rows]], Any]
+) -> list[Any]:
+    """`run` on groups of as many texts as a pass can hold; one result for each text.
+
+    Where a pass cannot hold one text, its first rows go through `run_first`.
+    """
+    found: list[Any] = []
+    waiting: list[Rows] = []
+    for text in texts:
+        assert text.num_outputs < MAX_ROWS_PER_CALL and (text.causal or text.num_rows <= MAX_ROWS_PER_CALL)
+        while text.num_rows > MAX_ROWS_PER_CALL:
+            first, text = text.split(min(MAX_ROWS_PER_CALL, text.num_rows - text.num_outputs))
+            run_first([first])
+        if waiting and sum(each.num_rows for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
+            found += run(waiting)
+            waiting = []
+        waiting.append(text)
+    return found + (run(waiting) if waiting else [])
+
+
+def plan_pass(
+    texts: Sequence[Rows], num_layers: int
+) -> tuple[Int[Tensor, "rows"], AttentionCall, Int[Tensor, "outputs"]]:
+    """Of one pass over texts: the positions of all rows, what they see, and the numbers of those with outputs."""
+    positions = [np.arange(text.num_rows) + text.past_length for text in texts]
+    rows = [
+        SequenceRows(text.kv_cache.kv_cache, text.past_length, own, _tree_mask(text))
+        for text, own in zip(texts, positions, strict=True)
+    ]
+    counts, ends = [text.num_outputs for text in texts], accumulate(text.num_rows for text in texts)
+    outputs = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    return torch.from_numpy(np.concatenate(positions)), AttentionCall(rows, num_layers), torch.from_numpy(outputs)
+
+
+def _tree_mask(text: ContextRows | DraftRows) -> np.ndarray:
+    rows = text.num_rows
+    return np.tri(rows, dtype=np.uint8) if text.causal else np.ones((rows, rows), dtype=np.uint8)

@@ -1,0 +1,228 @@
+"""Turn the predictions of one draft call into branches: the likeliest paths, each token given those before it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from saltus.core.coupling import PARALLEL_ERROR, draft_tokens, favoured, largest
+from saltus.core.forward import ForwardOutputs
+from saltus.core.noise import Noise
+from saltus.core.sampling import Sampling, float_row, token_distribution
+from saltus.core.tree import Branch
+from saltus.methods.shared.token_correction import TokenCorrection
+
+MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
+MAX_NODES = 12  # nodes of the branches, at most
+MAX_GAP = 8.0  # a token whose logit is further below the largest one is no candidate
+MAX_CANDIDATES = 64  # of a position
+
+
+@dataclass(frozen=True, eq=False)
+class LikelyTokens:
+    """The likely tokens of one position, without the corrections. Empty where a logit is not a number."""
+
+    columns: Int[np.ndarray, "likely"]  # of the logits, ascending
+    logits: Float[np.ndarray, "likely"]  # relative to the greatest
+    rest: float  # Σ exp of the logits of all other tokens
+
+
+def likely_tokens(row: Float[np.ndarray, "vocab"]) -> LikelyTokens:
+    """The tokens less than MAX_GAP below the greatest logit, at most MAX_CANDIDATES."""
+    greatest = row.max()
+    if not np.isfinite(greatest):
+        return LikelyTokens(np.empty(0, dtype=np.int64), row[:0], 0.0)
+    logits = row - greatest
+    columns = np.flatnonzero(logits > -MAX_GAP)
+    return most_likely(columns, logits[columns], float(np.exp(logits).sum(dtype=np.float64)))
+
+
+def most_likely(columns: np.ndarray, logits: np.ndarray, total: float) -> LikelyTokens:
+    """At most MAX_CANDIDATES of tokens with these logits, of equal ones the first; `total` is Σ exp of all logits."""
+    if len(columns) > MAX_CANDIDATES:
+        kept = np.sort(np.argsort(-logits, kind="stable")[:MAX_CANDIDATES])
+        columns, logits = columns[kept], logits[kept]
+    return LikelyTokens(columns, logits, max(total - float(np.exp(logits).sum(dtype=np.float64)), 0.0))
+
+
+@dataclass(eq=False)
+class PositionPredictions:
+    """The distributions that one draft call predicts for the next positions.
+
+    With a correction the distribution of a position depends on the two tokens before it. It is then exact for the
+    likely tokens of the position; the others keep their uncorrected logits.
+    """
+
+    positions: Sequence[LikelyTokens]
+    token_ids: Int[np.ndarray, "vocab"] | None = None  # the ids of the columns; None: 0, 1, …
+    correction: TokenCorrection | None = None
+    position_inputs: Sequence[np.ndarray] | np.ndarray = ()  # of the correction
+    reads_uniforms: bool = True  # False: computed without uniforms, so these are distributions at temperature 1
+    grow: GrowPaths | None = None
+    _candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.positions)
+
+    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """See DraftPredictions; empty for logits that are not finite."""
+        likely = self.positions[position]
+        if position not in self._candidates:
+            ids = likely.columns if self.token_ids is None else self.token_ids[likely.columns]
+            right = self.correction.right[likely.columns] if self.correction is not None else likely.logits
+            self._candidates[position] = ids, right
+        ids, right = self._candidates[position]
+        logits = likely.logits
+        if self.correction is not None and len(ids) and path:
+            second_left = path[-2] if len(path) > 1 else None
+            sharpness, vector = self.correction.vector(self.position_inputs[position], path[-1], second_left)
+            logits = logits * sharpness + right @ vector
+            if not np.isfinite(logits).all():
+                return ids[:0], logits[:0], 0.0
+        return ids, logits, likely.rest
+
+
+@runtime_checkable
+class DraftPredictions(Protocol):
+    """What one draft call predicts for the next positions: distributions that may depend on the tokens before."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def grow(self) -> GrowPaths | None:
+        """A faster way to grow the likeliest paths, where there is one."""
+        ...
+
+    def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
+        """The likely tokens of a position after the tokens of `path`: ids, logits, and the weight Σ exp of all others.
+
+        `path` ends with the token before the position, and holds at least the two tokens before it where they exist.
+        """
+        ...
+
+
+def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
+    """What the queries of a draft call predict, as their network says or else by their logits."""
+    if isinstance(outputs.drafter_data, PositionPredictions):
+        return outputs.drafter_data
+    ids = outputs.token_ids
+    likely = [likely_tokens(row) for row in float_row(outputs.logits[1:])]
+    return PositionPredictions(likely, None if ids is None else ids.cpu().numpy())
+
+
+Chooser = Callable[[DraftPredictions, int, Sequence[int]], list[tuple[int, float]]]
+"""Tokens to offer at a position (0: the first one) after a path, with their acceptance probabilities, best first."""
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """A chooser: the `top_k` likeliest tokens, with their probabilities at this temperature."""
+
+    top_k: int
+    temperature: float = 1.0
+
+    def __call__(self, predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        ids, logits, rest = predictions.candidates(position, path)
+        if not len(ids):
+            return []
+        found = largest(logits, self.top_k)
+        top = logits[found[0]]
+        weights = np.exp((logits - top) / self.temperature)
+        total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
+        return list(zip(ids[found].tolist(), (weights[found] / total).tolist(), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Coupled:
+    """A chooser: the `top_k` tokens that the text's own random numbers favour at each of `positions`.
+
+    Penalties and bans, which need the whole text, are left out.
+    """
+
+    top_k: int
+    sampling: Sampling
+    noise: Noise
+    positions: np.ndarray
+    _log_noise: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)  # ids and theirs
+
+    @property
+    def is_race(self) -> bool:
+        """True if the tokens are those of the greatest log P + G among all tokens."""
+        return self.sampling.coupling == "gumbel" and not self.sampling.truncates
+
+    def __call__(self, predictions: DraftPredictions, position: int, path: Sequence[int]) -> list[tuple[int, float]]:
+        ids, logits, _ = predictions.candidates(position, path)
+        if not len(ids):
+            return []
+        if not self.is_race:
+            kept = ("temperature", "top_k", "top_p", "min_p", "coupling")
+            sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
+            found = token_distribution(torch.from_numpy(logits), sampling)
+            found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
+            return draft_tokens(found, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
+        known_ids, log_noise = self._log_noise.get(position, (None, ids))
+        if known_ids is not ids:
+            numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)
+            log_noise = np.log(numbers.exponentials(ids))
+            self._log_noise[position] = ids, log_noise
+        values = logits / self.sampling.temperature - log_noise
+        return favoured(ids, values, self.top_k, PARALLEL_ERROR)
+
+
+PathNode = tuple[int, int, float]
+"""A node of a draft tree: its parent, −1 for none; its token; its probability if its parent is accepted."""
+
+GrowPaths = Callable[[Sequence[int], Chooser], Sequence[PathNode] | None]
+"""`grown_nodes` for the last two tokens of a text; None if it does not know the chooser."""
+
+
+def likely_paths(predictions: DraftPredictions, text: Sequence[int], choose: Chooser, source: str) -> list[Branch]:
+    """Branches of the likeliest paths, grown best first.
+
+    `text` holds the last two decided tokens, or fewer in a shorter text.
+    """
+    nodes = None if predictions.grow is None else predictions.grow(text[-2:], choose)
+    nodes = grown_nodes(predictions, text[-2:], choose) if nodes is None else nodes
+    parents, branches = {parent for parent, _, _ in nodes}, []
+    for leaf in range(len(nodes)):
+        if leaf in parents:
+            continue
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = nodes[node][0]
+        path.reverse()
+        branches.append(Branch([nodes[node][1] for node in path], [nodes[node][2] for node in path], source))
+    return branches
+
+
+def grown_nodes(predictions: DraftPredictions, text: Sequence[int], choose: Chooser) -> list[PathNode]:
+    """The nodes of the likeliest paths, the likeliest first."""
+    nodes: list[PathNode] = []
+    queue: list[tuple[float, int, int, int, float]] = []  # -probability, number, parent, token, chance
+    paths = [tuple(text)]  # the tokens before each node's children, from the text on
+
+    def expand(parent: int, reached: float, path: tuple[int, ...]) -> None:
+        depth = len(path) - len(text)
+        if depth < predictions.num_positions:
+            for token, chance in choose(predictions, depth, path):
+                if reached * chance >= MIN_PATH_PROBABILITY:
+                    heapq.heappush(queue, (-reached * chance, len(nodes) + len(queue), parent, token, chance))
+
+    expand(-1, 1.0, paths[0])
+    while queue and len(nodes) < MAX_NODES:
+        reached, _, parent, token, chance = heapq.heappop(queue)
+        nodes.append((parent, token, chance))
+        paths.append((*paths[parent + 1], token))
+        if len(nodes) < MAX_NODES:
+            expand(len(nodes) - 1, -reached, paths[-1])
+    return nodes

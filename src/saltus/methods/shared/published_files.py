@@ -1,0 +1,133 @@
+"""Read the folders in which others publish drafters: config.json and weights, without running code of the folder."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from saltus.kernels.packed_weight import select_rows
+from saltus.loading.fetching import first_line
+from saltus.loading.model_folders import weight_files
+
+CONFIG_FILE = "config.json"
+UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # for training, or implied by others
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings in config.json; none where there is no such file, or a damaged one."""
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder by name. Errors: ValueError where they are missing or damaged."""
+    files = weight_files(folder)
+    if not files:
+        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors); fetch the drafter again")
+    weights: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            pickled = file.suffix == ".bin"
+            weights |= torch.load(file, map_location="cpu", weights_only=True) if pickled else load_file(file)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        raise ValueError(f"{folder} is damaged ({first_line(error)}); fetch the drafter again") from None
+    return weights
+
+
+def take_own_matrices(
+    folder: Path, weights: dict[str, Tensor], hidden: int, vocabulary: int, num_drafted: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Take embeddings and output layer, where a folder has its own, out of its weights, and those that nothing needs.
+
+    Errors: ValueError for other sizes.
+    """
+    for name in UNUSED_WEIGHTS:
+        weights.pop(name, None)
+    rows = {"embed_tokens.weight": vocabulary, "lm_head.weight": num_drafted}
+    found = {name: weights.pop(name, None) for name in rows}
+    for name, weight in found.items():
+        if weight is not None and weight.shape != (rows[name], hidden):
+            sizes = tuple(weight.shape), (rows[name], hidden)
+            raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} for this model; take another one")
+    return found["embed_tokens.weight"], found["lm_head.weight"]
+
+
+def place_like(model: Any, target: Any) -> Any:
+    """A drafter's module in its target's dtype and on its device; rotary frequencies stay in float32."""
+    rotary = [(module, module.inv_freq) for module in model.modules() if hasattr(module, "inv_freq")]
+    model = model.to(target.device, target.dtype)
+    for module, frequencies in rotary:
+        module.inv_freq = frequencies.to(target.device)
+    return model
+
+
+def is_same(own: Tensor, of_target: Tensor) -> bool:
+    """True if a weight of the folder is the target's, so that it can be shared."""
+    if own.shape != of_target.shape:
+        return False
+    rows = torch.arange(len(own), device=of_target.device)
+    return torch.equal(own.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
+
+
+def check_sizes(
+    folder: Path,
+    hidden: int,
+    target_hidden: int | None,
+    hidden_state_layers: Sequence[int],
+    target: Any,
+    target_name: str,
+) -> None:
+    """Raise ValueError for a drafter of other sizes than the target's, or that reads layers which it does not have."""
+    config = target.config.get_text_config()
+    wrong = ""
+    if {hidden, target_hidden or hidden} != {config.hidden_size}:
+        wrong = f"states of {target_hidden or hidden} numbers, and {target_name} has {config.hidden_size}"
+    elif not 0 <= min(hidden_state_layers) <= max(hidden_state_layers) < config.num_hidden_layers:
+        wrong = f"states of layer {max(hidden_state_layers)}, and {target_name} has {config.num_hidden_layers}"
+    if wrong:
+        raise ValueError(f"the drafter in {folder} has {wrong}; take the model that it was trained for")
+
+
+def check_weights(folder: Path, weights: Mapping[str, Tensor], needed: Mapping[str, Tensor], kind: str) -> None:
+    """Raise ValueError unless a folder has just the weights that are needed for this kind, in their sizes."""
+    if odd := sorted(set(needed) ^ set(weights)):
+        what = "lacks" if odd[0] in needed else "has an unknown weight"
+        raise ValueError(f"{folder} {what} {odd[0]}; take {kind}")
+    for name, weight in sorted(needed.items()):
+        if weights[name].shape != weight.shape:
+            sizes = tuple(weights[name].shape), tuple(weight.shape)
+            raise ValueError(
+                f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} by its {CONFIG_FILE}; fetch it again"
+            )
+
+
+def drafted_tokens(folder: Path, weights: dict[str, Tensor], vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Takes `d2t` out of the weights: the ids of the drafted tokens, ascending, and the rows of their logits.
+
+    Errors: ValueError for a token beyond the vocabulary.
+    """
+    offsets = weights.pop("d2t", None)
+    tokens = torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets.long()
+    check_drafted_tokens(folder, tokens, vocabulary)
+    order = tokens.argsort()
+    return tokens[order], order
+
+
+def check_drafted_tokens(folder: Path, tokens: Tensor, vocabulary: int) -> None:
+    """Raise ValueError unless the target has all tokens that a drafter drafts."""
+    if len(wrong := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+        raise ValueError(
+            f"{folder} drafts token {int(wrong[0])}, and the target has {vocabulary:,}; take the model that it was"
+            " trained for"
+        )

@@ -1,0 +1,365 @@
+"""Evaluate trees of many texts in one call of a causal language model of Transformers, with a KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from saltus.core.canvas import Canvas
+from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, ForwardOutputs
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import BatchInvariantMode
+from saltus.models.cpu import attention
+from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.kv_cache import KVCache
+from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
+from saltus.models.cpu.torch_decoder import TorchDecoder
+from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
+from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
+from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
+from saltus.models.long_rope import LongRope, find_long_rope
+from saltus.models.packed_decoder import PackedDecoder
+from saltus.models.tree_mask import ancestor_mask
+
+log = logging.getLogger("saltus")
+
+MAX_ROWS_PER_CALL = 256  # limits the memory that a long prompt needs
+MAX_NODES = 512  # of a tree, its queries included; a tree is never split
+
+
+@dataclass
+class _Chunk:
+    """The rows that one text adds to a call: decided tokens, and in its last chunk the tree."""
+
+    sequence: int
+    tokens: list[int]
+    rows: SequenceRows
+    num_logits: int  # of its last rows
+    output_hidden_states: bool  # of all its rows
+    uniforms: tuple[float, ...] = ()  # of its last rows, which are queries
+    has_token: tuple[bool, ...] = ()  # of each query
+    temperature: float = 0.0
+
+
+@dataclass
+class CausalNetwork:
+    """A causal model of Transformers as a target network.
+
+    An attached adapter acts on the rows of query nodes and on no others. A row rounds alike in every call: on CUDA by
+    our kernels or by calls of fixed shapes, elsewhere by kernels. Without `batch_invariant` Transformers' own attention
+    is used.
+    """
+
+    model: Any
+    batch_invariant: bool = True
+    fixed_shape_settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
+    fixed_shapes: bool | None = None  # None: on CUDA; tests set it
+    hidden_state_layers: tuple[int, ...] = ()  # states after so many layers are returned too, before the last states
+    num_layers: int = field(init=False)
+    # faster than the model's own code, for models that it supports
+    native_decoder: NativeDecoder | TorchDecoder | None = field(init=False, default=None)
+    fixed_shape_runner: FixedShapeRunner | None = field(init=False, default=None)
+    adapter: Adapter | None = field(init=False, default=None)
+    long_rope: LongRope | None = field(init=False, default=None)
+    lock: threading.Lock = field(init=False, default_factory=threading.Lock)  # a model serves one call at a time
+    device: torch.device = field(init=False)  # `model.device` searches the parameters on every access
+
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        if not isinstance(self.model, PackedDecoder):
+            attention.install_attention(self.model)
+            if self.batch_invariant:  # experts as linear layers: grouped products round by their shapes
+                self.model.set_experts_implementation("eager")
+        fixed = self.device.type == "cuda" if self.fixed_shapes is None else self.fixed_shapes
+        fixed = fixed and self.batch_invariant
+        if fixed and (why := why_not_fixed_shapes(self.model)):
+            log.warning("%s: rounding depends on the shapes of calls, and texts may differ by that", why)
+            self.batch_invariant, fixed = False, False
+        self.model.eval()
+        self.long_rope = find_long_rope(self.model)
+        self.num_layers = self.model.config.get_text_config().num_hidden_layers
+        if fixed:
+            graphs = self.device.type == "cuda"
+            decoder = GPUDecoder(self.model) if supports_gpu_decoder(self.model) else None
+            self.fixed_shape_runner = FixedShapeRunner(
+                self._evaluate, self.num_layers, self.device, self.fixed_shape_settings, graphs, decoder,
+                self.hidden_state_layers,
+            )  # fmt: skip
+        elif self.batch_invariant and supports_native_decoder(self.model):
+            self.native_decoder = NativeDecoder(self.model, max(self.max_rows_per_call, 1 + MAX_NODES))
+
+    any_subset = False
+    accepts_drafters = True
+
+    @property
+    def compute_path(self) -> Literal["native", "fixed shapes", "transformers", "torch"]:
+        """See TargetNetwork."""
+        runner = self.fixed_shape_runner
+        if self.native_decoder is not None or (runner is not None and runner.active_decoder is not None):
+            return "native"
+        return "transformers" if self.fixed_shape_runner is None else "fixed shapes"
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """See TargetNetwork: in fixed shapes a tree and the last decided token are at most `max_tree_depth` deep."""
+        return None if self.fixed_shape_runner is None else self.fixed_shape_settings.max_tree_depth - 1
+
+    @property
+    def max_rows_per_call(self) -> int:
+        """The limit of rows in one call, unless a single tree has more."""
+        return MAX_ROWS_PER_CALL
+
+    @staticmethod
+    def context_tokens(canvas: Canvas) -> np.ndarray:
+        """The decided tokens in the order of the KV cache."""
+        return canvas.decided_prefix
+
+    def new_kv_cache(self) -> Any:
+        """An empty KV cache for one text."""
+        return KVCache() if self.fixed_shape_runner is None else self.fixed_shape_runner.new_kv_cache()
+
+    def attach_adapter(self, adapter: Adapter | None) -> None:
+        """Use this adapter, with its present weights, for query nodes. Errors: ValueError if it does not fit."""
+        if adapter is not None:
+            adapter.check_fits(self.model)
+        with self.lock:
+            self.adapter = adapter
+            if self.native_decoder is not None:
+                self.native_decoder.attach_adapter(adapter)
+            if self.fixed_shape_runner is not None:
+                self.fixed_shape_runner.attach_adapter(adapter)
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
+        """Evaluate each text on its own KV cache, in as few calls as the limit of rows or fixed shapes allow."""
+        if any(inputs.query_nodes for inputs in batch):
+            self._check_queries_supported()
+        with self.lock:
+            if self.long_rope is None:
+                return self._forward_together(batch, kv_caches)
+            return self._forward_by_angles(self.long_rope, batch, kv_caches)
+
+    def _forward_by_angles(
+        self, long_rope: LongRope, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]
+    ) -> list[ForwardOutputs]:
+        """Texts whose angles are those of short texts in calls of their own, then the others."""
+        outputs: dict[int, ForwardOutputs] = {}
+        kinds = [long_rope.is_long(len(inputs.canvas.tokens)) for inputs in batch]
+        for kind in sorted(set(kinds)):
+            own = [number for number, each in enumerate(kinds) if each == kind]
+            with long_rope.angles(kind):
+                found = self._forward_together([batch[number] for number in own], [kv_caches[number] for number in own])
+            outputs |= zip(own, found, strict=True)
+        return [outputs[number] for number in range(len(batch))]
+
+    def _forward_together(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
+        if self.fixed_shape_runner is None:
+            return self._forward(batch, kv_caches)
+        with native.kernel_threads_only() if self.device.type == "cpu" else torch.cuda.device(self.device):
+            return self.fixed_shape_runner.forward(batch, kv_caches)
+
+    def _check_queries_supported(self) -> None:
+        if self.adapter is None:
+            raise ValueError("query nodes need an adapter that was trained for this model; attach one")
+
+    def _forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[KVCache]) -> list[ForwardOutputs]:
+        started = time.perf_counter()
+        logits: list[Any] = [None] * len(batch)
+        states: list[list[Any]] = [[] for _ in batch]
+        read = [len(self.context_tokens(inputs.canvas)) for inputs in batch]
+        queues: list[list[_Chunk]] = []
+        for index, (inputs, kv_cache) in enumerate(zip(batch, kv_caches, strict=True)):
+            past = self._reuse_kv_cache(kv_cache, inputs)
+            read[index] -= past
+            queues.append(list(self._chunks(index, inputs, kv_cache, past)))
+        with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
+            while any(queues):
+                chunks, room = [], self.max_rows_per_call
+                for queue in queues:
+                    if queue and (not chunks or queue[0].rows.num_rows <= room):
+                        chunks.append(queue.pop(0))
+                        room -= chunks[-1].rows.num_rows
+                rows, hidden = self._run_model(chunks)
+                for chunk in chunks:
+                    if chunk.num_logits:
+                        logits[chunk.sequence], rows = rows[: chunk.num_logits], rows[chunk.num_logits :]
+                    if chunk.output_hidden_states:
+                        states[chunk.sequence].append(hidden[: chunk.rows.num_rows])
+                    hidden = hidden[chunk.rows.num_rows :]
+        for inputs, kv_cache in zip(batch, kv_caches, strict=True):
+            kv_cache.tokens = self.context_tokens(inputs.canvas).copy()
+            kv_cache.pending_tree = inputs if inputs.tokens else None
+        if self.device.type == "cuda":  # seconds include the whole call
+            torch.cuda.current_stream(self.device).synchronize()
+        seconds = time.perf_counter() - started
+        rows = sum(read) + sum(len(inputs.tokens) for inputs in batch)
+        return [
+            ForwardOutputs(
+                logits[i], torch.cat(states[i]) if inputs.output_hidden_states else None, seconds, read[i], rows
+            )
+            for i, inputs in enumerate(batch)
+        ]
+
+    def _reuse_kv_cache(self, kv_cache: KVCache, inputs: ForwardInputs) -> int:
+        """How many of the context tokens are in the KV cache."""
+        return kv_cache.reuse_prefix(inputs.canvas.decided_prefix)
+
+    def _chunks(self, sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int) -> Iterator[_Chunk]:
+        """The chunks that one text still has to run."""
+        return _prefill_and_tree_chunks(sequence, inputs, kv_cache, past_length)
+
+    def _evaluate(
+        self, tokens: torch.Tensor, positions: torch.Tensor, num_logits: int, gate: StaticGate | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden states of the last rows (0: of all); tokens and positions are [1, rows]."""
+        exact = BatchInvariantMode() if tokens.device.type == "cpu" else contextlib.nullcontext()
+        gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        with self._capture_hidden_states() as hidden_states, exact, gated:
+            out = self.model(input_ids=tokens, position_ids=positions, logits_to_keep=num_logits, use_cache=False)
+        states = hidden_states()
+        return out.logits[0], states[-num_logits:] if num_logits else states
+
+    def _run_model(self, chunks: Sequence[_Chunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One call of the model: the logits that chunks need; hidden states of all rows if a chunk needs them."""
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        positions = np.concatenate([chunk.rows.positions for chunk in chunks])
+        logit_rows, end = [], 0
+        for chunk in chunks:
+            end += len(chunk.tokens)
+            logit_rows += range(end - chunk.num_logits, end)
+        call = AttentionCall([chunk.rows for chunk in chunks], self.num_layers, self.batch_invariant)
+        gate = self._gate(chunks)
+        output_states = any(chunk.output_hidden_states for chunk in chunks)
+        device = self.device
+        if self.native_decoder is not None:
+            tokens, rows = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (tokens, logit_rows))
+            places = torch.from_numpy(positions)
+            return self.native_decoder(tokens, places, call, rows, output_states, gate, self.hidden_state_layers)
+        exact = BatchInvariantMode() if self.batch_invariant else contextlib.nullcontext()
+        gated = gated_adapter(self.model, self.adapter, gate) if gate and self.adapter else contextlib.nullcontext()
+        with attention.attention_context(call), self._capture_hidden_states() as hidden_states, exact, gated:
+            out = self.model(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.from_numpy(positions[None]).to(device),
+                logits_to_keep=torch.tensor(logit_rows, dtype=torch.long, device=device),
+                use_cache=False,
+            )
+        return out.logits[0], hidden_states()
+
+    def _gate(self, chunks: Sequence[_Chunk]) -> Gate | None:
+        """The query rows of a call and their conditioning; None if there are none."""
+        if not any(chunk.uniforms for chunk in chunks):
+            return None
+        rows, uniforms, temperatures, has_token, end = [], [], [], [], 0
+        for chunk in chunks:
+            end += len(chunk.tokens)
+            rows += range(end - len(chunk.uniforms), end)
+            uniforms += chunk.uniforms
+            temperatures += [chunk.temperature] * len(chunk.uniforms)
+            has_token += chunk.has_token
+        values = (rows, torch.long), (uniforms, torch.float64), (temperatures, torch.float64), (has_token, torch.bool)
+        return Gate(*(torch.tensor(value, dtype=dtype, device=self.device) for value, dtype in values))
+
+    def add_hidden_state_layers(self, layers: Sequence[int]) -> None:
+        """Return the states after these layers as well. Errors: ValueError if the model lacks one.
+
+        To be called while no text is being decoded.
+        """
+        if any(not 0 < layer < self.num_layers for layer in layers):
+            raise ValueError(
+                f"hidden states after layer {max(layers)} are needed, but the model has {self.num_layers} layers;"
+                " take a drafter that was trained for it"
+            )
+        with self.lock:
+            if self.fixed_shape_runner is not None and not set(layers) <= set(self.hidden_state_layers):
+                self.fixed_shape_runner.pool.graphs.clear()  # they return fewer hidden states
+            self.hidden_state_layers = tuple(sorted({*self.hidden_state_layers, *layers}))
+            if self.fixed_shape_runner is not None:
+                self.fixed_shape_runner.hidden_state_layers = self.hidden_state_layers
+
+    def _capture_hidden_states(self) -> _HiddenStateCapture:
+        return _HiddenStateCapture(self.model.get_decoder(), self.hidden_state_layers)
+
+
+class _HiddenStateCapture:
+    """While open, collects the states after chosen layers of a decoder, and its last states."""
+
+    def __init__(self, decoder: torch.nn.Module, layers: Sequence[int]) -> None:
+        self.decoder, self.layers = decoder, layers
+        self.hidden_states: list[torch.Tensor] = []
+
+    def __enter__(self) -> Callable[[], torch.Tensor]:
+        layers = _decoder_layers(self.decoder) if self.layers else ()
+        self.hooks = [layers[layer - 1].register_forward_hook(self._record) for layer in self.layers]
+        self.hooks.append(self.decoder.register_forward_hook(self._record))
+        return lambda: torch.cat(self.hidden_states, -1)[0] if self.layers else self.hidden_states[0][0]
+
+    def _record(self, module: Any, inputs: Any, out: Any) -> None:
+        out = getattr(out, "last_hidden_state", out)
+        self.hidden_states.append(out[0] if isinstance(out, tuple) else out)
+
+    def __exit__(self, *_) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _decoder_layers(decoder: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of a decoder: its longest list of modules."""
+    lists = [module for module in decoder.children() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def _prefill_and_tree_chunks(
+    sequence: int, inputs: ForwardInputs, kv_cache: KVCache, past_length: int, window: int | None = None
+) -> Iterator[_Chunk]:
+    """Decided tokens in pieces of MAX_ROWS_PER_CALL, the tree with the last piece, whatever its size.
+
+    With a `window` pieces also end where windows of so many tokens do.
+    """
+    decided, nodes = inputs.canvas.decided_prefix, len(inputs.tokens)
+    assert nodes <= MAX_NODES
+    while True:
+        unread = len(decided) - past_length
+        room = unread if window is None else window - past_length % window
+        if unread <= room and unread + nodes <= max(MAX_ROWS_PER_CALL, 1 + nodes):
+            break
+        count = min(MAX_ROWS_PER_CALL, room, unread - 1)
+        yield _Chunk(
+            sequence,
+            decided[past_length : past_length + count].tolist(),
+            _sequence_rows(kv_cache, past_length, count, inputs, tree=False),
+            0,
+            inputs.output_hidden_states,
+        )
+        past_length += count
+    tokens = decided[past_length:].tolist() + [
+        token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens
+    ]
+    has_token = tuple(inputs.kinds[query].has_token for query in inputs.query_nodes)
+    part = _sequence_rows(kv_cache, past_length, unread, inputs, tree=True)
+    yield _Chunk(
+        sequence, tokens, part, nodes + 1, inputs.output_hidden_states, inputs.uniforms, has_token, inputs.temperature
+    )
+
+
+def _sequence_rows(
+    kv_cache: KVCache, past_length: int, num_new_tokens: int, inputs: ForwardInputs, tree: bool
+) -> SequenceRows:
+    nodes = len(inputs.tokens) if tree else 0
+    num_rows = num_new_tokens + nodes
+    visible = np.zeros((num_rows, num_rows), dtype=np.uint8)
+    visible[:, :num_new_tokens] = np.tri(num_rows, num_new_tokens) if num_new_tokens > 1 else 1
+    positions = np.arange(past_length, past_length + num_rows)
+    if nodes:
+        visible[num_new_tokens:, num_new_tokens:] = ancestor_mask(inputs.parents[:nodes])
+        positions[num_new_tokens:] = past_length + num_new_tokens + np.array(inputs.depths)
+    return SequenceRows(kv_cache, past_length, positions, visible)

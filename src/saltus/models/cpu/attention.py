@@ -1,0 +1,265 @@
+"""Tree attention over many texts in one call, registered as an attention implementation of Transformers.
+
+The arithmetic of a row does not depend on the other rows of the call, so a token's logits do not depend on the decoding
+method. The compiled kernel has this property by construction (native/). Without a compiler each row is evaluated by
+operations whose shapes depend on the row alone. On an accelerator fixed shapes are used instead (fixed_shapes.py).
+Without `batch_invariant` shapes are free, as in other engines: for models that neither of these can serve, and for
+comparisons.
+
+Outside `attention_context` a model attends as it did before `install_attention`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from saltus.kernels import native
+from saltus.models.cpu.kv_cache import KVCache
+
+ATTENTION_NAME = "saltus"
+
+
+@dataclass
+class SequenceRows:
+    """The rows of one text in a call: they follow `past_length` entries of its KV cache; `tree_mask` is among them."""
+
+    kv_cache: KVCache
+    past_length: int
+    positions: np.ndarray  # [rows]
+    tree_mask: np.ndarray  # [rows, rows] uint8
+    # By sliding window; kept alive here because kernels get pointers to them.
+    masks_by_window: dict[int | None, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    def first_visible_slots(self, sliding_window: int | None) -> np.ndarray:
+        """The first entry of the KV cache that each row sees; entries of decided tokens are positions."""
+        if sliding_window is None:
+            return np.zeros(self.num_rows, dtype=np.int32)
+        return np.maximum(self.positions - sliding_window + 1, 0).astype(np.int32)
+
+    def windowed_tree_mask(self, sliding_window: int | None) -> np.ndarray:
+        """Which rows of the call each row sees."""
+        if sliding_window is None or np.ptp(self.positions) < sliding_window:
+            return self.tree_mask
+        return self.tree_mask & (self.positions > self.positions[:, None] - sliding_window)
+
+    def fill_rows(self, struct: native.Attention, sliding_window: int | None) -> None:
+        """Set the kernel's arguments that say which rows there are and what they see."""
+        if sliding_window not in self.masks_by_window:
+            self.masks_by_window[sliding_window] = (
+                self.first_visible_slots(sliding_window),
+                self.windowed_tree_mask(sliding_window),
+            )
+        first, visible = self.masks_by_window[sliding_window]
+        struct.visible, struct.first = visible.ctypes.data, first.ctypes.data
+        struct.rows, struct.past = self.num_rows, self.past_length
+
+    def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
+        """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
+        struct = native.Attention(
+            query=query.data_ptr(), query_head=query.stride(0), query_row=query.stride(1),
+            key=key.data_ptr(), key_head=key.stride(0), key_row=key.stride(1),
+            value=value.data_ptr(), value_head=value.stride(0), value_row=value.stride(1),
+            out=out.data_ptr(), heads=query.shape[0], kv_heads=key.shape[0],
+            dim=query.shape[-1], value_dim=value.shape[-1], scale=scale, softcap=softcap or 0.0,
+        )  # fmt: skip
+        self.fill_rows(struct, sliding_window)
+        return struct
+
+
+@dataclass
+class AttentionCall:
+    """What the attention of every layer needs to know of the current call."""
+
+    sequences: Sequence[SequenceRows]
+    num_layers: int
+    batch_invariant: bool = True
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """A call with an attention of its own (fixed shapes, packed training batches)."""
+
+    def attend(self, module, query, key, value, scale, window, softcap) -> torch.Tensor: ...
+
+
+_thread_local = threading.local()
+
+
+class attention_context:
+    """Within it, models of this thread attend by `call`."""
+
+    def __init__(self, call: AttentionCall | AttentionBackend) -> None:
+        self.call, self.outer = call, None
+
+    def __enter__(self) -> None:
+        self.outer, _thread_local.call = _current_call(), self.call
+
+    def __exit__(self, *_) -> None:
+        _thread_local.call = self.outer
+
+
+def _current_call() -> AttentionCall | AttentionBackend | None:
+    return getattr(_thread_local, "call", None)
+
+
+_former_implementations: dict[int, str] = {}  # by id of a config, which cannot be hashed or given another attribute
+
+
+def install_attention(model: torch.nn.Module) -> None:
+    """Let a Transformers model attend by this file within `attention_context`, and as before outside of it."""
+    _register()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        former = getattr(config, "_attn_implementation", None)
+        if config is not None and former not in (None, ATTENTION_NAME):
+            if id(config) not in _former_implementations:
+                weakref.finalize(config, _former_implementations.pop, id(config), None)
+            _former_implementations[id(config)] = former
+    model.set_attn_implementation(ATTENTION_NAME)  # pyright: ignore[reportCallIssue]
+
+
+@lru_cache
+def _register() -> None:
+    """Make the functions of this file known to Transformers, whose model classes take seconds to import."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+
+
+def _former_attention(module: torch.nn.Module):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = _former_implementations.get(id(module.config), "sdpa")
+    if name == "eager":
+        return getattr(sys.modules[type(module).__module__], "eager_attention_forward", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def attend(module, query, key, value, attention_mask=None, **kwargs):
+    """The attention function that Transformers calls in each layer: [1, heads, rows, dim] → [1, rows, heads, dim]."""
+    call = _current_call()
+    if call is None:
+        return _former_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    scaling, sliding_window, softcap = (kwargs.get(name) for name in ("scaling", "sliding_window", "softcap"))
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks, which Saltus does not support yet")
+    if isinstance(attention_mask, SlidingWindow):
+        sliding_window = attention_mask.size
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if not isinstance(call, AttentionCall):
+        return call.attend(module, query, key, value, scale, sliding_window, softcap), None
+    query, key, value = query[0], key[0], value[0]
+    out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+    compiled = native.kernel("attend", query.dtype, query.device) if call.batch_invariant else None
+    start = 0
+    for part in call.sequences:
+        rows = slice(start, start + part.num_rows)
+        start += part.num_rows
+        q, k, v = query[:, rows], key[:, rows], value[:, rows]
+        slots = part.past_length + part.num_rows
+        keys, values = part.kv_cache.reserve_layer(module.layer_idx, call.num_layers, slots, k, v)
+        if compiled is not None:
+            _attend_compiled(compiled, part, q, k, v, keys, values, out[rows], scale, sliding_window, softcap)
+            continue
+        keys[:, part.past_length : part.past_length + part.num_rows] = k
+        values[:, part.past_length : part.past_length + part.num_rows] = v
+        by = _attend_row_by_row if call.batch_invariant and query.device.type == "cpu" else _attend_masked
+        out[rows] = by(part, q, keys, values, scale, sliding_window, softcap)
+    return out[None], None
+
+
+def _attend_compiled(kernel, sequence, q, k, v, keys, values, out, scale, window, softcap) -> None:
+    """One text, one layer, by the compiled kernel, which also writes the new keys and values to the KV cache."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    _check_shapes(sequence, q, k, v, keys, values, out)
+    struct = sequence.kernel_arguments(window, q, k, v, out, scale, softcap)
+    struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[1]
+    if kernel(ctypes.byref(struct)):
+        raise MemoryError("attention ran out of memory; ask for a shorter text")
+
+
+def _check_shapes(sequence, q, k, v, keys, values, out) -> None:
+    """Fail unless what the kernel is handed has the sizes that it reads and writes."""
+    heads, rows, dim = q.shape
+    kv_heads, slots = keys.shape[:2]
+    assert rows == sequence.num_rows and sequence.past_length + rows <= slots
+    assert heads % kv_heads == 0 and dim == keys.shape[2] and values.shape[:2] == (kv_heads, slots)
+    assert k.shape == (kv_heads, rows, dim) and v.shape == (kv_heads, rows, values.shape[2])
+    assert out.shape == (rows, heads, values.shape[2])
+    assert all(x.is_contiguous() and x.dtype == q.dtype for x in (keys, values, out))
+    assert k.dtype == v.dtype == q.dtype
+
+
+def _attend_row_by_row(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+    """Each row alone over just the keys that it sees: shapes depend on the row's position and on nothing else."""
+    group = q.shape[0] // keys.shape[0]
+    first, seen, out = sequence.first_visible_slots(window), sequence.windowed_tree_mask(window), []
+    for row in range(sequence.num_rows):
+        new = torch.from_numpy(np.flatnonzero(seen[row]) + sequence.past_length)
+        old = slice(int(first[row]), sequence.past_length)
+        k = torch.cat([keys[:, old], keys[:, new]], 1).float()
+        v = torch.cat([values[:, old], values[:, new]], 1).float()
+        scores = q[:, row].float().unflatten(0, (-1, group)) @ k.mT * scale  # [kv_heads, group, keys]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out.append((scores.softmax(-1) @ v).flatten(0, 1))
+    return torch.stack(out).to(q.dtype)
+
+
+def _attend_masked(sequence, q, keys, values, scale, window, softcap) -> torch.Tensor:
+    """All rows at once under a mask: fast on an accelerator, but rounding depends on the shapes of the call."""
+    end = sequence.past_length + sequence.num_rows
+    seen = np.ones((sequence.num_rows, end), dtype=bool)
+    seen[:, sequence.past_length :] = sequence.windowed_tree_mask(window)
+    seen &= np.arange(end) >= sequence.first_visible_slots(window)[:, None]
+    mask = torch.from_numpy(seen).to(q.device)
+    if softcap:
+        group = q.shape[0] // keys.shape[0]
+        k, v = (x[:, :end].repeat_interleave(group, 0) for x in (keys, values))
+        scores = softcap * torch.tanh((q @ k.mT).float() * scale / softcap)
+        weights = scores.masked_fill(~mask, -30000.0).softmax(-1).to(q.dtype)
+        return (weights @ v).transpose(0, 1)
+    out = F.scaled_dot_product_attention(
+        q[None], keys[None, :, :end], values[None, :, :end], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Takes the place of a mask: how far back a layer attends. Some models state it by their mask only."""
+
+    size: int
+
+
+def attention_mask(*args, config=None, local_size=None, **kwargs):
+    """The mask function that Transformers calls for each kind of layer; tree masks are in the AttentionCall."""
+    if _current_call() is None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        former = ALL_MASK_ATTENTION_FUNCTIONS[_former_implementations.get(id(config), "sdpa")]
+        size = {} if local_size is None else {"local_size": local_size}
+        return former(*args, config=config, **size, **kwargs)
+    if local_size is None:
+        return None
+    if local_size == getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"its attention looks back by chunks of {local_size} tokens, which Saltus does not support yet"
+        )
+    return SlidingWindow(local_size)

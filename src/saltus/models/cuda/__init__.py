@@ -1,0 +1,1 @@
+"""Target networks on CUDA: calls of fixed shapes, KV pages, and kernels in Triton."""

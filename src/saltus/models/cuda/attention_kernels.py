@@ -1,0 +1,157 @@
+"""Attend from rows of trees to pages of keys and values; a row's sums follow from its position and its own tokens.
+
+A row reads its keys in two parts, split where `first_recent_position` says: *recent* columns, which it gathers from
+their slots, since they may be nodes of a tree, and *old* ones, which lie in order in the pages of its text. Old columns
+are read by splits of SPLIT positions, each by a program of its own for the rows of a group. One more program for
+each row adds its splits in the order of positions to its recent columns. A split that a row does not see has
+weight zero, so neither the length of other texts nor the number of pages in a call changes a sum.
+"""
+
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saltus.models.cuda.launching import kernel, power_of_two
+
+SPLIT = 128  # positions
+BLOCK = 64  # recent columns of a product
+COMBINED = 16  # splits that are read at once when they are added
+COMBINED_DIMS = 32  # of a head, that a program adds
+
+
+@kernel("num_pages", "window")
+def _attend_split(
+    queries, keys, values, tables, positions, sums, tops, totals, num_pages, scale, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """A split, a key head, a group: for each row and head weighted values, the largest score, the sum of weights."""
+    split, kv_head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    tile, dim = tl.arange(0, TILE), tl.arange(0, DIM)
+    row, head = group * GROUP + tile % GROUP, kv_head * shared + tile // GROUP
+    used = tile < GROUP * shared
+    position = tl.load(positions + row, mask=used, other=0)
+    border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)  # first_recent_position
+    first = split * SPLIT
+    if tl.max(border, 0) > first:
+        at = first + tl.arange(0, SPLIT)
+        slot = tl.load(tables + group * num_pages + first // PAGE) * PAGE + at % PAGE
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM + dim[None, :]
+        key, value = tl.load(keys + place), tl.load(values + place)
+        query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        seen = (at[None, :] < border[:, None]) & (at[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -1e30)
+        top = tl.max(scores, 1)
+        weights = tl.where(seen, tl.exp(scores - top[:, None]), 0.0)
+        out = ((group * KV_HEADS + kv_head) * tl.num_programs(0) + split).to(tl.int64) * TILE + tile
+        weighted = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        tl.store(sums + out[:, None] * DIM + dim[None, :], weighted, mask=used[:, None])
+        tl.store(tops + out, top)
+        tl.store(totals + out, tl.sum(weights, 1))
+
+
+@kernel("num_splits", "window")
+def _combine(
+    queries, keys, values, recent, positions, sums, tops, totals, out, num_splits, scale, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    PADDED: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COMBINED: tl.constexpr,
+    DIMS: tl.constexpr,
+):  # fmt: skip
+    """A row, a key head, some dimensions: its recent columns, then its splits."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    shared: tl.constexpr = HEADS // KV_HEADS
+    lane, dim, own_dim = tl.arange(0, PADDED), tl.arange(0, DIM), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
+    used, head = lane < shared, kv_head * shared + lane
+    query = tl.load(queries + (row * HEADS + head)[:, None] * DIM + dim[None, :], mask=used[:, None], other=0.0)
+    position = tl.load(positions + row)
+    border = tl.maximum(position // DEPTH * DEPTH - DEPTH, 0)
+    top = tl.full((PADDED,), -1e30, dtype=tl.float32)
+    total = tl.zeros((PADDED,), dtype=tl.float32)
+    weighted = tl.zeros((PADDED, DIMS), dtype=tl.float32)
+    for start in tl.static_range(0, 2 * DEPTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        slot = tl.load(recent + row * 2 * DEPTH + column)
+        place = (slot[:, None] * KV_HEADS + kv_head) * DIM
+        value = tl.load(values + place + own_dim[None, :])
+        scores = tl.dot(query, tl.trans(tl.load(keys + place + dim[None, :])), input_precision="ieee") * scale
+        seen = (border + column <= position) & (border + column > position - window)
+        scores = tl.where(seen[None, :], scores, -1e30)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        before = tl.exp(top - higher)
+        weights = tl.where(seen[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        weighted = tl.dot(weights.to(value.dtype), value, weighted * before[:, None], input_precision="ieee")
+        total = total * before + tl.sum(weights, 1)
+        top = higher
+    group, part = row // GROUP, tl.arange(0, COMBINED)
+    tile = lane * GROUP + row % GROUP  # the row's places in a split
+    count = (border + SPLIT - 1) // SPLIT
+    start = tl.maximum(position - window + 1, 0) // SPLIT // COMBINED * COMBINED
+    while start < count:
+        split = ((group * KV_HEADS + kv_head) * num_splits + start + part).to(tl.int64)
+        at = split[:, None] * TILE + tile[None, :]
+        read = ((start + part) < count)[:, None] & used[None, :]
+        found = tl.load(sums + at[:, :, None] * DIM + own_dim[None, None, :], mask=read[:, :, None], other=0.0)
+        other = tl.load(tops + at, mask=read, other=-1e30)
+        higher = tl.maximum(top, tl.max(other, 0))
+        before = tl.exp(top - higher)
+        factor = tl.where(read, tl.exp(other - higher[None, :]), 0.0)
+        weighted = weighted * before[:, None] + tl.sum(found * factor[:, :, None], 0)
+        total = total * before + tl.sum(tl.load(totals + at, mask=read, other=0.0) * factor, 0)
+        top = higher
+        start += COMBINED
+    place = (row * HEADS + head)[:, None] * DIM + own_dim[None, :]
+    tl.store(out + place, (weighted / total[:, None]).to(out.dtype.element_ty), mask=used[:, None])
+
+
+class SplitSums(NamedTuple):
+    """What splits leave for `_combine`, [groups, kv_heads, splits, tile] and dim; the layers use it in turn."""
+
+    weighted: Tensor
+    tops: Tensor
+    totals: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor, kv_heads: int, groups: int, rows_per_group: int, positions: int) -> SplitSums:
+        """For queries [rows, heads, dim] like these, and groups that attend to so many positions."""
+        heads, dim = like.shape[1:]
+        tile = max(16, power_of_two(rows_per_group * heads // kv_heads))
+        tops = like.new_empty(groups, kv_heads, -(-positions // SPLIT), tile, dtype=torch.float32)
+        return cls(tops.new_empty(*tops.shape, dim), tops, torch.empty_like(tops))
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, tables: Tensor, recent: Tensor, positions: Tensor,
+    sums: SplitSums, out: Tensor, *, rows_per_group: int, page: int, scale: float, window: int | None,
+) -> None:  # fmt: skip
+    """out [rows, heads, dim] of queries of the same shape; the rows of a group belong to one text.
+
+    keys, values [slots, kv_heads, dim]; tables [groups, pages]; recent [rows, 2 · depth] slots of the positions from
+    `first_recent_position` on; positions [rows]; `scale` multiplies scores; `window` is the number of last positions
+    that a row sees, None: all.
+    """
+    (groups, pages), (rows, wide) = tables.shape, recent.shape
+    heads, dim, kv_heads = *queries.shape[1:], keys.shape[1]
+    splits, tile = sums.tops.shape[2:]
+    assert page % SPLIT == 0 and wide % BLOCK == 0
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "GROUP": rows_per_group, "TILE": tile, "DEPTH": wide // 2,
+        "SPLIT": SPLIT, "num_warps": 4,
+    }  # fmt: skip
+    last = window or 1 << 30
+    _attend_split[(splits, kv_heads, groups)](
+        queries, keys, values, tables, positions, *sums, pages, scale, last, PAGE=page, **constants
+    )
+    padded, dims = max(16, power_of_two(heads // kv_heads)), min(dim, COMBINED_DIMS)
+    _combine[(rows, kv_heads, dim // dims)](
+        queries, keys, values, recent, positions, *sums, out, splits, scale, last,
+        PADDED=padded, BLOCK=BLOCK, COMBINED=COMBINED, DIMS=dims, **constants,
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Attend by products of fixed shapes, so that a row's sums depend only on its position and its own tokens.
+
+Matrix libraries choose kernels, and with them the order of sums, by shape. Here every product has a shape that is the
+same in all calls of a kind, whichever texts share the call and however long they are. Only the entry of the KV cache
+that holds a key differs: a node of a tree is in another entry than the same token as text. So a row at position p reads
+its keys in two parts, split at a position that follows from p alone (`first_recent_position`), where D is the maximal
+depth of a tree:
+
+- *old*, the positions before the split, a multiple of D that lies D to 2 D positions back. No tree is deeper than D,
+  so these tokens are decided and in order. They are read by blocks, one product for each, where all groups of rows
+  take part: a group reads the pages of its own text. Blocks are added in the order of positions, and a block that a row
+  does not see adds exactly zero. So a row's sums do not depend on the number of blocks in a call, which is that of the
+  longest text. One product over the whole text would have a shape for each length; a kernel that reads pages itself
+  would save copies, but would be another kernel on CPU, where this is tested.
+- *recent*, from the split to p: 2 D columns that each row gathers from their entries, text or node.
+
+One softmax covers both parts, in float32. Its maximum is the same in any order, and its two sums, of weights and of
+weighted values, are those of the recent part and of each block. Whether an ancestor is decided text or a node changes
+which entry is read, never the computation. Hidden columns have weight exactly zero. The kernels must compute all rows
+of one product of one shape alike, and all products of a batched one.
+
+Query rows, which are never verified, read all their keys from the blocks: so their chains may be longer than D.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from saltus.models.cuda.fixed_shape_inputs import QueryInputs, StaticInputs
+from saltus.models.cuda.fixed_shape_rows import first_recent_position
+from saltus.models.cuda.kv_pages import KVPagePool
+
+
+class FixedShapeAttention:
+    """The attention of one call over the pages of its texts."""
+
+    def __init__(
+        self, pool: KVPagePool, inputs: StaticInputs, pages_per_block: int, queries: QueryInputs | None = None
+    ) -> None:
+        self.pool, self.inputs, self.queries = pool, inputs, queries
+        self.pages_by_block = [pages.flatten() for pages in inputs.block_tables.split(pages_per_block, 1)]
+        self.block = pages_per_block * pool.page_size  # positions
+        self.hidden_by_window: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        module: Any,
+        query: Float[Tensor, "1 heads rows dim"],
+        key: Float[Tensor, "1 kv_heads rows dim"],
+        value: Float[Tensor, "1 kv_heads rows value_dim"],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Float[Tensor, "1 rows heads value_dim"]:
+        """Write the keys and values of a layer to their slots, and attend."""
+        self.pool.allocate(key[0], value[0])
+        assert self.pool.keys is not None and self.pool.values is not None
+        keys, values = self.pool.keys[module.layer_idx], self.pool.values[module.layer_idx]
+        keys.index_copy_(0, self.inputs.slots, key[0].transpose(0, 1))
+        values.index_copy_(0, self.inputs.slots, value[0].transpose(0, 1))
+        rows, kv_heads, groups = query.shape[2], key.shape[1], self.inputs.shape.num_groups
+        q = (query[0].float() * scale).view(kv_heads, -1, groups, rows // groups, query.shape[3])
+        shared = q.shape[1]  # query heads that share keys
+        by_group = q.permute(2, 0, 1, 3, 4).flatten(2, 3).flatten(0, 1)  # [groups · kv_heads, shared · rows, dim]
+        by_row = q.permute(2, 3, 0, 1, 4).flatten(1, 2).reshape(rows * kv_heads, shared, -1)
+
+        hidden_old, hidden_recent = self._hidden_columns(window)
+        old = torch.stack([by_group @ self._block(keys, number).mT for number in range(len(self.pages_by_block))])
+        old = _masked(old.view(-1, groups, kv_heads, shared, rows // groups, self.block), hidden_old, softcap)
+        recent = (by_row @ self._recent(keys).mT).view(rows, kv_heads, shared, -1)
+        recent = _masked(recent, hidden_recent, softcap)
+
+        def as_rows(x: Tensor) -> Tensor:
+            """[groups, kv_heads, shared, rows of a group, …] → [rows, kv_heads, shared, …]"""
+            return x.movedim(3, 1).flatten(0, 1)
+
+        largest = torch.maximum(as_rows(old.amax(-1).amax(0)), recent.amax(-1))
+        by_groups = largest.view(groups, -1, kv_heads, shared).movedim(1, 3)
+        old = (old - by_groups[..., None]).exp()
+        recent = (recent - largest[..., None]).exp()
+        total = out = old.new_zeros(())
+        for number, weights in enumerate(old):
+            total = total + weights.sum(-1)
+            product = weights.flatten(0, 1).flatten(1, 2) @ self._block(values, number)
+            out = out + product.view(*weights.shape[:-1], -1)
+        total = as_rows(total) + recent.sum(-1)
+        out = as_rows(out) + (recent.flatten(0, 1) @ self._recent(values)).view(rows, kv_heads, shared, -1)
+        return (out / total[..., None]).view(1, rows, kv_heads * shared, -1).to(query.dtype)
+
+    def _block(self, buffer: Tensor, number: int) -> Float[Tensor, "products block dim"]:
+        """What one product reads: of each group some pages of its text."""
+        pages = buffer.view(-1, self.pool.page_size, *buffer.shape[1:]).index_select(0, self.pages_by_block[number])
+        return _by_heads(pages.view(-1, self.block, *buffer.shape[1:]))
+
+    def _recent(self, buffer: Tensor) -> Float[Tensor, "products recent dim"]:
+        """The columns that each row gathers."""
+        slots = buffer.index_select(0, self.inputs.recent_slots)
+        return _by_heads(slots.view(self.inputs.shape.num_rows, -1, *buffer.shape[1:]))
+
+    def _hidden_columns(
+        self, window: int | None
+    ) -> tuple[Bool[Tensor, "blocks groups 1 1 rows block"], Bool[Tensor, "num_rows 1 1 recent"]]:
+        """True for columns that a row must not attend to."""
+        if window not in self.hidden_by_window:
+            shape, depth = self.inputs.shape, self.inputs.max_tree_depth
+            positions = self.inputs.positions.view(shape.num_groups, -1, 1)
+            border = first_recent_position(positions, depth)
+            old = torch.arange(shape.num_pages * self.pool.page_size, device=positions.device)
+            recent = border + torch.arange(2 * depth, device=positions.device)
+            hidden_old, hidden_recent = old >= border, recent > positions
+            if window is not None:
+                hidden_old, hidden_recent = (
+                    hidden | (columns <= positions - window)
+                    for hidden, columns in ((hidden_old, old), (hidden_recent, recent))
+                )
+            if self.queries is not None:
+                is_query = self.queries.gate.is_query.view_as(positions)
+                hidden_old = torch.where(is_query, self.queries.hidden_entries(positions, old, window), hidden_old)
+                hidden_recent = hidden_recent | is_query
+            by_block = hidden_old.unflatten(-1, (-1, self.block)).movedim(2, 0)
+            self.hidden_by_window[window] = by_block[:, :, None, None], hidden_recent.flatten(0, 1)[:, None, None]
+        return self.hidden_by_window[window]
+
+
+def _by_heads(x: Float[Tensor, "batch columns kv_heads dim"]) -> Float[Tensor, "_ columns dim"]:
+    """In float32, copied into one order of dimensions whatever there was."""
+    return x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def _masked(scores: Tensor, hidden: Tensor, softcap: float | None) -> Tensor:
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(hidden, -torch.inf)

@@ -1,0 +1,163 @@
+"""Divide the forward passes of a batch into calls of fixed shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs
+from saltus.models.cuda.kv_pages import FixedShapeKVCache
+
+BASE_TREE_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class FixedShapeSettings:
+    """The sizes that rounding depends on. Another value of any of them may change a text."""
+
+    max_tree_depth: int = BASE_TREE_DEPTH
+    rows_per_call: int = 128  # of decoding calls: rows that an accelerator computes for about the price of one
+    rows_per_group: int = 8  # of one text, which attend together
+    prefill_chunk: int = 256  # rows of a call that reads a prompt
+    page_size: int = 256  # positions
+    pages_per_block: int = 2  # that one product of attention reads
+    varied_rows: bool = False  # rows round alike in calls of any size: a call has as few groups as it needs
+
+    @classmethod
+    def for_budget(cls, budget: int) -> FixedShapeSettings:
+        """For trees of `budget` nodes: a depth of one more, rounded up to a multiple of 32."""
+        return cls(max_tree_depth=(budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH)
+
+    def num_pages(self, num_entries: int) -> int:
+        """The pages that calls over so many entries attend to: 1, 2, 4, 8, … blocks, so that there are few graphs."""
+        blocks = -(-num_entries // (self.page_size * self.pages_per_block))
+        return self.pages_per_block << (blocks - 1).bit_length()
+
+
+class FixedShape(NamedTuple):
+    """The shape of one call: groups of rows, each of one text, and the pages that each group attends to."""
+
+    num_groups: int
+    rows_per_group: int
+    num_pages: int
+    num_logits: int  # of the last rows; 0: of all
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.rows_per_group
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """The rows of one text, or those of them that share a call. Parents come before children."""
+
+    text: int  # its number in the batch
+    inputs: ForwardInputs | None  # None: of a drafter
+    kv_cache: FixedShapeKVCache
+    num_prompt_rows: int  # the first ones, which belong to the prompt without its last token
+    tokens: Int[np.ndarray, "rows"]
+    positions: Int[np.ndarray, "rows"]
+    entries: Int[np.ndarray, "rows"]  # of the KV cache, that a row writes to
+    recent_entries: Int[np.ndarray, "rows recent"]  # that a row gathers
+    output_rows: Int[np.ndarray, "rows"]  # row of the outputs: 0 after the decided text, i + 1 of node i; −1: none
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def select(self, rows: slice) -> TextRows:
+        """Some of the rows, none of which counts as a prompt's."""
+        names = ("tokens", "positions", "entries", "recent_entries", "output_rows")
+        return replace(self, num_prompt_rows=0, **{name: getattr(self, name)[rows] for name in names})
+
+
+@dataclass(frozen=True)
+class Call:
+    """Rows of several texts; each text's rows begin with a group of their own."""
+
+    shape: FixedShape
+    parts: tuple[TextRows, ...]
+
+    def placed(self) -> Iterator[tuple[int, TextRows]]:
+        """The first row of each part, and the part."""
+        group = 0
+        for part in self.parts:
+            yield group * self.shape.rows_per_group, part
+            group += -(-len(part) // self.shape.rows_per_group)
+
+
+def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) -> Iterator[Call]:
+    """Prompts by chunks, one text a call; then all other rows in as few decoding calls as first fit finds."""
+    for text in texts:
+        for start in range(0, text.num_prompt_rows, settings.prefill_chunk):
+            chunk = text.select(slice(start, min(start + settings.prefill_chunk, text.num_prompt_rows)))
+            groups, rows = 1, settings.prefill_chunk
+            if settings.varied_rows:
+                groups, rows = size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
+            yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
+    by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
+    for text in texts:
+        call = 0  # rows of one text are evaluated in their order
+        for start in range(text.num_prompt_rows, len(text), settings.rows_per_call):
+            part = text.select(slice(start, start + settings.rows_per_call))
+            groups = -(-len(part) // by)
+            while call < len(calls) and room[call] < groups:
+                call += 1
+            if call == len(calls):
+                calls.append([])
+                room.append(settings.rows_per_call // by)
+            calls[call].append(part)
+            room[call] -= groups
+    for parts, rest in zip(calls, room, strict=True):
+        groups = settings.rows_per_call // by
+        yield _call(tuple(parts), size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
+
+
+def size_class(count: int) -> int:
+    """The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, …, so that there are few graphs."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power >= 16 and count <= power * 3 // 4 else power
+
+
+def _call(
+    parts: tuple[TextRows, ...], num_groups: int, rows_per_group: int, num_logits: int, settings: FixedShapeSettings
+) -> Call:
+    num_pages = settings.num_pages(1 + max(int(part.entries[-1]) for part in parts))
+    return Call(FixedShape(num_groups, rows_per_group, num_pages, num_logits), parts)
+
+
+def make_rows(
+    text: int, inputs: ForwardInputs, kv_cache: FixedShapeKVCache, past_length: int, settings: FixedShapeSettings
+) -> TextRows:
+    """The rows of a forward pass: decided tokens that are not in the cache, then the nodes.
+
+    A prompt is read from the start of a chunk on, and its last token in a decoding call.
+    """
+    decided, nodes, depth = inputs.canvas.decided_prefix, len(inputs.tokens), settings.max_tree_depth
+    base, prompt, chunk = len(decided), int(inputs.canvas.order[0]) - 1, settings.prefill_chunk
+    start = past_length // chunk * chunk if past_length < prompt else past_length
+    unread = np.arange(start, base)
+    positions = np.concatenate([unread, base + np.array(inputs.depths, dtype=np.int64)])
+    entries = np.arange(start, base + nodes)
+    ancestors = np.zeros((len(positions), max(inputs.depths, default=-1) + 2), dtype=np.int64)  # entries by depth
+    for node, (parent, at) in enumerate(zip(inputs.parents, inputs.depths, strict=True)):
+        row = len(unread) + node
+        if parent >= 0:
+            ancestors[row] = ancestors[len(unread) + parent]
+        ancestors[row, at] = base + node
+    recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)  # as positions
+    found = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
+    found = np.where(recent < base, recent, found)
+    found = np.where(recent > positions[:, None], entries[:, None], found)  # hidden columns
+    output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
+    known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
+    tokens = np.concatenate([decided[start:], known]).astype(np.int64)
+    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, found, output_rows)
+
+
+def first_recent_position(positions, max_tree_depth: int):
+    """The first of the at most 2 · max_tree_depth positions that a row gathers; its own is the last."""
+    return (positions // max_tree_depth * max_tree_depth - max_tree_depth).clip(0)

@@ -1,0 +1,282 @@
+"""Evaluate trees by calls of few fixed shapes, for devices whose libraries choose kernels by shape.
+
+Where our own kernels run the layers (`GPUDecoder`), rows are alike in calls of any size, and a call has as few rows as
+its texts need. What follows is for the others.
+
+A decoding call always has `rows_per_call` rows, for one text as for many, in plain decoding too: on an accelerator
+128 rows cost little more than one. The rows of a batch are packed into as few such calls as needed. All products with
+weights have the shape of the call, and attention is computed for each text by products of fixed shapes, too
+(fixed_shape_attention.py). A prompt, except its last token, runs in calls of `prefill_chunk` rows that start at
+multiples of that, one text a call. So the shapes in which a token is evaluated follow from its position and from the
+end of its prompt, never from the method or from the other texts.
+
+Keys and values are in pages of one pool (kv_pages.py), so CUDA graphs belong to a shape, not to a text.
+
+Queries of an adapter share decoding calls with draft tokens. In such a call the adapter evaluates all rows, and a mask
+takes its results for the queries alone; the model's own products have the shapes that they always have.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.models.cpu import attention
+from saltus.models.cuda.cuda_graphs import GraphCapture
+from saltus.models.cuda.fixed_shape_attention import FixedShapeAttention
+from saltus.models.cuda.fixed_shape_inputs import MAX_TREE_NODES, QueryInputs, StaticInputs, query_rows
+from saltus.models.cuda.fixed_shape_rows import (
+    Call,
+    FixedShape,
+    FixedShapeSettings,
+    make_rows,
+    split_into_calls,
+)
+from saltus.models.cuda.gpu_decoder import GPUDecoder
+from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.models.gated_lora import Adapter, StaticGate
+from saltus.models.memory_use import layer_sizes
+
+log = logging.getLogger("saltus")
+
+MAX_VARIED_ROWS = 512  # of a decoding call by our own kernels
+
+RunModel = Callable[[Tensor, Tensor, int, StaticGate | None], tuple[Tensor, Tensor]]
+"""Tokens [1, rows], positions [1, rows], how many of the last rows have logits (0: all), the queries → logits, hidden
+states."""
+
+
+class CallOutputs(NamedTuple):
+    """What a call leaves for each row."""
+
+    logits: Float[Tensor, "rows vocab"]
+    states: Float[Tensor, "rows states"] | None
+    greatest: Float[Tensor, "2 rows"]  # float64: the token of the first greatest logit, and that logit
+
+    @classmethod
+    def of(cls, logits: Tensor, states: Tensor) -> CallOutputs:
+        """With the greatest logits, found on the device, so that greedy decoding copies two numbers a row."""
+        tokens = logits.argmax(-1, keepdim=True)
+        greatest = torch.cat([tokens.double(), logits.gather(-1, tokens).double()], -1)  # bfloat16 would round tokens
+        return cls(logits, states, greatest.T.contiguous())
+
+    @classmethod
+    def concatenated(cls, pieces: Sequence[CallOutputs]) -> CallOutputs:
+        if len(pieces) == 1:
+            return pieces[0]
+        logits, states, greatest = zip(*pieces, strict=True)
+        return cls(torch.cat(logits), None if states[0] is None else torch.cat(states), torch.cat(greatest, 1))
+
+    def copy_rows(self, rows: slice, output_states: bool) -> CallOutputs:
+        states = self.states[rows].clone() if output_states and self.states is not None else None
+        return CallOutputs(self.logits[rows].clone(), states, self.greatest[:, rows].clone())
+
+    @property
+    def likeliest(self) -> np.ndarray:
+        """As in ForwardOutputs; `greatest` must be on the CPU."""
+        tokens, logits = self.greatest.numpy()
+        return np.where(np.isfinite(logits), tokens, -1).astype(np.int64)
+
+
+@dataclass
+class FixedShapeRunner:
+    """Forward passes of batches in fixed shapes, replayed from CUDA graphs with `use_cuda_graphs`."""
+
+    run_model: RunModel
+    num_layers: int
+    device: torch.device
+    settings: FixedShapeSettings = field(default_factory=FixedShapeSettings)
+    use_cuda_graphs: bool = False
+    pool: KVPagePool = field(init=False)
+    decoder: GPUDecoder | None = None  # our own kernels, which run calls without queries in place of `run_model`
+    hidden_state_layers: tuple[int, ...] = ()  # that our kernels return, as CausalNetwork's
+    adapter: Adapter | None = None  # of the query rows
+    query_inputs: QueryInputs | None = None  # for this adapter
+    static_inputs: dict[FixedShape, StaticInputs] = field(default_factory=dict)
+    capture: GraphCapture = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = KVPagePool(self.num_layers, self.settings.page_size)
+        self.capture = GraphCapture(self.device)
+        if self.device.type == "cuda":  # parts of a product's sums are added in float32, in this process from now on
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    @property
+    def active_decoder(self) -> GPUDecoder | None:
+        """Our kernels, unless an adapter is attached, which they do not know."""
+        return self.decoder if self.adapter is None else None
+
+    @property
+    def active_settings(self) -> FixedShapeSettings:
+        """As few rows a call as a text needs, where rows round alike in calls of any size."""
+        if self.active_decoder is None:
+            return self.settings
+        return replace(self.settings, varied_rows=True, rows_per_call=MAX_VARIED_ROWS)
+
+    def new_kv_cache(self) -> FixedShapeKVCache:
+        return FixedShapeKVCache(self.pool)
+
+    def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache]) -> list[ForwardOutputs]:
+        """Logits after each decided text and after each of its nodes.
+
+        Errors: ValueError if a tree is too deep or large. After any error the caches can be used.
+        """
+        started = time.perf_counter()
+        for inputs in batch:
+            self._check_tree(inputs)
+        past = [
+            kv_cache.reuse_prefix(inputs.canvas.decided_prefix)
+            for inputs, kv_cache in zip(batch, kv_caches, strict=True)
+        ]
+        read = [len(inputs.canvas.decided_prefix) - length for inputs, length in zip(batch, past, strict=True)]
+        for inputs, kv_cache in zip(batch, kv_caches, strict=True):
+            kv_cache.reserve(len(inputs.canvas.decided_prefix) + len(inputs.tokens))
+        try:
+            outputs = self._forward(batch, kv_caches, past)
+        except BaseException:
+            for kv_cache in kv_caches:
+                kv_cache.forget()
+            raise
+        for inputs, kv_cache in zip(batch, kv_caches, strict=True):
+            kv_cache.token_history.tokens = inputs.canvas.decided_prefix.copy()
+            kv_cache.token_history.pending_tree = inputs if inputs.tokens else None
+        seconds, rows = time.perf_counter() - started, sum(read) + sum(len(inputs.tokens) for inputs in batch)
+        return [
+            ForwardOutputs(own.logits, own.states, seconds, count, rows, likeliest=own.likeliest)
+            for count, own in zip(read, outputs, strict=True)
+        ]
+
+    def _check_tree(self, inputs: ForwardInputs) -> None:
+        nodes, limit = len(inputs.tokens), self.settings.max_tree_depth
+        depth = max(inputs.depths[: inputs.num_draft_tokens], default=-1) + 1
+        if nodes > MAX_TREE_NODES or depth > limit:
+            raise ValueError(
+                f"a tree of {nodes} nodes is {depth} deep, but calls hold paths of {limit} and trees of"
+                f" {MAX_TREE_NODES}; load the model with a larger budget, or draft fewer tokens"
+            )
+
+    def _forward(
+        self, batch: Sequence[ForwardInputs], kv_caches: Sequence[FixedShapeKVCache], past_lengths: Sequence[int]
+    ) -> list[CallOutputs]:
+        """The output rows of each text, nodes + 1 of them. Waits for the device."""
+        self._copy_accepted_nodes(kv_caches)
+        settings = self.active_settings
+        texts = [
+            make_rows(number, inputs, kv_cache, past, settings)
+            for number, (inputs, kv_cache, past) in enumerate(zip(batch, kv_caches, past_lengths, strict=True))
+        ]
+        pieces: list[list[CallOutputs]] = [[] for _ in batch]
+        for call in split_into_calls(texts, settings):
+            out = self._run_call(call)
+            for start, part in call.placed():
+                rows = np.flatnonzero(part.output_rows >= 0)
+                if len(rows):  # copied, since the next call overwrites the outputs; they are the last rows of a part
+                    own, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
+                    pieces[part.text].append(out.copy_rows(own, states))
+        joined = [CallOutputs.concatenated(own) for own in pieces]
+        greatest = torch.cat([outputs.greatest for outputs in joined], 1).cpu()
+        return [
+            outputs._replace(greatest=own)
+            for outputs, own in zip(joined, greatest.split([len(one.logits) for one in joined], 1), strict=True)
+        ]
+
+    def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:
+        """Copy the entries of accepted nodes to those of their positions."""
+        slots = [
+            kv_cache.slots(np.array(kv_cache.pending_copies).T) for kv_cache in kv_caches if kv_cache.pending_copies
+        ]
+        if slots:
+            self.pool.copy_slots(*np.concatenate(slots, 1))
+        for kv_cache in kv_caches:
+            kv_cache.pending_copies = []
+
+    def attach_adapter(self, adapter: Adapter | None) -> None:
+        """Use this adapter for queries. Graphs belong to its inputs: those of another one are not replayed."""
+        before, self.adapter, self.query_inputs = self.active_decoder, adapter, None
+        if before is not None and adapter is not None:
+            log.warning("with an adapter, calls have fixed shapes: texts may round otherwise than without it")
+        for shape, has_queries in list(self.pool.graphs):
+            if has_queries or before is not self.active_decoder:
+                del self.pool.graphs[shape, has_queries]
+
+    def _run_call(self, call: Call) -> CallOutputs:
+        """The outputs of all rows; the next call overwrites them."""
+        shape = call.shape
+        if shape not in self.static_inputs:
+            self.static_inputs[shape] = StaticInputs(shape, self.settings.max_tree_depth, self.device)
+        inputs, queries = self.static_inputs[shape], None
+        if self.decoder is not None and self.decoder.reserve_positions(
+            1 + max(int(p.positions.max()) for p in call.parts)
+        ):
+            self.pool.graphs.clear()
+        if any(len(query_rows(part)) for part in call.parts):
+            queries = self._allocated_query_inputs(shape)
+        key = shape, queries is not None
+        if self.use_cuda_graphs and key not in self.pool.graphs:
+            self._capture_cuda_graph(inputs, queries)
+        inputs.fill(call)
+        if queries is not None:
+            assert self.adapter is not None
+            queries.fill(call, self.adapter)
+        if not self.use_cuda_graphs:
+            return self._run_static_inputs(inputs, queries)
+        graph, out = self.pool.graphs[key]
+        graph.replay()
+        return out
+
+    def _allocated_query_inputs(self, shape: FixedShape) -> QueryInputs:
+        """Those of decoding calls; prompts have no queries."""
+        assert self.adapter is not None
+        if self.query_inputs is None:
+            dtype = next(self.adapter.auxiliary.parameters()).dtype
+            self.query_inputs = QueryInputs(shape, self.adapter.hidden_size, dtype, self.device)
+        return self.query_inputs
+
+    def _run_static_inputs(self, inputs: StaticInputs, queries: QueryInputs | None) -> CallOutputs:
+        if (decoder := self.active_decoder) is not None:
+            return CallOutputs.of(*decoder(inputs, self.pool, self.hidden_state_layers))
+        call = FixedShapeAttention(self.pool, inputs, self.settings.pages_per_block, queries)
+        with attention.attention_context(call):
+            gate = None if queries is None else queries.gate
+            out = self.run_model(inputs.tokens[None], inputs.positions[None], inputs.shape.num_logits, gate)
+            return CallOutputs.of(*out)
+
+    def _capture_cuda_graph(self, inputs: StaticInputs, queries: QueryInputs | None) -> None:
+        """Capture a call, or go on without graphs."""
+        inputs.clear()
+        if queries is not None:
+            queries.clear()
+        try:
+            captured = self.capture.capture(
+                lambda: self._run_static_inputs(inputs, queries), others_exist=bool(self.pool.graphs)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.use_cuda_graphs = False
+            log.warning("calls cannot be captured as CUDA graphs and run without them: %s", str(error).splitlines()[0])
+        else:
+            self.pool.graphs[inputs.shape, queries is not None] = captured
+
+
+def why_not_fixed_shapes(model: Any) -> str | None:
+    """Why rows of a model depend on each other even in fixed shapes; None if they do not."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    if any(getattr(config, count, None) for count in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return f"{name} has experts, whose number of rows depends on the text"
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rotary, *(each for each in rotary.values() if isinstance(each, dict))]
+    if any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds):
+        return f"{name} scales the rotary angles of a call by its largest position"
+    if len(set(layer_sizes(config))) > 1:
+        return f"{name} has layers with different head sizes, which pages of one size cannot hold"
+    return None

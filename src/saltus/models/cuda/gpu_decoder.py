@@ -1,0 +1,185 @@
+"""Run Llama-type decoders on a GPU by our own kernels, nine a layer, whose rows round alike in calls of any size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder, sliding_window
+from saltus.models.cuda.fixed_shape_inputs import StaticInputs
+from saltus.models.cuda.kv_pages import KVPagePool
+from saltus.models.packed_decoder import PackedDecoder
+
+KERNEL_DTYPES = {torch.bfloat16, torch.float16}
+DEPTH_MULTIPLE = 64  # of the sizes that products sum over
+FIRST_ANGLES = 8192  # positions of the table of angles, at first
+
+
+def supports_gpu_decoder(model: Any) -> bool:
+    """True for an unmodified decoder of a supported type whose sizes the kernels know, where there is Triton."""
+    if model.device.type != "cuda" or model.dtype not in KERNEL_DTYPES or os.environ.get("SALTUS_KERNELS") == "off":
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return (isinstance(model, PackedDecoder) or is_unmodified_decoder(model)) and fits_kernels(model)
+
+
+def fits_kernels(model: Any) -> bool:
+    """True if the kernels compute what the layers of a decoder of a supported type do."""
+    config, first = model.config, model.model.layers[0]
+    attend, mlp, dim = first.self_attn, first.mlp, first.self_attn.head_dim
+    unbiased = attend.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, model.lm_head
+    summed = config.hidden_size, config.intermediate_size, config.num_attention_heads * dim
+    return (
+        config.hidden_act == "silu"
+        and model.model.rotary_emb.rope_type in STATIC_ROPE_TYPES
+        and all(layer.bias is None for layer in unbiased)
+        and len({each.bias is None for each in (attend.q_proj, attend.k_proj, attend.v_proj)}) == 1
+        and all(size % DEPTH_MULTIPLE == 0 for size in summed)
+        and 32 <= dim <= 256
+        and dim & (dim - 1) == 0
+        and all(weight.is_contiguous() and weight.dtype == model.dtype for weight in model.parameters())
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The weights of a layer; those of queries, keys and values lie beside each other."""
+
+    input_norm: Any
+    qkv: Tensor
+    bias: Tensor | None
+    head_norms: tuple[Any, Any] | None
+    o: Tensor
+    post_norm: Any
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    scale: float
+    window: int | None
+
+
+class GPUDecoder:
+    """The decoder's layers as kernel calls, which CUDA graphs may hold.
+
+    It rounds to the model's dtype where Transformers does; the order of sums inside a product differs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from saltus.models.cuda.linear_kernels import blocks_of
+
+        self.model, self.base = model, model.model
+        self.dim = self.base.layers[0].self_attn.head_dim
+        self.layers = [self._merged(layer) for layer in self.base.layers]
+        first = self.layers[0]
+        self.qkv_blocks, self.o_blocks, self.down_blocks = (
+            blocks_of(weight) for weight in (first.qkv, first.o, first.down)
+        )
+        self.gate_blocks = blocks_of(first.gate, parts=False)
+        self.angles = self._angles(FIRST_ANGLES)
+
+    def _merged(self, layer: Any) -> _Layer:
+        """The layer's weights; the model's own of queries, keys and values become views of the merged ones."""
+        a, mlp = layer.self_attn, layer.mlp
+        projections = a.q_proj, a.k_proj, a.v_proj
+        merged = torch.cat([each.weight.detach() for each in projections])
+        for each, part in zip(projections, merged.split([len(each.weight) for each in projections]), strict=True):
+            each.weight.data = part
+        norms = (a.q_norm, a.k_norm) if getattr(a, "q_norm", None) is not None else None
+        bias = None if a.q_proj.bias is None else torch.cat([each.bias.detach() for each in projections])
+        return _Layer(
+            layer.input_layernorm, merged, bias, norms, a.o_proj.weight.detach(), layer.post_attention_layernorm,
+            mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach(), mlp.down_proj.weight.detach(), a.scaling,
+            sliding_window(self.model, layer),
+        )  # fmt: skip
+
+    def _angles(self, count: int) -> tuple[Tensor, Tensor]:
+        from saltus.models.cuda.row_kernels import angle_tables
+
+        return angle_tables(self.base.rotary_emb, count, self.base.norm.weight)
+
+    def reserve_positions(self, count: int) -> bool:
+        """Extend the table of angles to so many positions; True if it moved, and graphs hold its old address."""
+        if count <= len(self.angles[0]):
+            return False
+        self.angles = self._angles(2 * count)
+        return True
+
+    def __call__(
+        self, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of the rows that have logits.
+
+        Memory is taken as it is needed, so that the graphs of all shapes share it.
+        """
+        from saltus.models.cuda import linear_kernels
+
+        rows, weights = inputs.shape.num_rows, self.base.embed_tokens.weight
+        hidden = weights.new_empty(linear_kernels.padded_rows(rows), self.model.config.hidden_size)
+        torch.index_select(weights, 0, inputs.tokens, out=hidden[:rows])
+        x, collected = self.run_layers(hidden, inputs, pool, hidden_state_layers)
+        first = rows - inputs.shape.num_logits if inputs.shape.num_logits else 0
+        states = torch.cat([*(each[first:] for each in collected), x[first:rows]], -1)
+        return self.product(x[first:], self.model.lm_head.weight, rows - first), states
+
+    def run_layers(
+        self, hidden: Tensor, inputs: StaticInputs, pool: KVPagePool, hidden_state_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The normalised last hidden states of rows, and their states after some layers.
+
+        `hidden` [padded rows, hidden size] are the inputs of the first layer, and overwritten.
+        """
+        from saltus.models.cuda import attention_kernels, linear_kernels, row_kernels
+
+        shape, config = inputs.shape, self.model.config
+        rows, wide = shape.num_rows, len(hidden)
+        key = hidden.new_empty(config.num_key_value_heads, 1, self.dim)
+        pool.allocate(key, key)
+        assert pool.keys is not None and pool.values is not None
+        x, queries = torch.empty_like(hidden), hidden.new_empty(wide, config.num_attention_heads, self.dim)
+        active, attended = hidden.new_empty(wide, config.intermediate_size), torch.empty_like(queries)
+        sums = attention_kernels.SplitSums.empty(
+            queries,
+            config.num_key_value_heads,
+            shape.num_groups,
+            shape.rows_per_group,
+            shape.num_pages * pool.page_size,
+        )
+        recent, collected, parts = inputs.recent_slots.view(rows, -1), [], None
+        for number, layer in enumerate(self.layers):
+            row_kernels.add_and_norm(parts, hidden, layer.input_norm, x, rows)
+            if number in hidden_state_layers:
+                collected.append(hidden[:rows].clone())
+            keys, values = pool.keys[number], pool.values[number]
+            row_kernels.rotate_and_store(
+                linear_kernels.linear_parts(x, layer.qkv, self.qkv_blocks, rows), layer.bias, layer.head_norms,
+                self.angles, inputs.positions, inputs.slots, queries, keys, values,
+            )  # fmt: skip
+            attention_kernels.attend(
+                queries[:rows], keys, values, inputs.block_tables, recent, inputs.positions, sums, attended,
+                rows_per_group=shape.rows_per_group, page=pool.page_size, scale=layer.scale, window=layer.window,
+            )  # fmt: skip
+            parts = linear_kernels.linear_parts(attended.flatten(1), layer.o, self.o_blocks, rows)
+            row_kernels.add_and_norm(parts, hidden, layer.post_norm, x, rows)
+            linear_kernels.gate_and_up(x, layer.gate, layer.up, active, self.gate_blocks, rows)
+            parts = linear_kernels.linear_parts(active, layer.down, self.down_blocks, rows)
+        row_kernels.add_and_norm(parts, hidden, self.base.norm, x, rows)
+        return x, collected
+
+    def product(self, x: Tensor, weight: Tensor, rows: int) -> Tensor:
+        """The first rows of x times a weight; a tile may read beyond them, so they are copied where x ends before."""
+        from saltus.models.cuda import linear_kernels
+
+        wide = linear_kernels.padded_rows(rows)
+        if len(x) < wide:
+            x = torch.cat([x[:rows], x.new_zeros(wide - rows, x.shape[1])])
+        out = x.new_empty(rows, len(weight))
+        linear_kernels.linear(x, weight, out, linear_kernels.blocks_of(weight, parts=False), rows)
+        return out

@@ -1,0 +1,145 @@
+"""Multiply rows by weights, so that a row's sums do not depend on how many rows there are.
+
+Weights are the left operand and rows the right one: out[n, m] = Σ_k w[n, k] x[m, k]. Tiles cut N and K by the layer's
+own sizes. Calls of few and of many rows differ in the width of a tile only, along which a matrix instruction adds
+nothing. K is cut into parts for small layers, which would otherwise fill few processors; whoever reads the parts adds
+them in their order.
+"""
+
+# Triton's own types differ between its releases, and say of `range` in a kernel that nothing comes back.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from saltus.models.cuda.launching import kernel, power_of_two
+
+MIN_TILE_ROWS, MAX_TILE_ROWS = 16, 128
+PROGRAMS = 132  # that a product should have, where its sizes allow: the processors of a large GPU
+MAX_TILE_BYTES = 200_000  # of shared memory that a program may use
+MIN_STEPS = 3  # of BLOCK_K columns, in each part of a sum
+
+
+class Blocks(NamedTuple):
+    """How a product is cut; it follows from the layer's sizes alone."""
+
+    columns: int  # BLOCK_N
+    depth: int  # BLOCK_K
+    parts: int = 1  # of the sums over K
+    warps: int = 4
+    stages: int = 4  # of the pipeline, at most: they change no sums
+
+
+def blocks_of(weight: Tensor, parts: bool = True) -> Blocks:
+    """How to cut a product with a weight [outputs, inputs]; without `parts` its sums are whole."""
+    outputs, inputs = weight.shape
+    depth = 128 if inputs % 128 == 0 else 64
+    tiles, steps = -(-outputs // 64), -(-inputs // depth)
+    count = max(1, min(round(PROGRAMS / tiles), steps // MIN_STEPS)) if parts else 1
+    return Blocks(64, depth, count, stages=4 if count > 1 else 5)
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of a tile: the width of the matrix instructions, which does not change sums."""
+    return min(MAX_TILE_ROWS, max(MIN_TILE_ROWS, power_of_two(rows)))
+
+
+def padded_rows(rows: int) -> int:
+    """The rows of a buffer for so many rows: whole tiles."""
+    return -(-rows // tile_rows(rows)) * tile_rows(rows)
+
+
+@kernel("num_rows")
+def _linear(
+    x, weight, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[part, row, n]: the part's sums, in the dtype of `out`."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, rows = tl.program_id(1), tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    depth = tl.arange(0, BLOCK_K)
+    inside = columns < N
+    weights = weight + columns[:, None].to(tl.int64) * K + depth[None, :]
+    inputs = x + rows[None, :] * K + depth[:, None]
+    sums = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    per_part: tl.constexpr = (steps + PARTS - 1) // PARTS
+    for step in tl.range(0, per_part):
+        start = (part * per_part + step) * BLOCK_K
+        if N % BLOCK_N == 0 and steps % PARTS == 0:
+            w, row = tl.load(weights + start), tl.load(inputs + start)
+        else:  # the last part may be shorter; zeros add nothing
+            exists = start + depth < K
+            w = tl.load(weights + start, mask=inside[:, None] & exists[None, :], other=0.0)
+            row = tl.load(inputs + start, mask=exists[:, None], other=0.0)
+        sums = tl.dot(w, row, sums, input_precision="ieee")
+    place = (part.to(tl.int64) * num_rows + rows[None, :]) * N + columns[:, None]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside[:, None] & (rows[None, :] < num_rows))
+
+
+@kernel("num_rows")
+def _gate_and_up(
+    x, gate, up, out, num_rows,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[row, n] = SiLU(gate[n] · x[row]) · (up[n] · x[row]), rounded as Transformers rounds it."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    inside = columns < N
+    place = columns[:, None].to(tl.int64) * K + depth[None, :]
+    inputs = x + rows[None, :] * K + depth[:, None]
+    gated = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    raised = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        row = tl.load(inputs + start)
+        if N % BLOCK_N == 0:
+            g, u = tl.load(gate + place + start), tl.load(up + place + start)
+        else:
+            g = tl.load(gate + place + start, mask=inside[:, None], other=0.0)
+            u = tl.load(up + place + start, mask=inside[:, None], other=0.0)
+        gated = tl.dot(g, row, gated, input_precision="ieee")
+        raised = tl.dot(u, row, raised, input_precision="ieee")
+    dtype = out.dtype.element_ty
+    gated = gated.to(dtype).to(tl.float32)
+    active = (gated / (1.0 + tl.exp(-gated))).to(dtype).to(tl.float32)
+    product = (active * raised.to(dtype).to(tl.float32)).to(dtype)
+    at = rows[None, :].to(tl.int64) * N + columns[:, None]
+    tl.store(out + at, product, mask=inside[:, None] & (rows[None, :] < num_rows))
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
+    """out [parts, rows, N] or [rows, N] of x [padded rows, K] and weight [N, K]; rows after `rows` are not written."""
+    (outputs, inputs), wide = weight.shape, tile_rows(rows)
+    grid = -(-outputs // blocks.columns), blocks.parts, -(-rows // wide)
+    sizes = {"N": outputs, "K": inputs, "PARTS": blocks.parts}
+    _launch(_linear, grid, blocks, 1, x, weight, out, rows, **sizes, ROWS=wide)
+
+
+def linear_parts(x: Tensor, weight: Tensor, blocks: Blocks, rows: int) -> Tensor:
+    """The parts of a product in float32, [parts, rows, N]; see `linear`."""
+    parts = x.new_empty(blocks.parts, rows, len(weight), dtype=torch.float32)
+    linear(x, weight, parts, blocks, rows)
+    return parts
+
+
+def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, blocks: Blocks, rows: int) -> None:
+    """out [rows, N], what the MLP's last layer reads, of x [padded rows, K] and weights [N, K]."""
+    (outputs, inputs), wide = gate.shape, tile_rows(rows)
+    grid = -(-outputs // blocks.columns), -(-rows // wide)
+    _launch(_gate_and_up, grid, blocks, 2, x, gate, up, out, rows, N=outputs, K=inputs, ROWS=wide)
+
+
+def _launch(
+    run: Any, grid: tuple[int, ...], blocks: Blocks, weights: int, x: Tensor, *args: Any, **constants: int
+) -> None:
+    """Start a kernel that reads tiles of `weights` weights and of x, in a pipeline as deep as shared memory allows."""
+    stage = (weights * blocks.columns + constants["ROWS"]) * blocks.depth * x.element_size()
+    stages = max(1, min(blocks.stages, MAX_TILE_BYTES // stage))
+    tile = {"BLOCK_N": blocks.columns, "BLOCK_K": blocks.depth}
+    run[grid](x, *args, **constants, **tile, num_warps=blocks.warps, num_stages=stages)

@@ -1,0 +1,260 @@
+"""Apply a low-rank adapter to chosen rows of a causal model; all other rows keep their bits (PTP, gated LoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from saltus.core.noise import Noise
+from saltus.models.uniform_embedding import KINDS, UniformEmbedding
+
+
+@dataclass(frozen=True)
+class GatedLoraSettings:
+    """The settings of a gated adapter, as in saltus.json."""
+
+    rank: int = 64
+    alpha: float = 64.0  # the low-rank part is multiplied by alpha / rank
+    dropout: float = 0.0  # of the inputs of the low-rank part, in training
+    targets: tuple[str, ...] = ()  # last names of the linear layers it acts on; empty: all but the unembedding
+    embedding: str = "bits"  # of uniforms
+    embeds_temperature: bool = True  # the temperature is embedded too
+    window: int = 16  # queries of a chain in training, at most
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"an adapter's {name} is {getattr(self, name)}, but must be 1 or more")
+        if not self.alpha > 0:
+            raise ValueError(f"an adapter's alpha is {self.alpha}, but must be above 0; take its rank")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"an adapter's dropout is {self.dropout}, but must lie in [0, 1)")
+        if self.embedding not in KINDS:
+            raise ValueError(f"an adapter's embedding is {self.embedding!r}, but must be one of {', '.join(KINDS)}")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The query rows of a batched call and their conditioning. Token queries also have their token's embedding."""
+
+    rows: Int[Tensor, "gated"]
+    uniforms: Float[Tensor, "gated"]  # NaN: no uniform
+    temperatures: Float[Tensor, "gated"]
+    has_token: Bool[Tensor, "gated"] | None = None  # None: no row has a token
+
+    def embed(self, embedding: UniformEmbedding) -> Float[Tensor, "gated hidden"]:
+        """The embedding of the conditioning of each row."""
+        return embedding(self.uniforms, self.temperatures)
+
+    def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "gated width"]:
+        """The rows that the adapter sees."""
+        return rows[self.rows]
+
+    def replace(
+        self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "gated width"]
+    ) -> Float[Tensor, "rows width"]:
+        """Put the changed rows back; all others are copied."""
+        return rows.index_copy(0, self.rows, changed)
+
+
+@dataclass(frozen=True)
+class StaticGate:
+    """The same for calls of a fixed shape: the adapter evaluates all rows, and a mask chooses between its rows and the
+    model's. All shapes and addresses are fixed, so CUDA graphs can hold it.
+    """
+
+    is_query: Bool[Tensor, "rows"]
+    has_token: Bool[Tensor, "rows"]
+    embeddings: Float[Tensor, "rows hidden"]  # of each query's conditioning; zeros elsewhere
+
+    def embed(self, embedding: UniformEmbedding) -> Float[Tensor, "rows hidden"]:
+        return self.embeddings
+
+    def select(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        return rows
+
+    def replace(
+        self, rows: Float[Tensor, "rows width"], changed: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "rows width"]:
+        return torch.where(self.is_query[:, None], changed, rows)
+
+
+class LoraLayer(nn.Module):
+    """s · B A of one linear layer (Hu et al. 2021); B starts at zero."""
+
+    def __init__(self, inputs: int, outputs: int, settings: GatedLoraSettings) -> None:
+        super().__init__()
+        self.scale, self.dropout = settings.scale, settings.dropout
+        self.down = nn.Parameter(torch.zeros(settings.rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, settings.rank))
+
+    def forward(self, x: Float[Tensor, "*gated inputs"]) -> Float[Tensor, "*gated outputs"]:
+        """s · B A x in the adapter's dtype, usually float32."""
+        x = F.dropout(x.to(self.down.dtype), self.dropout, self.training)
+        return F.linear(F.linear(x, self.down) * self.scale, self.up)
+
+
+class Adapter(nn.Module):
+    """The low-rank parts by the names of their layers, and the embedding of uniforms."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]], hidden_size: int, settings: GatedLoraSettings) -> None:
+        super().__init__()
+        self.settings, self.sizes = settings, dict(sizes)  # (inputs, outputs) of each layer
+        self.folder = ""  # that it was loaded from
+        self.parts = nn.ModuleList(LoraLayer(*size, settings) for size in sizes.values())
+        self.auxiliary = UniformEmbedding(hidden_size, settings.embedding, settings.embeds_temperature)
+        self._by_path = dict(zip(sizes, self.parts, strict=True))
+
+    def lora_layer(self, path: str) -> LoraLayer | None:
+        """The low-rank part of the layer of this name, None if there is none."""
+        found = self._by_path.get(path)
+        assert found is None or isinstance(found, LoraLayer)
+        return found
+
+    def copy_weights_from(self, other: Adapter) -> None:
+        """Take over the weights of an adapter for the same layers, whatever their order."""
+        self.auxiliary.load_state_dict(other.auxiliary.state_dict())
+        for path, part in self._by_path.items():
+            found = other.lora_layer(path)
+            assert found is not None
+            part.load_state_dict(found.state_dict())
+
+    def embed_queries(
+        self, gate: Gate | StaticGate, tokens: Float[Tensor, "gated hidden"] | None = None
+    ) -> Float[Tensor, "gated hidden"]:
+        """The input embeddings of queries; a token query's is added to its token's embedding."""
+        conditioning = gate.embed(self.auxiliary)
+        if gate.has_token is None or tokens is None:
+            return conditioning
+        return conditioning + torch.where(gate.has_token[:, None], tokens.to(conditioning.dtype), 0.0)
+
+    def check_fits(self, model: Any) -> None:
+        """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
+        found = linear_layers(model)
+        hidden = _token_embeddings(model, slice(0, 1)).shape[-1]
+        wrong = next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+        if wrong is None and hidden != self.hidden_size:
+            wrong = "its embedding"
+        if wrong is not None:
+            raise ValueError(
+                f"the adapter does not fit {type(model).__name__}: {wrong} is missing there or has another size;"
+                " load the model that it was trained for, or train it again"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        return _output_layer(self.auxiliary).out_features
+
+
+def new_adapter(
+    model: Any, settings: GatedLoraSettings | None = None, seed: int = 0, reads_tokens: bool = False
+) -> Adapter:
+    """An untrained adapter: B is zero, and a query's embedding is the mean of all embeddings.
+
+    With `reads_tokens` its rows are token queries, whose input is at first their token's embedding alone.
+    Errors: ValueError for targets that name no linear layer of the model.
+    """
+    settings = settings or GatedLoraSettings()
+    sizes = linear_layers(model, settings.targets)
+    every = _token_embeddings(model, slice(None))
+    adapter = Adapter(sizes, every.shape[-1], settings)
+    with torch.no_grad():
+        if not reads_tokens:
+            _output_layer(adapter.auxiliary).bias.copy_(every.float().mean(0))
+        for number, part in enumerate(adapter.parts):
+            assert isinstance(part, LoraLayer)
+            bound = part.down.shape[1] ** -0.5  # Kaiming's uniform, as PEFT starts it
+            drawn = Noise(seed).uniforms(f"adapter/{number}", np.arange(part.down.numel()))
+            part.down.copy_(torch.from_numpy((2 * drawn - 1) * bound).view(part.down.shape))
+    return adapter.to(model.device)
+
+
+def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of a model's linear layers by their names: all but the unembedding, or the chosen ones.
+
+    Layers of experts are left out, since their rows depend on the text.
+    """
+    unembedding, found = model.get_output_embeddings(), {}
+    for path, module in model.named_modules():
+        if module is unembedding or ".experts." in path or not _is_linear(module):
+            continue
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+        found[path] = (int(inputs), int(outputs))
+    names = {path.rpartition(".")[2] for path in found}
+    if unknown := sorted(set(targets) - names):
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer {unknown[0]!r}; there are {', '.join(sorted(names))}"
+        )
+    return {path: size for path, size in found.items() if not targets or path.rpartition(".")[2] in targets}
+
+
+@dataclass
+class gated_adapter:
+    """While open, the model's calls are gated: query rows get their embeddings and the low-rank parts.
+
+    It supports gradients. Every other row keeps its bits: the layers' outputs are copied.
+    """
+
+    model: Any
+    adapter: Adapter
+    gate: Gate | StaticGate
+    hooks: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        embedding = self.model.get_input_embeddings()
+        self.hooks = [
+            embedding.register_forward_hook(
+                lambda _, inputs, out: self._replace_gated_rows(out, self._query_embeddings)
+            )
+        ]
+        for path in self.adapter.sizes:
+            layer = self.model.get_submodule(path)
+            self.hooks.append(layer.register_forward_hook(lambda _, x, out, path=path: self._add_lora(path, x[0], out)))
+
+    def __exit__(self, *_) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _query_embeddings(self, tokens: Tensor) -> Tensor:
+        return self.adapter.embed_queries(self.gate, tokens)
+
+    def _add_lora(self, path: str, x: Tensor, out: Tensor) -> Tensor:
+        part = self.adapter.lora_layer(path)
+        assert part is not None
+        low = part(self.gate.select(x.reshape(-1, x.shape[-1])))
+        return self._replace_gated_rows(out, lambda before: before.to(low.dtype) + low)
+
+    def _replace_gated_rows(self, out: Tensor, change) -> Tensor:
+        flat = out.reshape(-1, out.shape[-1])
+        changed = change(self.gate.select(flat)).to(out.dtype)
+        return self.gate.replace(flat, changed).view(out.shape)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """True for a linear layer, also for GPT-2's, whose class is slow to import."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _token_embeddings(model: Any, tokens: slice) -> Tensor:
+    """The inputs of the model's layers for some tokens."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        return embedding(torch.arange(embedding.weight.shape[0], device=embedding.weight.device)[tokens])
+
+
+def _output_layer(auxiliary: UniformEmbedding) -> nn.Linear:
+    """The last linear map of the embedding."""
+    last = auxiliary.map[-1] if isinstance(auxiliary.map, nn.Sequential) else auxiliary.map
+    assert isinstance(last, nn.Linear)
+    return last

@@ -1,1 +1,0 @@
-"""Networks that evaluate forward passes, and their loading."""

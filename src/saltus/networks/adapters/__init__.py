@@ -1,1 +1,0 @@
-"""Adapters of the target: low-rank weights that act on query rows alone."""

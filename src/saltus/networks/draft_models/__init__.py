@@ -1,1 +1,0 @@
-"""Draft models: small networks that read the target's hidden states."""

@@ -1,1 +1,0 @@
-"""The keys and values of one text."""

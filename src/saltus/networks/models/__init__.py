@@ -1,1 +1,0 @@
-"""Networks: models that evaluate draft trees."""

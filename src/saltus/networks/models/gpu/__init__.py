@@ -1,1 +1,0 @@
-"""Kernels in Triton for decoders on a GPU, whose rows round alike in every call, and the decoder that calls them."""

@@ -1,0 +1,182 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+import saltus
+from saltus.engine.fim import find_fim_format
+from saltus.server.answers import Answer
+from saltus.server.error_answers import add_error_answers
+from saltus.server.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys
+from saltus.server.hosts import ANY_HOST
+from saltus.server.infill import InfillRequest
+from saltus.server.preparation import Prepare
+from saltus.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from saltus.server.service import Service
+
+Result = TypeVar("Result")
+
+PAGE = Path(__file__).with_name("page")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+}
+
+
+def make_app(
+    service: Service, api_keys: Sequence[str] = (), log_requests: bool = False, hosts: Collection[str] = (ANY_HOST,)
+) -> FastAPI:
+    """The app of a service. With `api_keys` requests need one of them; with `log_requests` bodies are in the log.
+
+    `hosts` are names of the server, besides localhost and addresses; the command `saltus serve` gives them. Errors:
+    ValueError for an empty key.
+    """
+    keys = checked_keys(api_keys)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await asyncio.to_thread(service.close, 10.0)
+
+    app = FastAPI(title="Saltus", version=saltus.__version__, lifespan=lifespan)
+    app.add_middleware(Guard, api_keys=keys, log_bodies=log_requests, hosts=hosts)  # pyright: ignore[reportArgumentType]
+    add_error_answers(app)
+
+    def prepare_for(request: Request) -> Prepare:
+        return service.workers.of_body(request.scope[BODY_IN_SCOPE].num_bytes)
+
+    async def respond(request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], asked: Any) -> Response:
+        answer = await _unless_gone(request, make(asked, prepare_for(request)))
+        if answer is None:
+            return Response(status_code=GONE)  # nobody reads it
+        key = request.scope.get(KEY_IN_SCOPE, "")
+        answer.client = key or (request.client.host if request.client else "")
+        if service.memories is not None:
+            answer.draft_from(service.memories.of(key))
+        answer.submit()
+        request.scope[BODY_IN_SCOPE].release()
+        return await _respond(request, answer)
+
+    async def translate(request: Request, make: Callable[[Any], dict[str, Any]], asked: Any) -> Response:
+        made = prepare_for(request)(lambda: JSONResponse(make(asked)))
+        return await _unless_gone(request, made) or Response(status_code=GONE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404, f"there is no file {name!r}")
+        return FileResponse(PAGE / name, headers=PAGE_HEADERS)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
+        return await respond(request, service.chat, asked)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        return await respond(request, service.complete, asked)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, asked: ResponsesRequest) -> Response:
+        return await respond(request, service.respond, asked)
+
+    @app.post("/infill")
+    async def infill(request: Request, asked: InfillRequest) -> Response:
+        return await respond(request, service.infill, asked)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model_card()
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": service.name, "object": "model", "created": service.started, "owned_by": "saltus",
+            "max_model_len": service.engine.target.context_length,
+            "fill_in_the_middle": find_fim_format(service.engine.tokenizer) is not None,
+            "several_holes": service.engine.network.any_subset,
+        }  # fmt: skip
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
+        return await translate(request, service.tokenize, asked)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
+        return await translate(request, service.detokenize, asked)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.engine_thread.thread.is_alive() else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": saltus.__version__}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.engine_thread.num_open}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+async def _respond(request: Request, answer: Answer) -> Response:
+    """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
+    if answer.asked.stream:
+        return StreamingResponse(
+            _until_read(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    whole = await _unless_gone(request, answer.whole())
+    return Response(status_code=GONE) if whole is None else JSONResponse(whole)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of the work; None if the client leaves before, which cancels it."""
+    done, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return done.result() if done.done() else None
+    finally:
+        done.cancel()
+        gone.cancel()
+
+
+async def _until_read(answer: Answer) -> AsyncIterator[str]:
+    """The answer's events; a reader that leaves, even before the first text, ends the decoding."""
+    try:
+        async for event in answer.stream():
+            yield event
+    finally:
+        answer.drop()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,219 @@
+"""The answers of chat completions and completions: choices, whole or as chunks."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from saltus.engine.engine import TextRequest
+from saltus.engine.request import CallRecord
+from saltus.engine.tool_calls import ToolCallReader
+from saltus.server.answers import Answer, Backend, Choice
+from saltus.server.errors import ApiError
+from saltus.server.jobs import Delta
+from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
+from saltus.server.structured import Tools, call_object
+from saltus.server.translation import speculation_metrics, usage
+
+
+class _Form:
+    """What the objects of both have in common."""
+
+    prefix = object = chunk_object = ""
+
+    def __init__(self, tokenizer: Any, logprobs: bool) -> None:
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
+        logprobs = self._logprobs(index, of) if self.logprobs else None
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
+
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatForm(_Form):
+    """The objects of chat completions."""
+
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Any, logprobs: bool, tools: Tools) -> None:
+        super().__init__(tokenizer, logprobs)
+        self.tools = tools
+        self.readers: dict[int, ToolCallReader | None] = {}  # by choice
+        self.num_calls: Counter[int] = Counter()  # by choice
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        text, calls = self._read(choice.index, choice.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return self._entry(choice.index, {"message": message}, choice)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
+        text, calls = self._read(choice.index, new.text, last=new.finish_reason is not None)
+        first = self.num_calls[choice.index] - len(calls)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
+        return self._entry(choice.index, {"delta": delta}, new)
+
+    def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
+        entry = super()._entry(index, body, of)
+        if entry["finish_reason"] == "stop" and self.num_calls[index]:
+            entry["finish_reason"] = "tool_calls"
+        return entry
+
+    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text of a choice without its calls, and these."""
+        if index not in self.readers:
+            self.readers[index] = self.tools.reader()
+        reader = self.readers[index]
+        if reader is None:
+            return text, []
+        content, calls = reader.read(text, last)
+        self.num_calls[index] += len(calls)
+        return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
+
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self.tokenizer.decode([token])
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        listed = of.top_logprobs or [[]] * len(of.tokens)
+        return {
+            "content": [
+                {**entry(token, value), "top_logprobs": [entry(*one) for one in likely]}
+                for token, value, likely in zip(of.tokens, of.logprobs, listed, strict=False)
+            ],
+            "refusal": None,
+        }
+
+
+class TextForm(_Form):
+    """The objects of completions."""
+
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
+        super().__init__(tokenizer, logprobs)
+        self.echoes = echoes
+        self.offsets = Counter({index: len(echo) for index, echo in enumerate(echoes)})  # of each choice's next token
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        return self._entry(choice.index, {"text": self.echoes[choice.index] + choice.text}, choice)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        if not self.echoes[index]:
+            return None
+        return {"index": index, "text": self.echoes[index], "logprobs": None, "finish_reason": None}
+
+    def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
+        return self._entry(choice.index, {"text": new.text}, new)
+
+    def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
+        """Of an echoed prompt first, whose first token has none, and then of new tokens."""
+        prompt = [] if of.prompt_scores is None else list(of.prompt_scores.tokens)
+        texts = [self.tokenizer.decode([token]) for token in [*prompt, *of.tokens[: len(of.logprobs)]]]
+        values, listed = list(of.logprobs), [self._by_text(likely) for likely in of.top_logprobs]
+        if of.prompt_scores is not None:
+            values = [None, *of.prompt_scores.log_probabilities, *values]
+            listed = [self._by_text(likely) for likely in of.prompt_scores.top_log_probabilities] + listed
+            listed = [None, *listed] if listed else []
+        lengths = list(map(len, texts))
+        offsets = list(accumulate(lengths[: len(prompt)], initial=0))[: len(prompt)]
+        offsets += accumulate(lengths[len(prompt) :], initial=self.offsets[index])
+        self.offsets[index] = offsets.pop()
+        return {
+            "tokens": texts, "token_logprobs": values, "top_logprobs": listed or None, "text_offset": offsets,
+        }  # fmt: skip
+
+    def _by_text(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Of tokens that are written alike the likeliest stays."""
+        return {self.tokenizer.decode([token]): value for token, value in reversed(likely)}
+
+
+class ChoicesAnswer(Answer):
+    """An answer in either form."""
+
+    asked: ChatCompletionRequest | CompletionRequest
+
+    def __init__(
+        self,
+        backend: Backend,
+        form: ChatForm | TextForm,
+        requests: Sequence[TextRequest],
+        method: str,
+        asked: ChatCompletionRequest | CompletionRequest,
+    ) -> None:
+        self.form, self.prefix = form, form.prefix
+        self.score_prompts = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
+        super().__init__(backend, requests, method, asked)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        async for _ in self.arriving():
+            pass
+        answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
+        answer["usage"] = self._usage()
+        if self.asked.include_metrics:
+            answer["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
+        return answer
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        options = self.asked.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+
+        silent: list[list[CallRecord]] = [[] for _ in self.choices]  # calls whose text is still held back
+
+        def event(
+            choices: list[dict[str, Any]], counts: dict[str, Any] | None, calls: Sequence[CallRecord] | None = None
+        ) -> str:
+            chunk = self._object(self.form.chunk_object, choices)
+            if calls is not None and self.asked.include_metrics:
+                chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
+            if counts is not None:
+                chunk["usage"] = counts
+            return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+        opened: set[int] = set()
+        try:
+            async for choice, delta in self.arriving():
+                silent[choice.index] += delta.calls
+                if choice.index not in opened:  # not before, so that clients can time the first token by it
+                    opened.add(choice.index)
+                    if (opening := self.form.opening(choice.index)) is not None:
+                        yield event([opening], self._usage(len(delta.tokens)) if continuous else None)
+                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                    counts = self._usage() if continuous else None
+                    yield event([self.form.delta(choice, delta)], counts, silent[choice.index])
+                    silent[choice.index] = []
+            if options is not None and options.include_usage:
+                yield event([], self._usage(), self.calls)
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.backend.name, "choices": choices,
+        }  # fmt: skip
+
+    def _usage(self, num_unsent: int = 0) -> dict[str, Any]:
+        """Token counts up to now, without the last tokens if they are not sent yet."""
+        each_prompt = self.choices[:: self.asked.n]
+        return usage(
+            sum(len(choice.request.request.prompt) for choice in each_prompt),
+            sum(len(choice.tokens) for choice in self.choices) - num_unsent,
+            sum(choice.job.cached_tokens for choice in each_prompt if choice.job is not None),
+            self.calls if getattr(self.asked, "prediction", None) is not None else None,
+        )

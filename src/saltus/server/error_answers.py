@@ -1,0 +1,72 @@
+"""Turn errors that end a request into OpenAI's error objects, of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from saltus.server.errors import ApiError
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer errors of all kinds with an error object; Guard does so for faults of the server."""
+    app.exception_handler(ApiError)(_api_error)
+    app.exception_handler(RequestValidationError)(_invalid_request)
+    app.exception_handler(HTTPException)(_http_error)
+    app.exception_handler(RecursionError)(_too_deep)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _invalid_request(_: Request, error: Exception) -> Response:
+    """The first field at fault, in one line."""
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    # where a value may have several forms, the one that fits most: but for its length, or in its outer parts
+    first = max(of_field, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
+    names = _names_in(error.body, first["loc"])
+    if first["type"] == "extra_forbidden":
+        message = f"the field {names[-1]!r} is not supported; leave it out"
+    elif first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+    elif first["type"] == "json_invalid" or not names:
+        message, names = "the body is not a JSON object (of content type application/json)", []
+    else:
+        message = f"{'.'.join(names) or 'the body'}: {first['msg']}"
+    refused = ApiError(400, message, ".".join(names) or None, "unsupported" if "not supported" in message else None)
+    return JSONResponse(refused.body(), 400)
+
+
+def _names_in(body: Any, place: Sequence[str | int]) -> list[str]:
+    """The names on the way to a value that is wrong, without those of the types that were tried on it."""
+    names: list[str] = []
+    value = body
+    for number, part in enumerate(place[1:], start=2):
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            if number < len(place) or not isinstance(value, dict):  # a field that is missing is the last part
+                continue
+        names.append(str(part))
+    return names
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 400 and isinstance(error.__cause__, RecursionError | ValueError):  # FastAPI read the body
+        message = "the body is not JSON in UTF-8, or it is nested too deeply"
+    return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+
+
+async def _too_deep(_: Request, error: Exception) -> Response:
+    return JSONResponse(ApiError(400, "the JSON is nested too deeply").body(), 400)

@@ -1,0 +1,273 @@
+"""The fields of OpenAI's requests that the server reads; any other field is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from saltus.engine.decoder import MAX_BUDGET
+from saltus.server.fields import Fields, Items, JsonObject
+from saltus.server.structured import (
+    MAX_TOOLS,
+    FlatJsonSchemaFormat,
+    Function,
+    FunctionName,
+    GrammarFields,
+    JsonObjectFormat,
+    NamedTool,
+    TextFormat,
+    Tool,
+    ToolFields,
+)
+
+MAX_CHOICES = 128
+MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
+MAX_BIASES = 1024  # tokens of logit_bias
+MAX_ITEMS = 4096  # messages of a conversation with their parts, or prompts of a request
+MAX_TOKENS = 2**20  # of a prompt that is given as token ids
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
+
+
+def _of_few_biases(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_BIASES:  # each wrong one would be an error of its own
+        raise ValueError(f"logit_bias has {len(given):,} tokens, but at most {MAX_BIASES:,} are read; leave some out")
+    return given
+
+
+def _of_few_items(given: Any) -> Any:
+    """A conversation with few messages and parts: a million of them would take seconds to be read."""
+    if isinstance(given, list):
+        contents = [one.get("content", one.get("output")) for one in given if isinstance(one, dict)]
+        count = len(given) + sum(len(content) for content in contents if isinstance(content, list))
+        if count > MAX_ITEMS:
+            raise ValueError(
+                f"a conversation has {count:,} messages and parts, but at most {MAX_ITEMS:,} are read; shorten it"
+            )
+    return given
+
+
+class StreamOptions(Fields):
+    """When a stream reports token counts."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # accepted and ignored
+
+
+class Speculative(Fields):
+    """How a text is drafted; it cannot change the text."""
+
+    method: str | None = None
+    budget: int | None = Field(
+        None, ge=0, le=MAX_BUDGET
+    )  # draft tokens of a call, at most; the server's is a limit, too
+
+
+class SamplingFields(Fields):
+    """What all requests of texts have in common. A field that is null counts as not given: clients write it so."""
+
+    model: str | None = None
+    stream: bool = False
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_of_few_biases)] = None
+    ignore_eos: bool = False
+    speculative: bool | Speculative = True
+    include_metrics: bool = False  # of drafting, in the answer
+    # accepted and ignored
+    user: str | None = None
+    store: bool | None = None
+    metadata: JsonObject | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    @property
+    def draft_budget(self) -> int | None:
+        """The draft tokens of a call that the request asks for; None: as many as the server drafts."""
+        return self.speculative.budget if isinstance(self.speculative, Speculative) else None
+
+
+class SharedFields(SamplingFields, GrammarFields):
+    """What chat completions and completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+
+
+class ContentPart(Fields):
+    """A piece of a message: text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation; fields that the chat template may read are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Items[ContentPart] | None = None
+
+
+class Prediction(Fields):
+    """OpenAI's Predicted Outputs: what the answer will probably repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | Items[ContentPart]
+
+
+class ChatCompletionRequest(SharedFields, ToolFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[Items[Message], BeforeValidator(_of_few_items)] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    prediction: Prediction | None = None
+
+
+class CompletionRequest(SharedFields):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[Items[str], Field(max_length=MAX_ITEMS)]
+        | TokenIds
+        | Annotated[Items[TokenIds], Field(max_length=MAX_ITEMS)]
+    )
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+    suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
+    best_of: Literal[1] | None = None
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Items[Message] | None, BeforeValidator(_of_few_items)] = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class ResponseContentPart(Fields):
+    """A piece of a message in a response's input, or of an earlier answer."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ResponseMessage(Fields):
+    """A message in a response's input, or an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items[ResponseContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseCall(Fields):
+    """An earlier call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseCallOutput(Fields):
+    """What a call has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[ResponseContentPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseText(Fields):
+    """The form of a response's text."""
+
+    format: TextFormat | JsonObjectFormat | FlatJsonSchemaFormat | None = Field(None, discriminator="type")
+    verbosity: str | None = None
+
+
+class ResponseTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ResponseNamedTool(Fields):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
+
+    input: Annotated[
+        str | Items[ResponseCall | ResponseCallOutput | ResponseMessage], BeforeValidator(_of_few_items)
+    ] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: ResponseText | None = None
+    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    # accepted and ignored
+    include: Items[str] | None = None
+    reasoning: JsonObject | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesRequest:
+        self.tool_fields()
+        return self
+
+    def tool_fields(self) -> ToolFields:
+        """The tools as chat completions describe them. Errors: ValueError."""
+        tools = [
+            Tool(function=Function(**tool.model_dump(exclude={"type"}, exclude_none=True))) for tool in self.tools or ()
+        ]
+        named = self.tool_choice
+        choice = NamedTool(function=FunctionName(name=named.name)) if isinstance(named, ResponseNamedTool) else named
+        return ToolFields.checked(tools, choice, self.parallel_tool_calls)

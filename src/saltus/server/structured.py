@@ -1,0 +1,206 @@
+"""Constraints of an answer that a request may set: formats, grammars and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from saltus.engine.engine import Engine
+from saltus.engine.grammar import Grammar
+from saltus.engine.tool_calls import ToolCall, ToolCallReader, tool_format, tool_grammar
+from saltus.server.errors import ApiError
+from saltus.server.fields import Fields, Items, JsonObject
+
+MAX_TOOLS = 128
+
+
+class TextFormat(Fields):
+    """Any text."""
+
+    type: Literal["text"] = "text"
+
+
+class JsonObjectFormat(Fields):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Fields):
+    """A JSON schema and its name. It is always followed, `strict` or not."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str = "answer"
+    description: str | None = None
+    definition: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Fields):
+    """JSON that follows a schema, as chat completions ask for it."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class FlatJsonSchemaFormat(JsonSchema):
+    """JSON that follows a schema, as responses ask for it."""
+
+    type: Literal["json_schema"]
+
+
+class StructuredOutputs(Fields):
+    """vLLM's field: one of these."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_: JsonObject | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GrammarFields(Fields):
+    """Formats of answers, in OpenAI's and in vLLM's fields."""
+
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(None, discriminator="type")
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
+
+    def grammar(self, engine: Engine) -> Grammar | None:
+        """What the text must be; None: anything. Errors: ApiError 400 that names the field."""
+        outputs = self.structured_outputs or StructuredOutputs()  # pyright: ignore[reportCallIssue]
+        makers = {
+            "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.lark,
+        }  # fmt: skip
+        asked = [(f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in makers.items()]
+        given = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
+        asked += [("structured_outputs", make, given[kind]) for kind, make in makers.items()]
+        asked.append(("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None))
+        asked.append(("response_format", format_grammar, self.response_format))
+        asked = [one for one in asked if one[2] is not None and not isinstance(one[2], TextFormat)]
+        if len(asked) > 1:
+            raise ApiError(400, f"give {asked[0][0]} or {asked[1][0]}, not both", asked[1][0])
+        return checked_grammar(engine, *asked[0]) if asked else None
+
+
+def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat) -> Grammar | None:
+    """The grammar of a format. Errors: ValueError."""
+    if isinstance(given, JsonSchemaFormat):
+        return Grammar.json_schema(given.json_schema.definition)
+    if isinstance(given, FlatJsonSchemaFormat):
+        return Grammar.json_schema(given.definition)
+    return Grammar.json_object() if isinstance(given, JsonObjectFormat) else None
+
+
+def checked_grammar(engine: Engine, field: str, make: Callable[[Any], Grammar | None], given: Any) -> Grammar | None:
+    """`make(given)`, ready for use. Errors: ApiError 400 that names the field of the request."""
+    try:
+        if (found := make(given)) is not None:
+            found.constraint(engine.tokenizer, engine.target.end_tokens)  # compiles it
+        return found
+    except ValueError as error:
+        raise ApiError(400, str(error), field) from error
+
+
+class Function(Fields):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: JsonObject | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool: always a function."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The function that must be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ToolFields(Fields):
+    """Tools and whether to call them."""
+
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # false: one call at most
+
+    @classmethod
+    def checked(cls, tools: list[Tool], choice: Any, parallel: bool | None) -> ToolFields:
+        """The fields given one by one. Errors: ValueError, and no ValidationError."""
+        made = cls.model_construct(tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
+        made.check()
+        return made
+
+    @model_validator(mode="after")
+    def _valid(self) -> ToolFields:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse what contradicts itself. Errors: ValueError."""
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have one name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice is required, but there are no tools")
+
+
+class Tools:
+    """The tools of a request: what the prompt says of them, and the calls in an answer."""
+
+    def __init__(self, engine: Engine, asked: ToolFields) -> None:
+        tools, choice = asked.tools or [], asked.tool_choice
+        if choice == "none":
+            tools = []
+        self.offered = [tool.model_dump(exclude_none=True) for tool in tools]
+        if isinstance(choice, NamedTool):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        self._callable = [tool.model_dump(exclude_none=True) for tool in tools]
+        self.engine, self.form = engine, tool_format(engine.tokenizer)
+        self.required = choice == "required" or isinstance(choice, NamedTool)
+        self.several = asked.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+
+    def grammar(self, of_text: Grammar | None) -> Grammar | None:
+        """The grammar of an answer: of its calls, or without tools that of its text. Errors: ApiError 400."""
+        if not self._callable:
+            return of_text
+        if of_text is not None:
+            raise ApiError(400, "tools and a format of the text cannot be combined; leave one out", "tools")
+        choice = "required" if self.required else "auto"
+        tokenizer = self.engine.tokenizer
+        return checked_grammar(
+            self.engine, "tools", lambda tools: tool_grammar(tools, choice, self.several, tokenizer), self._callable
+        )
+
+    def reader(self) -> ToolCallReader | None:
+        """What separates the calls from an answer's text; None if nothing can be called."""
+        return ToolCallReader(self.form) if self._callable else None
+
+
+def call_object(call: ToolCall, call_id: str) -> dict[str, Any]:
+    """A call as chat completions write it."""
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

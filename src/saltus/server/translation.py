@@ -1,0 +1,206 @@
+"""Turn OpenAI's requests into requests of the engine, and what was decoded into OpenAI's objects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from saltus.engine.engine import AnyRequest, Engine, TextRequest
+from saltus.engine.grammar import Grammar
+from saltus.engine.infill_template import InfillTemplate
+from saltus.engine.request import CallRecord
+from saltus.methods import make_methods
+from saltus.server.errors import ApiError
+from saltus.server.protocol import (
+    MAX_SEED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    SamplingFields,
+    Speculative,
+)
+
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+ROLES = {"developer": "system"}  # as chat templates name them
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the chat template reads them; the texts of a message's parts are joined."""
+    found = []
+    for message in messages:
+        given = message.model_dump(exclude_none=True)
+        role = ROLES.get(message.role, message.role)
+        found.append({**given, "role": role, "content": joined_text(message.content or "")})
+    return found
+
+
+def joined_text(content: str | Sequence[ContentPart]) -> str:
+    """The text of a content that may be given in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a completion request: texts, or token ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list; give at least one text", "prompt")
+    return list(prompt)
+
+
+def requested_method(asked: bool | Speculative, default: str) -> str:
+    """The method of a request. Errors: ApiError 400 for one that does not exist."""
+    if asked is True:
+        return default
+    if asked is False:
+        return "plain"
+    method = "plain" if asked.budget == 0 else asked.method or default
+    try:
+        make_methods(method)
+    except ValueError as error:
+        raise ApiError(400, str(error), "speculative.method") from error
+    return method
+
+
+def chosen_seeds(asked: SamplingFields, count: int = 1) -> list[int]:
+    """The seeds of choices: the first is as asked for, else fresh. The i-th choice has the first seed plus i."""
+    first = int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
+    return [(first + i) % (MAX_SEED + 1) for i in range(count)]
+
+
+def text_requests(
+    engine: Engine,
+    prompt: Any,
+    asked: SamplingFields,
+    max_tokens: int | None,
+    seeds: Sequence[int],
+    *,
+    raw: bool,
+    grammar: Grammar | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    suffix: str | None = None,
+    files: Sequence[tuple[str, str]] = (),
+) -> list[TextRequest]:
+    """Requests of the engine for one prompt, which is tokenised once. Errors: ApiError 400 that names the field."""
+    context = engine.target.context_length
+    wants_logprobs, top_logprobs = asked_logprobs(asked)
+    prediction = asked.prediction if isinstance(asked, ChatCompletionRequest) else None
+    settings = {
+        **sampling_settings(asked), "prediction": None if prediction is None else joined_text(prediction.content)
+    }  # fmt: skip
+    check_logit_bias(engine, asked)
+    try:
+        first = engine.text_request(
+            prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seeds[0],
+            stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
+            grammar=grammar, tools=tools, suffix=suffix, files=files, **settings,
+        )  # fmt: skip
+    except ValueError as error:
+        field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
+        raise ApiError(400, str(error), field) from error
+    ends = engine.target.end_tokens
+    constraints = (None if grammar is None else grammar.constraint(engine.tokenizer, ends) for _ in seeds[1:])
+    return [first, *(first.with_seed(*each) for each in zip(seeds[1:], constraints, strict=True))]
+
+
+def infill_request(
+    engine: Engine, template: InfillTemplate, asked: SamplingFields, open_tokens: int, seed: int
+) -> AnyRequest:
+    """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
+    check_logit_bias(engine, asked)
+    try:
+        return engine.infill_request(
+            template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(asked)
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), _field_of(str(error))) from error
+
+
+def check_logit_bias(engine: Engine, asked: SamplingFields) -> None:
+    """Refuse a bias of a token that does not exist. Errors: ApiError 400."""
+    size = engine.target.num_token_ids
+    if (wrong := next((token for token in asked.logit_bias or () if not 0 <= token < size), None)) is not None:
+        raise ApiError(400, f"logit_bias names token {wrong}, but the vocabulary has {size:,}", "logit_bias")
+
+
+def sampling_settings(asked: SamplingFields) -> dict[str, Any]:
+    """Sampling settings of the request, as keyword arguments of the engine."""
+    return {
+        "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
+        "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
+        "top_k": max(asked.top_k or 0, 0),
+        "min_p": float(asked.min_p or 0.0),
+        "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
+        "presence_penalty": float(asked.presence_penalty or 0.0),
+        "frequency_penalty": float(asked.frequency_penalty or 0.0),
+        "logit_bias": tuple((token, float(bias)) for token, bias in (asked.logit_bias or {}).items()),
+    }
+
+
+def asked_logprobs(asked: SamplingFields) -> tuple[bool, int]:
+    """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
+    if isinstance(asked, CompletionRequest):
+        return asked.logprobs is not None, asked.logprobs or 0
+    if not isinstance(asked, ChatCompletionRequest):
+        return False, 0
+    if asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    return asked.logprobs, asked.top_logprobs or 0
+
+
+def _field_of(message: str) -> str | None:
+    """The field that an error of the engine is about, where its message names one."""
+    names = (
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "seed", "stop", "suffix", "prompt", "prediction", "grammar",
+    )  # fmt: skip
+    return next((name for name in names if name.replace("_", " ") in message or name in message), None)
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, predicted: Sequence[CallRecord] | None
+) -> dict[str, Any]:
+    """Token counts of an answer; with the calls of a predicted one, how many draft tokens these accepted."""
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+    if predicted is not None:
+        drafted = speculation_metrics(predicted)
+        accepted = drafted["num_accepted_draft_tokens"]
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted["num_draft_tokens"] - accepted,
+        }
+    return found
+
+
+def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
+    """What drafting did for a text. A call's length counts the target's own token."""
+    drafted = sum(call.num_draft_tokens for call in calls)
+    accepted = [len(call.tokens) - call.num_forced_tokens - 1 for call in calls]
+    verified = [count for call, count in zip(calls, accepted, strict=True) if call.num_draft_tokens]
+    histogram = [0] * (1 + max(accepted, default=0))
+    for count in accepted:
+        histogram[max(count, 0)] += 1
+    return {
+        "num_calls": len(calls),
+        "num_tokens": sum(len(call.tokens) for call in calls),
+        "mean_acceptance_length": 1 + sum(accepted) / len(calls) if calls else 0.0,
+        "draft_acceptance_rate": sum(verified) / drafted if drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": len(verified),
+        "num_accepted_draft_tokens": sum(verified),
+        "num_draft_tokens": drafted,
+    }
+
+
+def max_tokens_of(asked: ChatCompletionRequest | CompletionRequest) -> int | None:
+    """The limit of new tokens; None: as many as the model's context holds."""
+    if isinstance(asked, CompletionRequest):
+        return asked.max_tokens
+    return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens

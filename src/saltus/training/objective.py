@@ -1,0 +1,123 @@
+"""What a way to train has to say: which texts it needs, what it caches of them, and its task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saltus.core.sampling import Coupling
+from saltus.training.cached_state_task import CachedStateTask
+from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
+from saltus.training.data.teacher_texts import read_teacher_texts
+from saltus.training.loop.processes import ONE_PROCESS, Processes
+from saltus.training.settings import Recipe
+from saltus.training.training_task import TrainingTask
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingInputs:
+    """A recipe, the teacher's texts, the loaded models, and the work folder."""
+
+    recipe: Recipe
+    samples: Sequence[Sample]
+    network: Any  # the target, a CausalNetwork
+    model_name: str
+    work_folder: Path
+    student: Any = None  # the Hugging Face model that `Objective.student_name` names
+    tokenizer: Any = None  # saved with a trained model
+    processes: Processes = ONE_PROCESS
+    sharded: bool = False  # the models' weights are distributed over the processes
+
+
+class Objective(ABC):
+    """One way to train something that drafts."""
+
+    method: str  # that drafts with the result
+    settings_type: type[Any]  # a frozen dataclass: the recipe's table of the objective's kind
+    collect_command: str = "text"  # of `saltus collect`, which writes its texts
+    data_folder: str = "states"  # inside the work folder
+    has_matrices: bool = False  # weights for the optimizer muon
+    unused_window_keys: frozenset[str] = frozenset()
+    unused_keys_hint: str = ""
+
+    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
+        """Errors: ValueError for settings that mean nothing here. `window_keys` are those that the recipe gives."""
+        if unused := sorted(self.unused_window_keys & set(window_keys)):
+            raise ValueError(self.unused_keys_hint.format(unused[0]))
+        if recipe.truncation and (why := self.why_not_truncated(recipe)):
+            raise ValueError(f"top_k and top_p are for queries that are conditioned on their own uniforms; {why}")
+        if recipe.schedule.optimizer == "muon" and not self.has_matrices:
+            raise ValueError(f"a recipe of kind {recipe.kind} has no matrices for muon; take the optimizer adamw")
+
+    def why_not_truncated(self, recipe: Recipe) -> str:
+        """Why top-k and top-p mean nothing here, with the cure; empty if they do.
+
+        Where distributions are learned, decoding would cut them once more.
+        """
+        return f"a recipe of kind {recipe.kind} has none, so leave them out"
+
+    def why_not_sharded(self, recipe: Recipe) -> str:
+        """Why a model's weights cannot be distributed over processes, with the cure; empty if they can."""
+        return f"a recipe of kind {recipe.kind} trains on stored states; leave --fsdp out"
+
+    def read_texts(self, path: Path) -> Sequence[Sample]:
+        """The teacher's texts. Errors: ValueError."""
+        return read_teacher_texts(path)
+
+    def student_name(self, recipe: Recipe) -> str:
+        """The model to train where it is not the target; else empty."""
+        return ""
+
+    def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
+        """Whose uniforms or picks the result is trained on."""
+        return recipe.coupling
+
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:  # noqa: B027  needed where `collect` is long
+        """Errors: ValueError where training cannot start with the weights of this folder."""
+
+    @abstractmethod
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        """Cache what training needs of the texts in the data folder; yields how many texts are done."""
+
+    @abstractmethod
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        """The task, before its first step."""
+
+
+class CachedStateObjective(Objective):
+    """A small network trained on the target's hidden states, which are computed once.
+
+    Its settings have the network's `shape` for a target, and its `vocabulary`.
+    """
+
+    task: type[CachedStateTask]
+    has_matrices = True
+
+    def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:
+        model = inputs.network.model
+        self.task.load_initial(folder, model, inputs.model_name, inputs.recipe.settings.shape(model))
+
+    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
+        recipe, network = inputs.recipe, inputs.network
+        network.add_hidden_state_layers(recipe.settings.shape(network.model).hidden_state_layers)
+        return collect_hidden_states(
+            network, inputs.samples, inputs.work_folder / self.data_folder, recipe.temperatures, recipe.coupling,
+            recipe.truncation, inputs.processes,
+        )  # fmt: skip
+
+    def make_task(self, inputs: TrainingInputs) -> TrainingTask:
+        recipe, model, settings = inputs.recipe, inputs.network.model, inputs.recipe.settings
+        corpus = load_hidden_states(inputs.work_folder / self.data_folder)
+        task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.data, inputs.model_name)
+        task.autocast = getattr(settings, "autocast", False)
+        return task
+
+
+def check_hidden_state_layers(layers: Sequence[int], target: Any) -> None:
+    """Raise ValueError for numbers of layers that a Hugging Face model does not have."""
+    count = target.config.get_text_config().num_hidden_layers
+    if wrong := [layer for layer in layers if not 0 < layer < count]:
+        raise ValueError(f"hidden_state_layers has {wrong[0]}, but the model has {count} layers; take fewer")

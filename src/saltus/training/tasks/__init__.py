@@ -1,1 +1,0 @@
-"""Training tasks: the losses and evaluations of each kind of drafter."""
