@@ -320,7 +320,7 @@ def load(folder, model=None):
     return load_adapter(folder, model or tiny("Llama"), "mine")
 
 
-@pytest.mark.parametrize("embedding", ["bits", "fl+nn", "th", "ar"])
+@pytest.mark.parametrize("embedding", ["bits", "scalar+nn", "thermometer", "arithmetic"])
 @pytest.mark.parametrize("told", [True, False])
 def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
     model = tiny("GPT2")

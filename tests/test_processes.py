@@ -95,7 +95,9 @@ def any_subset_task() -> AnySubsetTrainingTask:
 
 def adapter_task(tmp_path, **settings) -> AdapterTrainingTask:
     windows = replace(test_adapter_training.WINDOW_SETTINGS, batch_size=3)
-    smooth = GatedLoraSettings(rank=4, alpha=4.0, embedding="th")  # of uniforms: rounding flips their last bits
+    smooth = GatedLoraSettings(
+        rank=4, alpha=4.0, embedding="thermometer"
+    )  # of uniforms: rounding flips their last bits
     return test_adapter_training.make_task(tiny("Llama"), tmp_path, window_settings=windows, gating=smooth, **settings)
 
 

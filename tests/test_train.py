@@ -42,7 +42,7 @@ intermediate = 16
 hidden_state_layers = [1]
 window = 4
 vocabulary = 120
-embedding = "th"
+embedding = "thermometer"
 
 [data]
 batch_size = 3
@@ -57,7 +57,7 @@ ADAPTER = RECIPE.replace("drafter", "adapter").replace(
     "layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
 )
 HEADS = RECIPE.replace("drafter", "heads").replace(
-    'layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120\nembedding = "th"',
+    'layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120\nembedding = "thermometer"',
     'circuit = "hmm"\nrank = 3\nwindow = 4\nvocabulary = 120',
 )
 
@@ -414,7 +414,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ("layers = 1", "layers = 0", "must be 1 or more"),
         ("hidden_state_layers = [1]", "hidden_state_layers = 1", "must be a list, each a whole number"),
         ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "must be a whole number"),
-        ('"th"', '"tt"', "must be one of bits"),
+        ('"thermometer"', '"tt"', "must be one of bits"),
         ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
         ('kind = "drafter"', "", "lacks kind"),
         ("steps = 12", "", "lacks steps"),
@@ -461,9 +461,13 @@ def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_pa
 
 def test_overrides_reach_the_section_with_their_key(recipe):
     changed = recipes.read_recipe(
-        recipe, ["layers=3", "schedule.learning_rate=1", "embedding=ar", "temperatures=[0.5]"]
+        recipe, ["layers=3", "schedule.learning_rate=1", "embedding=arithmetic", "temperatures=[0.5]"]
     )
-    assert (changed.settings.layers, changed.schedule.learning_rate, changed.settings.embedding) == (3, 1.0, "ar")
+    assert (changed.settings.layers, changed.schedule.learning_rate, changed.settings.embedding) == (
+        3,
+        1.0,
+        "arithmetic",
+    )
     assert changed.temperatures == (0.5,)
 
 

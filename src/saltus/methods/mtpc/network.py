@@ -41,7 +41,7 @@ class WindowCache:
     initial: np.ndarray = field(default_factory=lambda: np.empty(0))
     transitions: np.ndarray = field(default_factory=lambda: np.empty(0))
     shared_logits: Tensor | None = None  # [window, draft] logits, if states share any
-    state_codes: np.ndarray | None = None  # [window, rank, directions]
+    state_codes: np.ndarray | None = None  # [window, rank, subspace_dim]
     distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by position
     window_tokens: list[int] = field(default_factory=list)  # observed so far
     circuit_filter: CircuitFilter[np.ndarray] | None = None
@@ -211,7 +211,7 @@ class HeadNetwork:
         )
         last = torch.tensor([int(decided[-1]) for decided, *_ in starting], device=self.device)
         outputs = self.model(states, last)
-        shared = None if self.model.shape.own else self.model.shared_logits(outputs.position_features)
+        shared = None if self.model.shape.untied_unembedding else self.model.shared_logits(outputs.position_features)
         for number, (decided, _, kv_cache) in enumerate(starting):
             codes = None if outputs.state_codes is None else outputs.state_codes[number]
             parameters = CircuitParameters(

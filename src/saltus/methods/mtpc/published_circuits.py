@@ -51,10 +51,10 @@ def load_published_circuit(folder: Path, target: Any, target_name: str) -> HeadM
     found = {int(match[1]): weight for name, weight in weights.items() if (match := SUM_MATRICES.fullmatch(name))}
     sums = [found[number] for number in sorted(found)]
     kind = _kind(folder, window, rank, sums)
-    shape = HeadShape(hidden, kind, window, rank, own=True, embeds_last_token=False, features="state")
+    shape = HeadShape(hidden, kind, window, rank, untied_unembedding=True, embeds_last_token=False, features="state")
     model = HeadModel(shape, torch.arange(vocab, device=embeddings.device), embeddings, unembedding)
     positions = _fold_positions(weights, kind, window)
-    model.own = nn.Parameter(matrices[positions.argsort()], requires_grad=False)
+    model.untied_unembedding = nn.Parameter(matrices[positions.argsort()], requires_grad=False)
     rows = [sums[-1].flatten(0, 2), *_transition_rows(shape.circuit_structure, kind, sums)] if sums else []
     model.sums.weight = nn.Parameter(
         torch.cat(rows) if rows else matrices.new_zeros(model.sums.weight.shape), requires_grad=False
@@ -84,9 +84,9 @@ def _check_supported(folder: Path, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{folder} adapts layers of its target (LoRA), which cannot be imported; take one without")
     if config.is_file() and "random-btree" in config.read_text(encoding="utf-8"):
         raise ValueError(f"{folder} is a tree over shuffled tokens (random-btree), which Saltus does not support")
-    own = {name for name in weights if name.startswith(HEADS)}
-    odd = sorted(name for name in own if name != TOKEN_MATRICES and not SUM_MATRICES.fullmatch(name))
-    if odd or TOKEN_MATRICES not in own:
+    head_weights = {name for name in weights if name.startswith(HEADS)}
+    odd = sorted(name for name in head_weights if name != TOKEN_MATRICES and not SUM_MATRICES.fullmatch(name))
+    if odd or TOKEN_MATRICES not in head_weights:
         what = odd[0] if odd else f"no {TOKEN_MATRICES}"
         raise ValueError(f"{folder} has other heads than linear ones ({what}); only linear ones can be imported")
 
