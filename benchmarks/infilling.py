@@ -13,8 +13,8 @@ a hole's tokens, those included that follow from a blank and have none: a sharpe
 
 The wrong ways: *one step* draws every hole from its own law in one call; *no residual* (the procedure of σ-GPT) draws
 from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew;
-*without links* drafts do not know the tokens to their left. A causal model (`--causal`), for whole sentences, continues
-the left side by as many sentences as are missing.
+*without correction* drafts do not know the tokens to their left. A causal model (`--causal`), for whole sentences,
+continues the left side by as many sentences as are missing.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever it
 LONG = 512
 ROUGE = ("rouge1", "rouge2", "rougeL")
 LEFT_TO_RIGHT = "left to right"
-WITHOUT_LINKS = "one call without links"
+WITHOUT_CORRECTION = "one call without correction"
 BY_DEFAULT = "assd by default"
 SENTENCE_END = re.compile(r"[.!?][\"'”’]*(?=\s|$)")
 
@@ -134,7 +134,7 @@ def filled(
     canvas: Canvas,
     seed: int,
     distribution: Sampling,
-    links: bool = True,
+    correct: bool = True,
     own: bool = False,
 ) -> Request:
     wrong = mock.patch(
@@ -149,7 +149,7 @@ def filled(
         canvas=canvas,
     )
     without = mock.patch.object(engine.network, "pairwise_correction", None)
-    with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
+    with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if correct else without:
         for _ in engine.decoder.run([job], method, batch_size=1):
             pass
     return job
@@ -249,7 +249,7 @@ def main() -> None:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"num_draft_tokens": length, "two_calls": True}),
             (f"one call, k = {length}", {"num_draft_tokens": length}),
-            (f"{WITHOUT_LINKS}, k = {length}", {"num_draft_tokens": length}),
+            (f"{WITHOUT_CORRECTION}, k = {length}", {"num_draft_tokens": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"num_draft_tokens": length, "draft": "bigram"}),
         ):
             own = engine.copy_with(options={"assd": options}, budget=length, adaptive=False)
@@ -287,8 +287,8 @@ def main() -> None:
                 for name in list(engines) if seed % 2 == 0 else list(engines)[::-1]:
                     method = PLAIN if name in (PLAIN, "no cache") else "assd"
                     began = time.perf_counter()
-                    linked = not name.startswith(WITHOUT_LINKS)
-                    job = filled(engines[name], method, canvas, seed, distribution, linked, given.own)
+                    correct = not name.startswith(WITHOUT_CORRECTION)
+                    job = filled(engines[name], method, canvas, seed, distribution, correct, given.own)
                     taken = time.perf_counter() - began
                     said = job.tokens if said is None else said
                     if rule == "match" and job.tokens != said:

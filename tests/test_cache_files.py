@@ -161,7 +161,7 @@ def test_call_costs_are_measured_again(cache, monkeypatch, lines):
 
     make()
     check_made_again([file], make, make, lines)
-    for content in ('{"1": null}', "[]", "{}", '{"seconds": [[1, null]], "seal": 0}', "null"):
+    for content in ('{"1": null}', "[]", "{}", '{"seconds": [[1, null]], "digest": 0}', "null"):
         file.write_text(content)
         assert make() == measured
         assert len(lines()) == 1

@@ -389,7 +389,7 @@ def test_a_course_learns():
 
 
 @pytest.mark.slow
-def test_links_learn_what_stands_behind_what(tmp_path):
+def test_a_pairwise_correction_learns_what_stands_behind_what(tmp_path):
     """Texts of pairs: of two holes asked together, the second does not know how its pair began."""
     dice = seeded_generator(0, "pairs")
     texts = [np.append(1, np.stack([first, first + 20], -1)) for first in dice.integers(10, 30, size=(60, 12))]
@@ -405,35 +405,35 @@ def test_links_learn_what_stands_behind_what(tmp_path):
     learn(taught, 120, 1e-2)
     course = PairwiseCorrectionTrainingTask(taught, rank=24)
     before = course.evaluate()
-    assert before["with"] == pytest.approx(before["accepted without links"])
+    assert before["with correction"] == pytest.approx(before["accepted without correction"])
     learn(course, 50, 3e-2)
     after = course.evaluate()
-    assert after["accepted without links"] == before["with"], "the model stays as it is"
-    assert after["with"] > before["with"] + 0.1
+    assert after["accepted without correction"] == before["with correction"], "the model stays as it is"
+    assert after["with correction"] > before["with correction"] + 0.1
     tokens, ranks = taught.make_batch(texts[:4], [0.5] * 4, dice)
     _own, (logits, states, *_tokens) = course._batch_logits(tokens, ranks, 3)
     torch.testing.assert_close(model.lm_head(states), logits, rtol=1e-4, atol=1e-4)
-    links = course.module.correction()
+    correction = course.module.correction()
     logits, states = (torch.from_numpy(dice.normal(size=(3, size))).float() for size in (300, 32))
     rows = course.module(logits, states, torch.tensor([11, 12, 13]), torch.tensor([10, -1, 12]))
-    weights = links.position_inputs(states)
+    weights = correction.position_inputs(states)
     for number, (left, two) in enumerate(((11, 10), (12, None), (13, 12))):
-        row = corrected_logits(links, logits[number].numpy(), weights[number], left, two)
+        row = corrected_logits(correction, logits[number].numpy(), weights[number], left, two)
         np.testing.assert_allclose(row, rows[number].detach().numpy(), rtol=1e-4, atol=1e-5)
 
-    save_pairwise_correction(links, tmp_path)
+    save_pairwise_correction(correction, tmp_path)
     again = load_pairwise_correction(tmp_path, 300, 32)
-    assert np.allclose(again.left, links.left, rtol=1e-2)
+    assert np.allclose(again.left, correction.left, rtol=1e-2)
     with pytest.raises(ValueError, match="of another model; delete it"):
         load_pairwise_correction(tmp_path, 299, 32)
     with pytest.raises(ValueError, match="of another model; delete it"):
         load_pairwise_correction(tmp_path, 300, 64)
-    (tmp_path / "links.safetensors").write_bytes(b"none")
+    (tmp_path / "pairwise.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match="damaged"):
         load_pairwise_correction(tmp_path, 300, 32)
 
 
-def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
+def test_the_model_that_comes_with_saltus_fills_holes_by_its_pairwise_correction():
     engine = saltus.load("stories", "assd", tuned_settings=False, rule="reject", adaptive=False)
     assert engine.network.pairwise_correction is not None
     text = "Once upon a time there was a [[8]] who lived in [[24]]."

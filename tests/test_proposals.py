@@ -22,8 +22,8 @@ from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, train
 from test_adapter_training import WINDOW, make_task
 from test_cli import complaint, lines, saltus_
-from test_edges import logits, text_uniform_intervals
 from test_train import ADAPTER, RECIPE, training
+from test_uniform_intervals import logits, text_uniform_intervals
 
 ARCHITECTURES = ["Llama", "Mistral", "Gemma2", "GPT2"]  # among them one whose attention slides
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -270,7 +270,7 @@ def test_texts_are_written_with_top_k_and_top_p_and_their_intervals_are_cut(fold
     saltus_(*given, "--set", "top_k=4", "--set", "top_p=0.9")
     from saltus.methods.ptp.training.text_intervals import load_uniform_intervals
 
-    corpus, engine = load_uniform_intervals(tmp_path / "work" / "edges"), saltus.load(str(folder), "plain")
+    corpus, engine = load_uniform_intervals(tmp_path / "work" / "intervals"), saltus.load(str(folder), "plain")
     begin, prompt, length, _ = corpus.text_table[0].tolist()
     tokens = corpus.tokens[begin : begin + length]
     rows = packed_logits(engine.model, pack_causal(tokens[None]), torch.arange(prompt - 1, length - 1))

@@ -27,9 +27,9 @@ from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared import draft_tree, row_candidates, token_correction
 from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL
 from saltus.methods.shared.draft_tree import (
-    Coupled,
     Likeliest,
     PositionPredictions,
+    SharedNoise,
     grown_nodes,
     likely_paths,
     likely_tokens,
@@ -119,13 +119,14 @@ def test_the_kernel_finds_the_likely_tokens_of_each_row(dtype, vocab):
         assert found.rest == pytest.approx(expected.rest, rel=1e-4, abs=1e-4)
 
 
-def test_drafts_of_untruncated_sampling_are_those_of_the_whole_race():
-    """`Coupled` has a shortcut for them; a top-k that drops no likely token takes the long way."""
+def test_drafts_of_untruncated_sampling_are_those_of_the_whole_search():
+    """`SharedNoise` has a shortcut for them; a top-k that drops no likely token takes the long way."""
     set_seed(5)
     predictions, noise = predicted(3 * torch.randn(3, 60)), Noise(4)
     for temperature in (0.7, 1.0):
         short, long = (
-            Coupled(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13)) for top_k in (0, 50)
+            SharedNoise(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13))
+            for top_k in (0, 50)
         )
         for position in range(3):
             got, expected = short(predictions, position, []), long(predictions, position, [])
@@ -169,7 +170,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
 
 
-@pytest.mark.parametrize("choose", ["likeliest", "warmer", "coupled"])
+@pytest.mark.parametrize("choose", ["likeliest", "warmer", "shared noise"])
 @pytest.mark.parametrize("length", [0, 1, 20])
 def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
     set_seed(8)
@@ -194,14 +195,17 @@ def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
     chooser = {
         "likeliest": Likeliest(3),
         "warmer": Likeliest(2, 1.7),
-        "coupled": Coupled(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30)),
+        "shared noise": SharedNoise(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30)),
     }[choose]
     before = text[:length][-2:].tolist()
     expected, found = grown_nodes(predictions, before, chooser), predictions.grow(before, chooser)
     assert len(found) > 3
     assert [node[:2] for node in found] == [node[:2] for node in expected]
     assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=0.01)
-    assert predictions.grow(before, Coupled(3, Sampling(temperature=0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
+    assert (
+        predictions.grow(before, SharedNoise(3, Sampling(temperature=0.9, top_k=2), Noise(4), np.arange(20, 30)))
+        is None
+    )
 
 
 def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():

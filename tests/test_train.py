@@ -397,7 +397,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
     work = tmp_path / "work"
     output = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
     command = output.partition("first: saltus ")[2].split()
-    inputs = tmp_path / "asked.txt"
+    inputs = tmp_path / "prompts.txt"
     inputs.write_text("the cat\nthe dog\nthe log\nthe mat\n")
     saltus_(*(inputs if word == "FILE" else word for word in command), "-n", 12)
     saltus_("train", "ptp", "-r", recipe, "-m", folder, "--work", work, "--steps", 1)

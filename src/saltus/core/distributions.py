@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, restricted
-from saltus.core.coupling import draft_tokens, pick_token, race_winner
+from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
@@ -87,18 +87,18 @@ class TargetDistributions:
                 if token < 0:
                     (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
                 self._picks[node] = token if ids is None else int(ids[token])
-            elif (token := self._race_winner(node)) is not None:
+            elif (token := self._gumbel_max_token(node)) is not None:
                 self._picks[node] = token
             else:
                 self._picks[node] = pick_token(self[node], self.noise, "text", self.position(node))
         return self._picks[node]
 
-    def _race_winner(self, node: int) -> int | None:
+    def _gumbel_max_token(self, node: int) -> int | None:
         """The text's own token after `node` where a kernel can find it among the raw logits."""
-        if not self.sampling.plain_race or self.constraint is not None or self.outputs.token_ids is not None:
+        if not self.sampling.plain_gumbel_max or self.constraint is not None or self.outputs.token_ids is not None:
             return None
         row = self.outputs.logits[node + 1]
-        return race_winner(row, self.sampling.temperature, self.noise, "text", self.position(node))
+        return gumbel_max_token(row, self.sampling.temperature, self.noise, "text", self.position(node))
 
     def draft(self, node: int) -> tuple[int, float]:
         """The token of `pick`, with an estimate of the probability that it is the target's, too."""

@@ -92,8 +92,8 @@ class Sampling:
         return self.greedy and self.token_independent
 
     @cached_property
-    def plain_race(self) -> bool:
-        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `race_winner`."""
+    def plain_gumbel_max(self) -> bool:
+        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `gumbel_max_token`."""
         return self.coupling == "gumbel" and not self.greedy and not self.truncates and self.token_independent
 
     @property

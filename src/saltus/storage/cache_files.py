@@ -100,21 +100,21 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write an object of JSON with its digest. Errors: OSError."""
     content = json.loads(json.dumps(content))  # keys as they will be read
     with new_file(file) as made:
-        made.write_text(json.dumps({**content, "seal": _seal(content)}, indent=1) + "\n", encoding="utf-8")
+        made.write_text(json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """What `write_json` wrote. Errors: OSError where there is no file, DamagedFile where it was changed."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.pop("seal") == _seal(content):
+        if content.pop("digest") == _digest(content):
             return content
     except (ValueError, LookupError, TypeError, AttributeError):
         pass
     raise DamagedFile(f"{file} is damaged, or of an earlier version")
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

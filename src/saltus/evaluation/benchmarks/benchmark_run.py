@@ -119,7 +119,7 @@ class Benchmark:
             "calls": None if answer.calls is None else [dataclasses.asdict(call) for call in answer.calls],
             "problems": answer.problems + (early if system.kind == "method" else []),
             "score": score, "accuracy_of": self.grader and self.grader.metric_name,
-            "other_dice": system.kind == "baseline" and not request.sampling.greedy,
+            "other_rng": system.kind == "baseline" and not request.sampling.greedy,
         }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def open_records(
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--out {folder} is a file; give a folder") from None
     before = _read_plan(kept) if kept.exists() and not fresh else None
-    begun = before.pop("circumstances") if before else run_info
+    begun = before.pop("environment") if before else run_info
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_abbreviate(each.get(key)) for each in (before, plan))
@@ -184,7 +184,7 @@ def open_records(
         )
     if before is None:
         file.unlink(missing_ok=True)
-        kept.write_text(json.dumps({**plan, "circumstances": run_info}, indent=1))
+        kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
     if records.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
@@ -225,7 +225,7 @@ def _read_plan(file: Path) -> dict[str, Any]:
         plan = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         plan = None
-    if not isinstance(plan, dict) or "circumstances" not in plan:
+    if not isinstance(plan, dict) or "environment" not in plan:
         raise ValueError(f"{file} is damaged; give another --out, or --fresh to measure anew")
     return plan
 

@@ -89,7 +89,7 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         ),
         *(
             (distributions, name, timer.time_function(SAMPLING, getattr(distributions, name)))
-            for name in ("token_distribution", "greedy_tokens", "pick_token", "race_winner")
+            for name in ("token_distribution", "greedy_tokens", "pick_token", "gumbel_max_token")
         ),
     ]
     with ExitStack() as stack:

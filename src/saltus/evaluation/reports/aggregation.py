@@ -152,7 +152,7 @@ def _acceptance_by_position(records: Sequence[Mapping[str, Any]]) -> list[float]
 
 def _count_identical(records: Sequence[Mapping[str, Any]], plain: Mapping[Any, Mapping[str, Any]]) -> int | None:
     """Texts equal to plain's; None for systems with another random generator."""
-    if any(record["other_dice"] for record in records):
+    if any(record["other_rng"] for record in records):
         return None
     return sum(_is_same_text(record, plain[text_id(record)]) for record in records)
 

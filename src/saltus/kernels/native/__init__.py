@@ -224,8 +224,11 @@ def load_kernels() -> ctypes.CDLL | None:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
     for suffix in KERNEL_SUFFIXES.values():
-        if (race := getattr(found, f"win_race_{suffix}", None)) is not None:
-            race.argtypes, race.restype = (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64), INTEGER
+        if (gumbel_max := getattr(found, f"gumbel_max_{suffix}", None)) is not None:
+            gumbel_max.argtypes, gumbel_max.restype = (
+                (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64),
+                INTEGER,
+            )
             getattr(found, f"greatest_{suffix}").argtypes = POINTER, INTEGER, INTEGER, POINTER
     return found
 

@@ -32,7 +32,7 @@ from saltus.core.sampling import (
 )
 from saltus.core.tree import Branch
 from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
-from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, likely_paths
+from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths
 from saltus.methods.shared.ptp_queries import two_call_drafter, with_query_chains
 from saltus.methods.shared.token_correction import PairwiseCorrection
 
@@ -136,7 +136,7 @@ class SelfDrafter:
         if sampling.greedy:
             choose: Chooser = Likeliest(self.top_k)
         else:
-            choose = Coupled(self.top_k, sampling, self.noise, canvas.open_positions)
+            choose = SharedNoise(self.top_k, sampling, self.noise, canvas.open_positions)
         return likely_paths(predictions, canvas.new_tokens[-2:].tolist(), choose, SOURCE)
 
     def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:

@@ -142,7 +142,7 @@ class Likeliest:
 
 
 @dataclass(frozen=True, eq=False)
-class Coupled:
+class SharedNoise:
     """A chooser: the `top_k` tokens that the text's own random numbers favour at each of `positions`.
 
     Penalties and bans, which need the whole text, are left out.
@@ -155,7 +155,7 @@ class Coupled:
     _log_noise: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)  # ids and theirs
 
     @property
-    def is_race(self) -> bool:
+    def is_gumbel_max(self) -> bool:
         """True if the tokens are those of the greatest log P + G among all tokens."""
         return self.sampling.coupling == "gumbel" and not self.sampling.truncates
 
@@ -163,7 +163,7 @@ class Coupled:
         ids, logits, _ = predictions.candidates(position, path)
         if not len(ids):
             return []
-        if not self.is_race:
+        if not self.is_gumbel_max:
             kept = ("temperature", "top_k", "top_p", "min_p", "coupling")
             sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
             found = token_distribution(torch.from_numpy(logits), sampling)

@@ -21,10 +21,10 @@ from saltus.methods.shared.draft_tree import (
     MAX_NODES,
     MIN_PATH_PROBABILITY,
     Chooser,
-    Coupled,
     Likeliest,
     LikelyTokens,
     PathNode,
+    SharedNoise,
     likely_tokens,
 )
 from saltus.methods.shared.token_correction import NonlinearCorrection
@@ -121,7 +121,7 @@ class PathKernel:
 
 def knows_chooser(choose: Chooser) -> bool:
     """True if `grow_natively` can be used here, and for this chooser."""
-    known = isinstance(choose, Likeliest) or (isinstance(choose, Coupled) and choose.is_race)
+    known = isinstance(choose, Likeliest) or (isinstance(choose, SharedNoise) and choose.is_gumbel_max)
     return known and native.load_kernels() is not None
 
 
@@ -131,14 +131,14 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     `fields` are those of `native.DraftPaths` that say where the candidates come from.
     """
     kernels = native.load_kernels()
-    assert kernels is not None and isinstance(choose, Likeliest | Coupled)
+    assert kernels is not None and isinstance(choose, Likeliest | SharedNoise)
     parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
     struct = native.DraftPaths(
         **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
         error=PARALLEL_ERROR, gap=MAX_GAP, parents=parents.ctypes.data, tokens=tokens.ctypes.data,
         chances=chances.ctypes.data,
     )  # fmt: skip
-    if isinstance(choose, Coupled):
+    if isinstance(choose, SharedNoise):
         keys = np.stack([choose.noise.token_keys("text", at) for at in choose.positions[:positions]])
         struct.keys, struct.temperature = keys.ctypes.data, choose.sampling.temperature
     else:

@@ -50,7 +50,7 @@ def collect_hidden_states(
 
     Several processes share the shards, and none is ready before all are.
 
-    A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `edges`
+    A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `intervals`
     [temperatures, tokens, 2] (0, 0 for tokens of a prompt; NaN if the coupling has no uniforms) and `texts` [texts, 3]:
     prompt length, length, and temperature × 1,000. Errors: ValueError where the folder holds shards of another model,
     of other layers, temperatures or texts, or of another coupling.
@@ -107,7 +107,7 @@ def write_shards(
                 for name, tensor in read_text(sample).items():
                     parts.setdefault(name, []).append(tensor)
                 yield start + done
-            joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in parts.items()}
+            joined = {name: torch.cat(tensors, 1 if name == "intervals" else 0) for name, tensors in parts.items()}
             if processes.is_main or not sharded:
                 _write_shard(file, joined, shard_metadata)
         yield start + len(part)
@@ -161,7 +161,7 @@ def _read_text(
     return {
         "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),
         "features": features.to(torch.bfloat16),
-        "edges": intervals,
+        "intervals": intervals,
         "texts": texts,
     }
 
@@ -207,7 +207,7 @@ def load_hidden_states(folder: Path) -> HiddenStateCorpus:
         folder, ("target", "hidden_state_layers", "temperatures", "coupling", "top_k", "top_p")
     )
     return HiddenStateCorpus(
-        shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
+        shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["intervals"], texts,
         tuple(metadata["temperatures"]), tuple(metadata["hidden_state_layers"]), metadata["target"],
         metadata["coupling"],
     )  # fmt: skip
@@ -228,7 +228,7 @@ def load_shards(folder: Path, same_keys: Sequence[str]) -> tuple[dict[str, Any],
     shards = [load_file(file) for file in files]
     parts: dict[str, Any] = {name: [shard[name] for shard in shards] for name in shards[0]}
     joined = {
-        name: part if name == "features" else torch.cat(part, 1 if name == "edges" else 0)
+        name: part if name == "features" else torch.cat(part, 1 if name == "intervals" else 0)
         for name, part in parts.items()
     }
     texts = joined.pop("texts").numpy()

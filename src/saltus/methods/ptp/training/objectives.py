@@ -123,7 +123,7 @@ class AdapterObjective(Objective):
     """A gated adapter of the target or of a student (PTP), trained on texts and their uniform intervals."""
 
     method, settings_type = "ptp", AdapterSettings
-    data_folder = "edges"
+    data_folder = "intervals"
     unused_window_keys = frozenset({"distillation_weight"})
     unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
 

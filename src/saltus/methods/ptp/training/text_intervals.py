@@ -72,7 +72,7 @@ def load_uniform_intervals(folder: Path) -> TextCorpus:
         folder, ("target", "temperatures", "max_length", "coupling", "top_k", "top_p")
     )
     return TextCorpus(
-        shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
+        shards["tokens"].long(), shards["intervals"], texts, tuple(metadata["temperatures"]), metadata["target"],
         metadata["coupling"],
     )  # fmt: skip
 
@@ -98,4 +98,4 @@ def _read_text(
                 found = uniform_intervals(logits[rows], own[first:][rows], temperature, coupling, truncation)
                 intervals[index, first:][rows] = torch.stack([found.low, found.high], -1).cpu()
     texts = torch.tensor([[min(first, len(tokens)), len(tokens), round(1000 * sample.temperature)]])
-    return {"tokens": tokens.to(torch.int32), "edges": intervals, "texts": texts}
+    return {"tokens": tokens.to(torch.int32), "intervals": intervals, "texts": texts}
