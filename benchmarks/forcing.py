@@ -30,7 +30,7 @@ import torch
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.engine import MAX_BUDGET
+from saltus.engine.engine import MAX_DRAFT_TOKENS
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, RECYCLED = "plain", 4  # candidates
@@ -131,9 +131,9 @@ def main() -> None:
             chosen |= {"model": name} if name in given.adapter else {}
             chosen |= {"recycle": recycle} if recycle else {}
             recycled = {"": 0, "tails": given.block, "diagonals": 3}[recycle] * RECYCLED
-            budget = min(given.block * blocks + recycled, MAX_BUDGET) if given.whole else 32
+            max_draft_tokens = min(given.block * blocks + recycled, MAX_DRAFT_TOKENS) if given.whole else 32
             engines[name, f"{blocks} blocks{way}"] = engine.copy_with(
-                options={"jacobi": chosen}, budget=budget, adaptive=not given.whole
+                options={"jacobi": chosen}, max_draft_tokens=max_draft_tokens, adaptive=not given.whole
             )
         engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}

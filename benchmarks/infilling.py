@@ -157,8 +157,10 @@ def filled(
 
 def continued(engine: saltus.Engine, task: Task, seed: int, temperature: float) -> str:
     """What a causal model writes after the left side: as many sentences as are missing."""
-    room = SENTENCE * task.sentences
-    text = engine.generate(task.before, max_new_tokens=room, temperature=temperature, seed=seed, raw=True).text
+    max_new_tokens = SENTENCE * task.sentences
+    text = engine.generate(
+        task.before, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, raw=True
+    ).text
     ends = [found.end() for found in SENTENCE_END.finditer(text)]
     return text[: ends[task.sentences - 1]] if len(ends) >= task.sentences else text
 
@@ -252,7 +254,7 @@ def main() -> None:
             (f"{WITHOUT_CORRECTION}, k = {length}", {"num_draft_tokens": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"num_draft_tokens": length, "draft": "bigram"}),
         ):
-            own = engine.copy_with(options={"assd": options}, budget=length, adaptive=False)
+            own = engine.copy_with(options={"assd": options}, max_draft_tokens=length, adaptive=False)
             ways[name] = own
     table: list[dict[str, Any]] = []
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)

@@ -180,13 +180,13 @@ class AdapterExamination(Examination):
 
 def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> dict[str, Any]:
     """What an adapter makes of uniforms; prints it."""
-    with TemporaryDirectory() as room:
-        for done in collect_uniform_intervals(model, samples, Path(room), coupling=options.coupling):
+    with TemporaryDirectory() as temporary:
+        for done in collect_uniform_intervals(model, samples, Path(temporary), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
         name = options.student or options.model
         student = saltus.load(name, "plain", dtype="float32", exact=False).network.model if options.student else model
-        found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(room))).report()
+        found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(temporary))).report()
     for name, one in found.items():
         print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}")
     return found
@@ -247,11 +247,13 @@ def main() -> None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model, trainable=True).float()
     network.add_hidden_state_layers(model.shape.hidden_state_layers)
-    with TemporaryDirectory() as room:
-        for done in collect_hidden_states(network, samples, options.states or Path(room), coupling=options.coupling):
+    with TemporaryDirectory() as temporary:
+        for done in collect_hidden_states(
+            network, samples, options.states or Path(temporary), coupling=options.coupling
+        ):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
-        examination = Examination(load_hidden_states(options.states or Path(room)), model.shape.window)
+        examination = Examination(load_hidden_states(options.states or Path(temporary)), model.shape.window)
     found = {"texts": len(samples), "drafter": str(folder)}
     found["greedy"] = examination.greedy(model)
     found["by_uniforms"], found["by_draft_rule"] = examination.by_uniforms(model), examination.by_draft_rule(model)

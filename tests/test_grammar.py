@@ -95,8 +95,8 @@ class _OnlyAscending:
         falls = [place for place in range(1, len(chain)) if chain[place] <= chain[place - 1]]
         return (falls[0] if falls else len(chain)) - len(text[-1:])
 
-    def forced(self, text, room):
-        return [7][:room] if len(text) and text[-1] == 5 else []
+    def forced(self, text, max_tokens):
+        return [7][:max_tokens] if len(text) and text[-1] == 5 else []
 
 
 def test_branches_end_before_what_is_forbidden_and_go_on_with_what_is_forced():
@@ -126,8 +126,8 @@ def test_only_as_much_of_what_is_forced_is_read_as_a_call_verifies(engine, lette
     usual = constraint.forced([], 10_000)
     assert engine.tokenizer.decode(usual[:-1]) == text
     constraint.tokenizer = _CountingTokenizer(constraint.tokenizer)
-    for room in (1, 2, 7, 16):
-        assert constraint.forced([], room) == usual[:room]
+    for max_tokens in (1, 2, 7, 16):
+        assert constraint.forced([], max_tokens) == usual[:max_tokens]
     assert constraint.tokenizer.num_bytes <= (1 + 2 + 7 + 16) * BYTES_PER_TOKEN
     assert constraint.forced(usual[:-3], 16) == usual[-3:]
 
@@ -152,7 +152,7 @@ class _Vanishing:
     def num_allowed(self, text, tokens):
         return 0
 
-    def forced(self, text, room):
+    def forced(self, text, max_tokens):
         return ()
 
 

@@ -35,9 +35,11 @@ SAMPLED = Sampling(temperature=1.0)
 ALONE = {"candidates": 0, "blocks": 1}  # one block, no recycling: the iteration of Eq. 3 itself
 
 
-def write(length: int = 30, target: ToyNetwork | None = None, budget: int = 64, method: str = "jacobi", **options):
+def write(
+    length: int = 30, target: ToyNetwork | None = None, max_draft_tokens: int = 64, method: str = "jacobi", **options
+):
     settings = {name: options.pop(name) for name in ("seed", "sampling", "rule", "controller") if name in options}
-    settings.setdefault("controller", Controller(budget, adaptive=False))
+    settings.setdefault("controller", Controller(max_draft_tokens, adaptive=False))
     options = {"jacobi": options}
     return toy_decoding(method, PROMPT, length, target=target or toy_network(), options=options, **settings).run()
 
@@ -134,8 +136,8 @@ def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size
 
 def test_a_running_window_keeps_its_length():
     written = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, running=True, **ALONE)
-    rooms = [len(step.canvas.open_positions) - 1 for step in written.steps]
-    assert [len(chain) for chain in chains(written)] == [min(7, room) for room in rooms]
+    max_depths = [len(step.canvas.open_positions) - 1 for step in written.steps]
+    assert [len(chain) for chain in chains(written)] == [min(7, max_depth) for max_depth in max_depths]
     shrinking = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, **ALONE)
     assert min(len(chain) for chain in chains(shrinking)[:-7]) < 7
 

@@ -398,7 +398,7 @@ def test_models_are_told_apart_in_any_dtype():
 @pytest.mark.model
 @pytest.mark.parametrize("method", ["ptp", "mtpc"])
 def test_what_comes_with_the_package_drafts_for_the_default_model(method, model_folder):
-    made = saltus.load(str(model_folder), method, adaptive=False, budget=4)
+    made = saltus.load(str(model_folder), method, adaptive=False, max_draft_tokens=4)
     given = {"max_new_tokens": 40, "seed": 1}
     for temperature in (0.0, 0.7):
         found = made.generate("Add 17 and 25, step by step.", temperature=temperature, **given)

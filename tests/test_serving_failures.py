@@ -187,7 +187,7 @@ class _SlowConstraint:
     def num_allowed(self, text, tokens):
         return self._ask("num_allowed", len(tokens))
 
-    def forced(self, text, room):
+    def forced(self, text, max_tokens):
         return self._ask("forced", [5])
 
 

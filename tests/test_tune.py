@@ -68,7 +68,7 @@ def ticking(search: JacobiSearch, seconds) -> JacobiSearch:
 
 @pytest.mark.slow
 def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
-    engine = saltus.load(folder, "jacobi", budget=32)
+    engine = saltus.load(folder, "jacobi", max_draft_tokens=32)
     search = JacobiSearch(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
 
     def seconds(setting) -> float:
@@ -84,7 +84,7 @@ def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
     assert [row["speedup"] for row in search.table_rows() if PLAIN in row] == [1]
     assert all(row["tokens_per_call"] >= 1 for row in search.table_rows())
     assert {row.get("block") for row in search.table_rows()} == {None, 4, 8, 16}, (
-        "blocks beyond the budget are not tried"
+        "blocks beyond the max_draft_tokens are not tried"
     )
 
 
@@ -115,11 +115,15 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     own = model_fingerprint(engine.network.model)
     TunedSettings("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
     tuned = saltus.load(folder, "lookup")
-    for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
+    for spec, block, max_draft_tokens in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
         ensemble = tuned.decoder.setup(spec)
-        assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
-    assert tuned.decoder.setup("lookup").budget == 31, "others keep theirs"
-    assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
+        assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.max_draft_tokens) == (
+            block,
+            1,
+            max_draft_tokens,
+        )
+    assert tuned.decoder.setup("lookup").max_draft_tokens == 31, "others keep theirs"
+    assert saltus.load(folder, "jacobi", max_draft_tokens=9).decoder.setup("jacobi").max_draft_tokens == 9
     assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
     assert saltus.load(folder, "jacobi", tuned_settings=False).decoder.tuned_settings is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
@@ -151,14 +155,14 @@ def test_the_command_measures_draws_saves_and_is_used(folder, tmp_path, monkeypa
     assert "chosen: block" in said.stdout
     assert "saved: " in said.stderr
     result = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert result["budget"] >= 3
+    assert result["max_draft_tokens"] >= 3
     assert result["complete"]
     assert {"command", "commit", "machine", "settings", "calls"} <= set(result)
     for name in ("tune_calls", "tune_surface"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5000
     tuned = saltus.load(folder, "jacobi").decoder.tuned_settings
     assert tuned is not None
-    assert (tuned.options, tuned.budget) == (result["chosen"], result["budget"])
+    assert (tuned.options, tuned.max_draft_tokens) == (result["chosen"], result["max_draft_tokens"])
     assert tuned.made["speedup"] in [row["speedup"] for row in result["settings"] if "blocks" in row]
     assert json.loads(saltus_(*common, "--no-save", "--json").stdout)["chosen"]
     assert "--max-cost-ratio" in complaint(*common, "--max-cost-ratio", 0.5)

@@ -194,7 +194,7 @@ def jacobi(
     options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
     if adapter is not None:
         options["model"] = str(adapter)
-    method = {"method": "jacobi", "options": {"jacobi": options}, "budget": block, "adaptive": False}
+    method = {"method": "jacobi", "options": {"jacobi": options}, "max_draft_tokens": block, "adaptive": False}
     _collect_texts(prompts, out, collection, method, {"block_size": block})
 
 

@@ -38,7 +38,7 @@ def lm_eval(
     The last two show the tasks, and [bold]all options of lm_eval[/bold].
 
     [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF file),
-    method, dtype, weights, arithmetic, device, seed, coupling, rule, budget, options of methods like
+    method, dtype, weights, arithmetic, device, seed, coupling, rule, max_draft_tokens, options of methods like
     lookup.max_ngram_size=5, and of lm_eval's own max_length, max_gen_toks and add_bos_token.
 
     [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own; lm_eval

@@ -28,7 +28,9 @@ def open_with_options(
     method, options = with_draft_model(methods.method, options, methods.draft_model, methods.num_draft_tokens)
     chosen = dataclasses.asdict(sampling)
     validate_settings(method, options, methods.rule, chat_template=models.chat_template, **chosen)
-    loading = {**dataclasses.asdict(models), "rule": methods.rule, "budget": methods.budget, **settings}
+    loading = {
+        **dataclasses.asdict(models), "rule": methods.rule, "max_draft_tokens": methods.max_draft_tokens, **settings
+    }  # fmt: skip
     return open_engine(method=method, options=options, **loading), chosen
 
 

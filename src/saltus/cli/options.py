@@ -110,11 +110,11 @@ Options = Annotated[
         METHOD_PANEL, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."
     ),
 ]
-Budget = Annotated[
+MaxDraftTokens = Annotated[
     int | None,
     in_panel(
         METHOD_PANEL,
-        "--budget",
+        "--max-draft-tokens",
         metavar="N",
         min=0,
         help="Draft tokens that one call verifies, 384 at most. Default: 31; with --rule reject, and with"
@@ -126,7 +126,7 @@ Adaptive = Annotated[
     in_panel(
         METHOD_PANEL,
         "--adaptive/--no-adaptive",
-        help="Verify only draft tokens that pay, or the whole budget of them.",
+        help="Verify only draft tokens that pay, or as many as --max-draft-tokens.",
     ),
 ]
 Rule = Annotated[
@@ -246,7 +246,7 @@ class MethodOptions:
     option: Options = None
     draft_model: DraftModel = None
     num_draft_tokens: NumDraftTokens = None
-    budget: Budget = None
+    max_draft_tokens: MaxDraftTokens = None
     rule: Rule = "match"
 
 

@@ -69,7 +69,7 @@ def tune(
 ) -> None:
     """Find the fastest settings of the method jacobi for a model on this machine.
 
-    It measures the cost of calls by nodes; then, within an affordable budget, tokens
+    It measures the cost of calls by nodes; then, with as many draft tokens as are affordable, tokens
     per second by block size and number of recycled n-grams; then, with the best of
     these, by the length of n-grams; then by live blocks and spawn. Plain decoding
     runs beside them. No setting changes a text.
@@ -89,7 +89,7 @@ def tune(
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
         model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, budget=MAX_DEPTH, tuned_settings=False,
+        chat_template=chat_template, max_draft_tokens=MAX_DEPTH, tuned_settings=False,
     )  # fmt: skip
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -155,8 +155,8 @@ def _search_settings(
             advance()
     calls = [{"nodes": cell.nodes, **steps.time_statistics(timings.call_seconds[cell])} for cell in grid.call_shapes]
     times = [row["ms"] for row in calls]
-    budget = affordable_draft_tokens(nodes, times, max_cost_ratio)
-    search, complete = JacobiSearch(engine, prompts, budget, settings, rounds, fixed_options), False
+    max_draft_tokens = affordable_draft_tokens(nodes, times, max_cost_ratio)
+    search, complete = JacobiSearch(engine, prompts, max_draft_tokens, settings, rounds, fixed_options), False
     try:
         with progress_bar(search.num_texts, "searching") as advance:
             for _ in search.run():
@@ -174,7 +174,7 @@ def _search_settings(
         "complete": complete,
         "calls": calls,
         "knee": measured_knee(nodes, times),
-        "budget": budget,
+        "max_draft_tokens": max_draft_tokens,
         "settings": search.table_rows(),
         "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.speedup_points()]},
         "chosen": search.best_setting() if complete else {},
@@ -190,7 +190,7 @@ def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fix
     made["speedup"] = next(row["speedup"] for row in result["settings"] if chosen <= row.items())
     return TunedSettings(
         "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
-        model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
+        model_fingerprint(engine.network.model), result["chosen"], result["max_draft_tokens"], made,
     ).save()  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _show(result: Mapping[str, Any]) -> None:
 
     console = terminal(soft_wrap=False)
     knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"
-    console.print(f"calls: {knee}; the search may use {result['budget']}")
+    console.print(f"calls: {knee}; the search may use {result['max_draft_tokens']}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("block", "candidates", "n-gram", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")

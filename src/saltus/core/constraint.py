@@ -34,8 +34,8 @@ class Constraint(Protocol):
         """How many of the tokens may follow the text, one after the other."""
         ...
 
-    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
-        """The usual tokens of the characters that must come next, at most `room` of them."""
+    def forced(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """The usual tokens of the characters that must come next, at most `max_tokens` of them."""
         ...
 
 
@@ -55,11 +55,11 @@ def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] 
 
 
 def constrained_branches(
-    branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], room: int
+    branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], max_depth: int
 ) -> list[Branch]:
     """Branches up to the first token that is not allowed, and what is forced after the text and after each of them.
 
-    Forced tokens end at a depth of `room`, since a grammar may force more than a call verifies.
+    Forced tokens end at a depth of `max_depth`, since a grammar may force more than a call verifies.
     Sampled branches (with `distributions`) stay as they are, since `reject` must try what was sampled.
     """
     found: list[Branch] = []
@@ -74,7 +74,7 @@ def constrained_branches(
             ends[tuple(branch.tokens)] = None
         found.append(branch)
     for end in ends:
-        if len(end) < room and len(forced := constraint.forced([*text, *end], room - len(end))):
+        if len(end) < max_depth and len(forced := constraint.forced([*text, *end], max_depth - len(end))):
             # The tokens up to there keep the probabilities of their own drafter.
             chances = [*[0.0] * len(end), *[FORCED_PROBABILITY] * len(forced)]
             found.append(Branch((*end, *forced), chances, SOURCE))

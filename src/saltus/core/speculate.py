@@ -45,21 +45,22 @@ def speculate(
     last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
-        room = min(len(canvas.open_positions) - 1, controller.budget)
+        max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
         branches: list[Branch] = []
         draft_seconds = waited = 0.0  # in calls of draft models; until their outputs came
         started = time.perf_counter()
         should_draft = controller.should_draft()
-        for drafter in drafters if room else ():
-            drafts = drafter(canvas, last, room)
+        for drafter in drafters if max_depth else ():
+            drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
                 drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
                 draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
             branches += drafts
-        if constraint is not None and drafters and room:
-            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), room)
+        if constraint is not None and drafters and max_depth:
+            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), max_depth)
         calibrated = controller.calibrated_probability, controller.calibrated_payoff
-        offered = grow_tree(branches, controller.budget, room, *calibrated, controller.min_expected_tokens())
+        least = controller.min_expected_tokens()
+        offered = grow_tree(branches, controller.max_draft_tokens, max_depth, *calibrated, least)
         tree = offered.prune(controller.num_nodes(offered))
         hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
         draft_distributions = tree.distributions if any(tree.distributions) else None

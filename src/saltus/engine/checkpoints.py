@@ -73,11 +73,11 @@ def load_checkpoint(
     dtype: str = "auto",
     exact: bool = True,
     progress: Progress | None = None,
-    budget: int = 16,
+    max_draft_tokens: int = 16,
     weights: str = "file",
     arithmetic: str = "auto",
 ) -> Checkpoint:
-    """A causal model by short name, folder, GGUF file or hub id, for trees of `budget` nodes. Errors: ValueError.
+    """A causal model by short name, folder, GGUF file or hub id, for trees of `max_draft_tokens`. Errors: ValueError.
 
     `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
     are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
@@ -107,7 +107,7 @@ def load_checkpoint(
                 f" into {folder}"
             ) from error
     place_in_huge_pages(model)
-    network = make_network(model, name_or_path, exact, budget)
+    network = make_network(model, name_or_path, exact, max_draft_tokens)
     if isinstance(network, AnySubsetNetwork | XlnetNetwork):
         network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
     if adapter is not None:
@@ -186,7 +186,7 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> TargetNetwork:
+def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: int = 16) -> TargetNetwork:
     """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
 
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
@@ -207,7 +207,7 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
         with torch.inference_mode(), silence_transformers():
             own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
-                network = CausalNetwork(model, exact, FixedShapeSettings.for_budget(budget))
+                network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()
                 ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]

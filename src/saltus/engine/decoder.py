@@ -33,9 +33,9 @@ from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDr
 from saltus.models.protocols import ReadsHiddenStates, TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
-DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
-DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not
-MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
+DEFAULT_MAX_DRAFT_TOKENS = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
+DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it pays or not
+MAX_DRAFT_TOKENS = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
 @dataclass
@@ -45,7 +45,7 @@ class DecodingSetup:
     methods: Sequence[Method]
     networks: Mapping[str, Network]  # "target", and the draft models by their names
     rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
@@ -91,7 +91,7 @@ class DecodingSetup:
         tree decides which tokens are sampled, so its size is fixed.
         """
         if self.rule != "match" or not self.adaptive:
-            return Controller(self.budget, adaptive=False)
+            return Controller(self.max_draft_tokens, adaptive=False)
         if not self.call_cost.seconds:
             self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
         if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
@@ -100,7 +100,9 @@ class DecodingSetup:
                 if batch_size == 1
                 else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
             )
-            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs, batch_size=batch_size)
+            self.controllers[batch_size] = Controller(
+                self.max_draft_tokens, True, self.acceptance, costs, batch_size=batch_size
+            )
         return self.controllers[batch_size]
 
 
@@ -146,7 +148,7 @@ class Decoder:
     load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method
     rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
@@ -182,14 +184,14 @@ class Decoder:
                 setup.networks = {**setup.networks, name: network}
 
     def _new_setup(self, method: str) -> DecodingSetup:
-        options, budget = self.options, self.budget
+        options, max_draft_tokens = self.options, self.max_draft_tokens
         if self.tuned_settings is not None and "jacobi" in method.split("+"):
             tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
-            options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
+            options, max_draft_tokens = {**options, "jacobi": tuned}, self.tuned_settings.max_draft_tokens
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
         networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
-        return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
+        return DecodingSetup(made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost)
 
     def run(
         self,
@@ -222,7 +224,7 @@ def run_requests(
         yield [request for request in requests if request.max_new_tokens <= 0]
     drafting = bool(waiting and setup.new_drafters(waiting[0]))
     together = 1 << (min(len(waiting), batch_size) - 1).bit_length() if waiting else 1  # controllers by power of two
-    controller = setup.controller(together) if drafting else Controller(setup.budget, adaptive=False)
+    controller = setup.controller(together) if drafting else Controller(setup.max_draft_tokens, adaptive=False)
     sequences: list[SequenceState] = []
     running: list[tuple[SequenceState, Request]] = []
 
@@ -275,8 +277,8 @@ def counting_generator(setup: DecodingSetup, request: Request, controller: Contr
 
 def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
     """The drafter, without drafts once the text outgrows what its draft model reads."""
-    return lambda canvas, last, room: (
-        drafter(canvas, last, room) if len(canvas.decided_prefix) + room <= context_length else ()
+    return lambda canvas, last, max_depth: (
+        drafter(canvas, last, max_depth) if len(canvas.decided_prefix) + max_depth <= context_length else ()
     )
 
 
@@ -287,13 +289,13 @@ def check_rule(name: str) -> str:
     return name
 
 
-def default_budget(adaptive: bool, rule: str) -> int:
+def default_max_draft_tokens(adaptive: bool, rule: str) -> int:
     """The draft tokens of a call, at most, where none are given."""
-    return DEFAULT_BUDGET if adaptive and rule == "match" else DEFAULT_WHOLE_BUDGET
+    return DEFAULT_MAX_DRAFT_TOKENS if adaptive and rule == "match" else DEFAULT_WHOLE_TREE_TOKENS
 
 
-def check_budget(budget: int) -> int:
+def check_max_draft_tokens(max_draft_tokens: int) -> int:
     """A number of draft tokens that calls can verify, or a ValueError."""
-    if not 0 <= budget <= MAX_BUDGET:
-        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
-    return budget
+    if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but must lie in 0…{MAX_DRAFT_TOKENS}")
+    return max_draft_tokens

@@ -15,7 +15,13 @@ from saltus.core.sampling import Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
-from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule, default_budget
+from saltus.engine.decoder import (
+    MAX_DRAFT_TOKENS,
+    Decoder,
+    check_max_draft_tokens,
+    check_rule,
+    default_max_draft_tokens,
+)
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
 from saltus.engine.fim import fim_prompt
@@ -324,7 +330,7 @@ def load(
     dtype: str = "auto",
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    budget: int | None = None,
+    max_draft_tokens: int | None = None,
     adaptive: bool = True,
     exact: bool = True,
     batch_size: int = 16,
@@ -348,8 +354,8 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"max_ngram_size": 5}}.
-        budget: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not chosen
-            (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
+        max_draft_tokens: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not
+            chosen (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
@@ -364,13 +370,15 @@ def load(
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
-    if budget is not None:
-        check_budget(budget)
+    if max_draft_tokens is not None:
+        check_max_draft_tokens(max_draft_tokens)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.require_draft_models(methods.make_methods(method, options))  # before anything is loaded
     template = None if chat_template is None else read_chat_template(chat_template)
-    nodes = max(default_budget(adaptive, rule), num_draft_tokens or 0) if budget is None else budget
+    nodes = max_draft_tokens
+    if nodes is None:
+        nodes = max(default_max_draft_tokens(adaptive, rule), num_draft_tokens or 0)
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
@@ -386,7 +394,7 @@ def load(
         require_same_vocabulary(target, checkpoint(name))
         return checkpoint(name)
 
-    found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
+    found = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
     method = resolve_method(method, target.network, options, decoder.call_cost, rule)
     decoder.setup(method)
@@ -394,11 +402,11 @@ def load(
 
 
 def _find_tuned_settings(
-    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], budget: int | None
+    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], max_draft_tokens: int | None
 ) -> TunedSettings | None:
     """What `saltus tune` found for jacobi, unless options of jacobi are given (its adapter may be).
 
-    Where call shapes are fixed, its budget is cut to theirs, since a text depends on them.
+    Where call shapes are fixed, its `max_draft_tokens` is cut to theirs, since a text depends on them.
     """
     given = options.get("jacobi", {})
     if set(given) - {"model"}:
@@ -407,5 +415,7 @@ def _find_tuned_settings(
     found = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
     if found is None or found.fingerprint != model_fingerprint(network.model):
         return None
-    limit = MAX_BUDGET if network.max_draft_tokens is None else network.max_draft_tokens
-    return replace(found, budget=min(found.budget, limit) if budget is None else budget)
+    limit = MAX_DRAFT_TOKENS if network.max_draft_tokens is None else network.max_draft_tokens
+    if max_draft_tokens is None:
+        max_draft_tokens = min(found.max_draft_tokens, limit)
+    return replace(found, max_draft_tokens=max_draft_tokens)

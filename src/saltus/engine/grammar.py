@@ -111,10 +111,10 @@ class GrammarConstraint:
             return len(tokens)
         return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
 
-    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
+    def forced(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
         found: list[int] = []
-        while (left := room - len(found)) > 0:
+        while (left := max_tokens - len(found)) > 0:
             so_far = [*text, *found]
             if self._has_ended(so_far) or not self._go_to(so_far):
                 break

@@ -31,7 +31,7 @@ from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
-from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
+from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, default_max_draft_tokens
 from saltus.engine.request import Request
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
@@ -80,7 +80,7 @@ def custom_generate(
     coupling: Coupling = DEFAULT_COUPLING,
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    budget: int | None = None,
+    max_draft_tokens: int | None = None,
     adaptive: bool = True,
     exact: bool = True,
     streamer: Any = None,
@@ -95,14 +95,16 @@ def custom_generate(
     """
     methods.make_methods(method, options)
     check_rule(rule)
-    budget = check_budget(default_budget(adaptive, rule) if budget is None else budget)
+    if max_draft_tokens is None:
+        max_draft_tokens = default_max_draft_tokens(adaptive, rule)
+    check_max_draft_tokens(max_draft_tokens)
     Sampling(coupling=coupling)  # refuses an unknown one
     measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed
 
     @lru_cache
     def draft_model(name: str, device: str) -> Checkpoint:
-        return load_checkpoint(name, device, exact=exact, budget=budget)
+        return load_checkpoint(name, device, exact=exact, max_draft_tokens=max_draft_tokens)
 
     def generate(
         model: Any,
@@ -125,10 +127,11 @@ def custom_generate(
             ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
             row_seed = (own_seed if seed is None else seed) + i % returns
             texts.append(Request(prompt.tolist(), length, row_seed, sampling, ends))
-        with _borrowed_network(model, exact, budget, already_checked=model in measured) as network:
+        with _borrowed_network(model, exact, max_draft_tokens, already_checked=model in measured) as network:
             known = measured.setdefault(model, _Measurements())
             decoder = Decoder(
-                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule, budget,
+                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule,
+                max_draft_tokens,
                 adaptive, call_cost=known.call_cost,
             )  # fmt: skip
             chosen = resolve_method(method, network, options or {}, known.call_cost, rule)
@@ -156,14 +159,15 @@ def _run_with_streamer(
 
 
 @contextmanager
-def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[TargetNetwork]:
+def _borrowed_network(model: Any, exact: bool, max_draft_tokens: int, already_checked: bool) -> Iterator[TargetNetwork]:
     """A network around the model, whose attention, experts and training mode are restored afterwards."""
     attention, training = model.config._attn_implementation, model.training
     experts = model.get_experts_implementation()
     try:
         causal = already_checked and not fills_holes(model)
-        known = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget)) if causal else None
-        yield known or make_network(model, "this model", exact, budget)
+        shapes = FixedShapeSettings.for_max_draft_tokens(max_draft_tokens)
+        known = CausalNetwork(model, not exact, shapes) if causal else None
+        yield known or make_network(model, "this model", exact, max_draft_tokens)
     finally:
         model.set_attn_implementation(attention)
         if experts != model.get_experts_implementation():

@@ -77,8 +77,8 @@ class EvaByteNetwork(CausalNetwork):
     def _nodes_in_window(self, inputs: ForwardInputs) -> list[int]:
         """The nodes in the window of the last decided token."""
         length = len(inputs.canvas.decided_prefix)
-        room = -length % self.summaries.window
-        return [node for node, depth in enumerate(inputs.depths) if depth < room]
+        window_left = -length % self.summaries.window
+        return [node for node, depth in enumerate(inputs.depths) if depth < window_left]
 
     def _add_later_windows(
         self, inputs: ForwardInputs, inside: Sequence[int], outputs: ForwardOutputs, kv_cache: EvaKVCache

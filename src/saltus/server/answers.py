@@ -84,7 +84,7 @@ class Answer:
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
             scores = PromptScores(prompt, top) if self.score_prompts else None
             choice.job = Job(
-                choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget, scores, self.client
+                choice.request, self.method, deliver_to(choice.index), self.asked.max_draft_tokens, scores, self.client
             )
         self.backend.engine_thread.submit(*(choice.job for choice in self.choices if choice.job is not None))
 

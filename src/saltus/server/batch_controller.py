@@ -17,7 +17,7 @@ class BatchController(Controller):
         self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None, keeps_states: bool = False
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
-        budget = setup.budget if budget is None else min(setup.budget, budget)
+        budget = setup.max_draft_tokens if budget is None else min(setup.max_draft_tokens, budget)
         super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
@@ -33,7 +33,7 @@ class BatchController(Controller):
         return self._keeps_states or self._current().needs_hidden_states(max_unread)
 
     def num_nodes(self, tree: Tree) -> int:
-        return min(self._current().num_nodes(tree), self.budget)
+        return min(self._current().num_nodes(tree), self.max_draft_tokens)
 
     def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
         self._current().record(tree, step, draft_seconds, other_seconds)

@@ -56,7 +56,7 @@ def requested_method(asked: bool | Speculative, default: str) -> str:
         return default
     if asked is False:
         return "plain"
-    method = "plain" if asked.budget == 0 else asked.method or default
+    method = "plain" if asked.max_draft_tokens == 0 else asked.method or default
     try:
         make_methods(method)
     except ValueError as error:

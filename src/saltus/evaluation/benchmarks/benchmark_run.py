@@ -103,11 +103,11 @@ class Benchmark:
         seconds: float,
     ) -> Record:
         context = self.engine.target.context_length
-        room = None if context is None else context - len(request.prompt_tokens)
+        available_tokens = None if context is None else context - len(request.prompt_tokens)
         ends = self.engine.target.end_tokens | request.end_tokens
         if request.template is not None:
-            ends, room = frozenset(() if request.hole_end is None else (request.hole_end,)), None
-        early = early_end_problems(request, answer, ends, room)
+            ends, available_tokens = frozenset(() if request.hole_end is None else (request.hole_end,)), None
+        early = early_end_problems(request, answer, ends, available_tokens)
         last = turn == len(task.prompt.turns or (0,)) - 1
         score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
         return {

@@ -44,7 +44,7 @@ class JacobiSearch:
 
     engine: Engine
     prompts: Sequence[PromptLike]
-    budget: int  # nodes of a call
+    max_draft_tokens: int  # nodes of a call
     generate_settings: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
@@ -56,9 +56,9 @@ class JacobiSearch:
 
     @property
     def grid(self) -> list[Setting]:
-        """Block × candidates, those within the budget."""
+        """Block × candidates, those that fit into `max_draft_tokens`."""
         rows = (
-            self.budget // 2 if "model" in self.fixed_options else self.budget
+            self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         )  # an adapter reads the guesses in extra rows
         blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
         return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
@@ -109,7 +109,7 @@ class JacobiSearch:
         if key not in self.engines:
             own = {name: value for name, value in setting.items() if name != PLAIN}
             options = {"jacobi": {**self.fixed_options, **own}}
-            self.engines[key] = self.engine.copy_with(options=options, budget=self.budget)
+            self.engines[key] = self.engine.copy_with(options=options, max_draft_tokens=self.max_draft_tokens)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
         found = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)

@@ -1,4 +1,4 @@
-"""Plot what `saltus tune` measured: calls by nodes with the budget, and the surface of speed-ups."""
+"""Plot what `saltus tune` measured: calls by nodes with the most draft tokens, and the surface of speed-ups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
     axes.set_xticks(nodes, list(map(str, nodes)))
     axes.minorticks_off()
     axes.plot(nodes, times, "o-", color=INK, lw=1.8, ms=4.5)
-    axes.axvline(result["budget"], color=ALARM, ls="--", lw=1.4)
+    axes.axvline(result["max_draft_tokens"], color=ALARM, ls="--", lw=1.4)
     if result["knee"]:
         axes.axvline(result["knee"], color=MUTED, ls=":", lw=1.4)
         axes.annotate("knee", (result["knee"], 0.96), xycoords=("data", "axes fraction"), xytext=(4, 0),

@@ -123,8 +123,8 @@ class Proposer:
                 "vLLM gave no hidden states for a text, so its drafts come from lookup alone; with a GPU use"
                 " enforce_eager or piecewise CUDA graphs"
             )
-        room = min(self.num_draft_tokens, self.max_length - len(tokens) - 1)
-        return DraftRequest(text, tokens, max(room, 0), states)
+        max_depth = min(self.num_draft_tokens, self.max_length - len(tokens) - 1)
+        return DraftRequest(text, tokens, max(max_depth, 0), states)
 
     def _record_step(self, seconds: float, num_texts: int, num_decided: int) -> None:
         """Record the step that the last call of `propose` has begun, and whether draft networks paid for it."""

@@ -106,10 +106,10 @@ class SelfDrafter:
     first_drafts: set[int] = field(default_factory=set)  # the first draft tokens of this step's paths
     paused_calls: int = 0  # calls for which predicting ahead stays off
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         if last is not None:
             self._store_logits(last)
-        holes = self._predicted_holes(canvas, min(self.num_draft_tokens, room))
+        holes = self._predicted_holes(canvas, min(self.num_draft_tokens, max_depth))
         branches: Sequence[Branch] = []
         if holes:
             branches = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
@@ -174,7 +174,7 @@ class SelfDrafter:
         self.paused_calls = max(self.paused_calls - 1, 0)
         holes = inputs.canvas.open_positions[: self.ahead].tolist()
         needed = holes[1 : max(inputs.depths, default=-1) + 2 + self.num_draft_tokens]
-        if not controller.budget or self.paused_calls or all(hole in self.hole_logits for hole in needed):
+        if not controller.max_draft_tokens or self.paused_calls or all(hole in self.hole_logits for hole in needed):
             return inputs
         inputs = with_query_chains(inputs, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
         return replace(inputs, output_hidden_states=self.pairwise_correction is not None or not self.hole_logits)
@@ -231,9 +231,9 @@ class BigramDrafter:
     counts: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     counted: set[int] = field(default_factory=set)  # positions whose left neighbour was counted
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         self._count(canvas, last)
-        holes = canvas.open_positions[: min(self.num_draft_tokens, room)]
+        holes = canvas.open_positions[: min(self.num_draft_tokens, max_depth)]
         text = canvas.tokens.copy()
         found = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
         for hole in holes.tolist():

@@ -82,7 +82,7 @@ class JacobiDrafter:
     tail_length: int  # tokens after the key of a recycled tail; 0: diagonals are recycled
     tail: tuple[int, ...] = field(default=(), init=False)  # the last decided token and the iterate, at the latest call
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         iterate = self.iterate
         if last is not None:
             iterate.start_at(last.canvas.num_decided)
@@ -96,17 +96,17 @@ class JacobiDrafter:
         if not len(canvas.decided_prefix):  # the text starts with a hole: there are no tokens to guess from
             return []
         end = self.window.end(canvas.num_decided, iterate.settled)
-        missing = range(len(iterate.guesses), min(end - canvas.num_decided, room))
+        missing = range(len(iterate.guesses), min(end - canvas.num_decided, max_depth))
         text = canvas.decided_prefix
         uniforms = self.noise.uniforms("jacobi/guess", canvas.open_positions[missing.start : missing.stop])
         for hole, u in zip(missing, uniforms, strict=True):
             cloned = self.window.first_guess(canvas.num_decided + hole, canvas.num_decided, iterate.tokens)
             iterate.guesses.append(Guess((int(text[int(u * len(text))]) if cloned is None else cloned,)))
-        chain = iterate.guesses[: min(end - canvas.num_decided, room)]
+        chain = iterate.guesses[: min(end - canvas.num_decided, max_depth)]
         recycled = self.pool.starting_with(int(text[-1]), self.candidates)
         return [
             self.branch(chain),
-            *(Branch(tail[:room], probabilities[:room], "jacobi/pool") for tail, probabilities in recycled),
+            *(Branch(tail[:max_depth], probabilities[:max_depth], "jacobi/pool") for tail, probabilities in recycled),
         ]
 
     def _recycle(self, canvas: Canvas, corrected: Sequence[Guess]) -> None:

@@ -40,12 +40,12 @@ def save_adapter(
     would add them to every row.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as room:
-        new = Path(room, "new")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        new = Path(temporary, "new")
         new.mkdir()
         _write(adapter, new, target, target_name, training or {})
         if folder.exists():
-            os.rename(folder, Path(room, "old"))
+            os.rename(folder, Path(temporary, "old"))
         os.rename(new, folder)
 
 

@@ -129,9 +129,9 @@ def two_call_drafter(
         raise ValueError(f"ptp: several drafts need uniforms, which {sampling.coupling} has not; use drafts=1")
 
     def offer(
-        canvas: Canvas, last: Step | None, room: int
+        canvas: Canvas, last: Step | None, max_depth: int
     ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
-        places = canvas.open_positions[: min(num_draft_tokens, room)]
+        places = canvas.open_positions[: min(num_draft_tokens, max_depth)]
         streams = [f"{source}/{canvas.num_decided}/{i}" for i in range(drafts)] if rule is reject else ["text"]
         groups = [position_uniforms(noise, sampling, places, stream) for stream in streams]
         conditioning = [(-1, query_uniforms(group, form)) for group in groups]

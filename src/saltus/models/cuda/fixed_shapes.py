@@ -161,7 +161,7 @@ class FixedShapeRunner:
         if nodes > MAX_TREE_NODES or depth > limit:
             raise ValueError(
                 f"a tree of {nodes} nodes is {depth} deep, but calls hold paths of {limit} and trees of"
-                f" {MAX_TREE_NODES}; load the model with a larger budget, or draft fewer tokens"
+                f" {MAX_TREE_NODES}; load the model with a larger max_draft_tokens, or draft fewer tokens"
             )
 
     def _forward(
