@@ -168,10 +168,10 @@ def test_call_costs_are_measured_again(cache, monkeypatch, lines):
 
 
 def test_tuned_settings_that_are_damaged_are_not_used_and_the_line_says_what_to_do(cache, lines):
-    tuned = TunedSettings("jacobi", "tiny", "machine", options={"block": 5}, made={"calls": {10: 1.0, 9: 2.0}})
+    tuned = TunedSettings("jacobi", "tiny", "machine", options={"block_size": 5}, made={"calls": {10: 1.0, 9: 2.0}})
     for damage in DAMAGES:
         file = tuned.save()
-        assert find_tuned_settings("jacobi", "tiny", "machine").options == {"block": 5}
+        assert find_tuned_settings("jacobi", "tiny", "machine").options == {"block_size": 5}
         file.write_bytes(damage(file.read_bytes()))
         assert find_tuned_settings("jacobi", "tiny", "machine") is None
         [line] = lines()

@@ -80,7 +80,7 @@ InitialFolder = Annotated[
         help="Start with the weights of an earlier result, in another work folder; for example with more texts.",
     ),
 ]
-Shard = Annotated[
+Fsdp = Annotated[
     bool,
     o.in_panel(
         WORK_PANEL,
@@ -174,7 +174,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         teacher: Teachers = None,
         work: Work = None,
         begin: InitialFolder = None,
-        shard: Shard = False,
+        fsdp: Fsdp = False,
         out: Out = None,
         show: ListRecipes = False,
     ) -> None:
@@ -202,7 +202,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         )
         work = work or Path("runs", file.stem)
         teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]
-        sharded = shards_weights(shard)
+        sharded = shards_weights(fsdp)
         if sharded and (reason := OBJECTIVES[chosen.kind].why_not_sharded(chosen)):
             raise ValueError(reason)
         _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device, sharded)

@@ -71,7 +71,7 @@ def tune(
 
     It measures the cost of calls by nodes; then, with as many draft tokens as are affordable, tokens
     per second by block size and number of recycled n-grams; then, with the best of
-    these, by the length of n-grams; then by live blocks and spawn. Plain decoding
+    these, by the length of n-grams; then by live blocks and spawn ratio. Plain decoding
     runs beside them. No setting changes a text.
 
     [bold]Examples[/bold]
@@ -165,7 +165,7 @@ def _search_settings(
     except KeyboardInterrupt:
         if not search.seconds:
             raise
-    named = ("block", "candidates", "speedup")
+    named = ("block_size", "candidates", "speedup")
     return {
         **run_info(
             engine,
@@ -204,10 +204,12 @@ def _show(result: Mapping[str, Any]) -> None:
     knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"
     console.print(f"calls: {knee}; the search may use {result['max_draft_tokens']}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block", "candidates", "n-gram", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
-        named = [str(row.get(name, "")) for name in ("block", "candidates", "ngram", "blocks", "spawn")]
+        named = [
+            str(row.get(name, "")) for name in ("block_size", "candidates", "ngram_size", "max_blocks", "spawn_ratio")
+        ]
         if "plain" in row:
             named[0] = "plain"
         rates = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f} ×", f"{row['tokens_per_call']:.2f}"

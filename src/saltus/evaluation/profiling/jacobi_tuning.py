@@ -61,7 +61,7 @@ class JacobiSearch:
             self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         )  # an adapter reads the guesses in extra rows
         blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
-        return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
+        return [{"block_size": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
 
     @property
     def num_texts(self) -> int:
@@ -84,15 +84,17 @@ class JacobiSearch:
     @property
     def ngram_stage(self) -> list[Setting]:
         """Lengths of recycled n-grams; none if the best setting offers none."""
-        return [{"ngram": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
+        return [{"ngram_size": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
 
     @property
     def block_stage(self) -> list[Setting]:
         """Live blocks × spawn; a single block does not spawn."""
         several = [
-            {"blocks": live, "spawn": spawn} for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS) if live > 1
+            {"max_blocks": live, "spawn_ratio": spawn}
+            for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS)
+            if live > 1
         ]
-        return [{"blocks": 1}, *several]
+        return [{"max_blocks": 1}, *several]
 
     def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
         """Each round decodes every text with all settings, in alternating order; the first text is a warm-up."""
@@ -134,7 +136,10 @@ class JacobiSearch:
             heights = SpeedupSurface.fit(self.speedup_points())
             return max(
                 settings,
-                key=lambda one: (float(heights.evaluate(one["block"], one["candidates"])), self.tokens_per_second(one)),
+                key=lambda one: (
+                    float(heights.evaluate(one["block_size"], one["candidates"])),
+                    self.tokens_per_second(one),
+                ),
             )
         return max(settings, key=self.tokens_per_second)
 
@@ -142,7 +147,7 @@ class JacobiSearch:
         """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
         plain = self.tokens_per_second({PLAIN: True})
         known = [one for one in self.grid if tuple(one.items()) in self.seconds]
-        return [(one["block"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
+        return [(one["block_size"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
 
     def best_setting(self) -> Setting:
         """The best of all settings."""

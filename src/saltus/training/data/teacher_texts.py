@@ -84,7 +84,7 @@ class CollectionPlan:
             "free_shapes": not engine.network.batch_invariant,
             "coupling": self.coupling,
             **self.settings_metadata(),
-            **({"block": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
+            **({"block_size": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
         }
 
     def settings_metadata(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class CollectionPlan:
             **({"top_p": self.top_p} if self.top_p < 1 else {}),
             "prompts": blake2b(inputs.encode(), digest_size=16).hexdigest(),
             "questions": len(self.prompts),
-            "shard": self.texts_per_shard,
+            "texts_per_file": self.texts_per_shard,
         }
 
 
@@ -148,7 +148,7 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs == "guessed_by":
         raise ValueError(f"{folder} holds guesses of another adapter; collect into another folder")
-    if differs == "block" and not (plan.block_size and found.get("block")):
+    if differs == "block_size" and not (plan.block_size and found.get("block_size")):
         what = "texts without iterates" if plan.block_size else "texts with the iterates of Jacobi decoding"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs:
@@ -255,7 +255,7 @@ def shard_paths(folder: Path, metadata: Mapping[str, Any]) -> list[Path]:
     plan = CollectionPlan(
         [TokenizedPrompt("", ())] * metadata["questions"],
         tuple(metadata["temperatures"]),
-        texts_per_shard=metadata["shard"],
+        texts_per_shard=metadata["texts_per_file"],
     )
     if missing := missing_shards(folder, plan):
         raise ValueError(

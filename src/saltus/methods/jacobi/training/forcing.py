@@ -165,7 +165,7 @@ class JacobiTrainingTask(TrainingTask):
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        write_metadata(folder, DrafterMetadata("model", self.name, None, training={**card, "block": block}))
+        write_metadata(folder, DrafterMetadata("model", self.name, None, training={**card, "block_size": block}))
 
     def _pack(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]], noise: BlockNoise) -> PackedBlocks:
         prompts, completions = [one.prompt for one in texts], [one.completion for one in texts]

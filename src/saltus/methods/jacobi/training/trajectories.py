@@ -44,13 +44,13 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of trajectories; write one with saltus collect jacobi")
     metadata = read_metadata(folder)
-    if not metadata.get("block"):
+    if not metadata.get("block_size"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
     found, coupling = [], metadata["coupling"]
     for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
-            one = Trajectory(prompt, text, temperature, metadata["block"], row["seed"], row["iterates"], coupling)
+            one = Trajectory(prompt, text, temperature, metadata["block_size"], row["seed"], row["iterates"], coupling)
             if not _is_consistent(one):
                 raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")
             found.append(one)
