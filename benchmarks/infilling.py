@@ -47,7 +47,7 @@ from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize
 from saltus.engine.request import Request
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
 SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever its length

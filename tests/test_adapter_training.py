@@ -18,7 +18,7 @@ from saltus.loading.metadata import read_metadata
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states

@@ -24,8 +24,8 @@ from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
 from saltus.methods.assd.network import AnySubsetNetwork
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, grown_nodes
-from saltus.methods.shared.ptp_queries import with_query_chains
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.training.data.seeded_generator import seeded_generator
 
 MASK = 2
@@ -521,5 +521,5 @@ def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saltus.methods.assd.drafter.reject", wrong)
-    monkeypatch.setattr("saltus.methods.shared.ptp_queries.reject", wrong)
+    monkeypatch.setattr("saltus.methods.shared.query_chains.reject", wrong)
     assert p_value({}, wrong) < 1e-6

@@ -20,7 +20,7 @@ from saltus.engine.prefix_cache import PrefixCache
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.kernels import native
 from saltus.methods.mtpc.heads import HeadShape, new_head_model, own_heads
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.cpu.eva_kv_cache import EvaKVCache
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.training.data.seeded_generator import seeded_generator

@@ -30,7 +30,7 @@ from saltus.methods.mtpc.heads import HeadModel, HeadShape, new_head_model
 from saltus.methods.mtpc.network import HeadNetwork
 from saltus.methods.shared import autoregressive, row_candidates
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, save_drafter
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, text_probabilities, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator

@@ -36,7 +36,7 @@ from saltus.methods.assd.training.any_subset import (
 from saltus.methods.assd.training.infill_texts import read_programs
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
 from saltus.methods.assd.xlnet import XlnetNetwork
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from tiny_server import serving

@@ -17,7 +17,7 @@ from saltus.training.data.packed_forward import PackedMemory, pack_causal, packe
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens, uniform_intervals
-from saltus.training.data.window_packing import pack_windows, query_uniforms, select_rows
+from saltus.training.data.window_packing import pack_windows, query_uniforms, slice_rows
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, train
 from test_adapter_training import WINDOW, make_task
@@ -62,7 +62,7 @@ def test_rows_that_follow_a_memory_have_the_logits_of_the_whole(name, tmp_path):
     whole = packed_logits(task.model, packed, numbers.flatten(), task.module, batch.temperatures)
     whole, start = whole.view(*numbers.shape, -1), packed.context_length
     for first, last in ((0, start), (start, start + 3), (start + 3, packed.tokens.shape[1])):
-        part = select_rows(packed, first, last)
+        part = slice_rows(packed, first, last)
         gated = (task.module, batch.temperatures) if first else ()
         found = packed_logits(task.model, part, torch.arange(part.tokens.numel()), *gated, memory=memory)
         expected = whole[:, first:last].flatten(0, 1)

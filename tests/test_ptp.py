@@ -24,7 +24,7 @@ from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.drafter import Ptp
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
-from saltus.methods.shared import draft_tree, row_candidates, token_correction
+from saltus.methods.shared import draft_tree, logit_correction, row_candidates
 from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL
 from saltus.methods.shared.draft_tree import (
     Likeliest,
@@ -36,9 +36,9 @@ from saltus.methods.shared.draft_tree import (
 )
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, find_shipped
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
-from saltus.methods.shared.ptp_queries import SOURCE, with_query_chains
+from saltus.methods.shared.logit_correction import NonlinearCorrection
+from saltus.methods.shared.query_chains import SOURCE, with_query_chains
 from saltus.methods.shared.row_candidates import rows_likely_tokens
-from saltus.methods.shared.token_correction import NonlinearCorrection
 from saltus.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network
 
@@ -226,7 +226,7 @@ def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():
 
 
 def test_a_correction_keeps_the_vectors_of_some_tokens_only(monkeypatch):
-    monkeypatch.setattr(token_correction, "MAX_TOKEN_VECTORS", 3)
+    monkeypatch.setattr(logit_correction, "MAX_TOKEN_VECTORS", 3)
     left, second_left, state, right, embeddings = np.random.default_rng(0).normal(size=(5, 8, 8))
     correction = NonlinearCorrection(left, second_left, lambda h: h, right, lambda token: embeddings[token])
     for token in [*range(8), *range(8)]:

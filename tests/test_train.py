@@ -23,7 +23,7 @@ from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.published.training.dflash import DFlashTrainingTask
-from saltus.methods.shared import ptp_queries
+from saltus.methods.shared import query_chains
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.data.teacher_texts import read_texts
@@ -139,7 +139,7 @@ def test_training_for_a_coupling_is_recorded_and_its_uniforms_are_those_of_the_c
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--out", out, *given))
     assert read_metadata(out).training["coupling"] == coupling
     told: list[bool] = []
-    chains = ptp_queries.with_query_chains
+    chains = query_chains.with_query_chains
 
     def listening(inputs, chains_, temperature):
         told.extend(not math.isnan(u) for _, chain in chains_ for u in chain)

@@ -21,7 +21,7 @@ from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
 from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size
 from saltus.loading.packing import PACKINGS, pack_model
-from saltus.loading.progress import Progress
+from saltus.loading.progress import ProgressCallback
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
@@ -72,7 +72,7 @@ def load_checkpoint(
     device: str = "auto",
     dtype: str = "auto",
     exact: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     max_draft_tokens: int = 16,
     weights: str = "file",
     arithmetic: str = "auto",

@@ -26,7 +26,7 @@ from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_string
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
 from saltus.engine.fim import fim_prompt
 from saltus.engine.grammar import Grammar
-from saltus.engine.infill import FimRequest, InfillRequest, fim_layout, infill_request
+from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
 from saltus.engine.request import Request
@@ -44,7 +44,7 @@ from saltus.engine.results import (
 from saltus.engine.text_bounds import cut_to_context, require_fits
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
-from saltus.loading.progress import Progress
+from saltus.loading.progress import ProgressCallback
 from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.packed_decoder import transformers_model
 from saltus.models.protocols import TargetNetwork
@@ -75,7 +75,7 @@ class TextRequest:
         return TextRequest(self.prompt, request, output)
 
 
-AnyRequest = TextRequest | InfillRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
+AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
 
 
 @dataclass
@@ -274,7 +274,7 @@ class Engine:
         logprobs: bool = False,
         verbatim: bool = False,
         **sampling: Any,
-    ) -> InfillRequest | FimRequest:
+    ) -> HolesRequest | FimRequest:
         """What `infill` decodes for a text, for callers that decode it themselves. Errors: ValueError of one line.
 
         With `verbatim` a space before a hole stays, as it does with a `suffix`.
@@ -337,7 +337,7 @@ def load(
     weights: str = "file",
     arithmetic: str = "auto",
     chat_template: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     tuned_settings: bool = True,
 ) -> Engine:
     """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).

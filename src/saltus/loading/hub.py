@@ -21,14 +21,14 @@ from saltus.loading.model_folders import (
     WEIGHT_FILE_PATTERNS,
     check_folder,
 )
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import DamagedFile, find_damage, is_whole, read_json, report_damage, write_manifest
 from saltus.storage.cache_folder import cache_folder
 
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
 
 
-def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` in the cache that Transformers uses too; downloaded where it lacks."""
     if found := completed_download(name):
         return found
@@ -50,7 +50,7 @@ def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
     return folder
 
 
-def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Progress) -> Path:
+def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: ProgressCallback) -> Path:
     """A file of `owner/name@revision` in the cache that Transformers uses too; downloaded if it is not there."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -98,7 +98,7 @@ def _cached_although(silence: _HubUnreachable, name: str, damaged: Sequence[Path
     ) from silence
 
 
-def fetch_tokenizer_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_tokenizer_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """A folder with the settings and the tokenizer of `owner/name@revision`, perhaps without weights."""
     if found := completed_download(name):
         return found
@@ -240,7 +240,7 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     raise answer
 
 
-def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
+def _download_files(name: str, file_sizes: dict[str, int], progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` with these files."""
     from huggingface_hub import constants, snapshot_download
 
@@ -265,7 +265,7 @@ def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -
     return folder
 
 
-def _progress_bar_class(name: str, total: int, progress: Progress) -> type:
+def _progress_bar_class(name: str, total: int, progress: ProgressCallback) -> type:
     """A class of progress bars for the hub's client: it draws nothing and reports bytes to `progress`."""
     from tqdm import tqdm
 

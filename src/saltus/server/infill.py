@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from saltus.engine.engine import AnyRequest, TextRequest
-from saltus.engine.infill import InfillRequest as InfillHoles
+from saltus.engine.infill import HolesRequest
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.methods.shared.answer_memory import AnswerMemory
@@ -132,7 +132,7 @@ class InfillAnswer(Answer):
             **_timing("prompt", read, calls[0].seconds if calls else 0.0),
             **_timing("predicted", len(choice.tokens), sum((call.seconds for call in calls[1:]), 0.0)),
         }
-        if isinstance(choice.request, InfillHoles):
+        if isinstance(choice.request, HolesRequest):
             found["fillings"] = choice.request.infilling().fillings
         kind = "limit" if choice.finish_reason == "length" else "word" if self._ended_by_word() else "eos"
         found |= {

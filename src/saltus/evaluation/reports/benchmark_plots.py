@@ -7,9 +7,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from saltus.evaluation.reports.coloured_text import draw_coloured_text
 from saltus.evaluation.reports.label_placement import place_labels
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, INK, LINE, MUTED, Colour, assign_colours
+from saltus.evaluation.reports.text_figure import draw_coloured_text
 
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 STYLE: Any = {

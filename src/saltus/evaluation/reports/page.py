@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from saltus.evaluation.reports.aggregation import text_id
-from saltus.evaluation.reports.coloured_text import typical_record
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
 from saltus.evaluation.reports.summary import Summary, summarize_results
+from saltus.evaluation.reports.text_figure import typical_record
 
 MAX_TASKS, MAX_BYTES = 30, 1_300_000  # shown at most; the page stays below two megabytes
 MAX_QUESTION_LENGTH = 400  # characters of a question

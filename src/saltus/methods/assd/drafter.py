@@ -33,8 +33,8 @@ from saltus.core.sampling import (
 from saltus.core.tree import Branch
 from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths
-from saltus.methods.shared.ptp_queries import two_call_drafter, with_query_chains
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
+from saltus.methods.shared.query_chains import two_call_drafter, with_query_chains
 
 SOURCE = "assd"
 PAUSE_CALLS = 32  # calls without drafts, where they did not pay

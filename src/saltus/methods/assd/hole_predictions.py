@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import float_row
 from saltus.methods.shared.draft_tree import Chooser, GrowPaths, LikelyTokens, PathNode, likely_tokens
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 
 NO_CANDIDATES = LikelyTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), 0.0)
 

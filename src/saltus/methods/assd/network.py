@@ -27,7 +27,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.hole_paths import with_kernel
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
 from saltus.models.cpu.attention import SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
@@ -104,8 +104,8 @@ class AnySubsetNetwork(CausalNetwork):
         states = outputs.hidden_states
         states = None if states is None else states[len(states) - len(required) :]
         if inputs.query_nodes:
-            states = None if states is None else select_rows(states, rows)
-            outputs = replace(outputs, logits=select_rows(outputs.logits, rows))
+            states = None if states is None else repeat_rows(states, rows)
+            outputs = replace(outputs, logits=repeat_rows(outputs.logits, rows))
         return replace(outputs, hidden_states=states, drafter_data=self.pairwise_correction)
 
     def _reuse_kv_cache(self, kv_cache: Any, inputs: ForwardInputs) -> int:
@@ -171,7 +171,7 @@ def save_pairwise_correction(correction: PairwiseCorrection, folder: Path) -> No
     save_file({name: torch.from_numpy(table).bfloat16() for name, table in tables}, folder / PAIRWISE_CORRECTION_FILE)
 
 
-def select_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float[Tensor, "places size"]:
+def repeat_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float[Tensor, "places size"]:
     """Rows of a table, which may repeat; on the CPU by NumPy, since torch would wake its threads."""
     if table.device.type != "cpu":
         return table[rows]

@@ -18,7 +18,7 @@ import torch
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.assd.network import required_distributions
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 
 QUERIES_PER_PASS = 16  # holes queried in one pass over the text
 

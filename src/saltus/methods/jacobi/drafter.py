@@ -18,7 +18,7 @@ from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
 from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks, new_window
 from saltus.methods.jacobi.ngram_pool import NgramPool
-from saltus.methods.shared.ptp_queries import with_token_queries
+from saltus.methods.shared.query_chains import with_token_queries
 
 MAX_ADAPTER_GUESSES = 128  # guesses that an adapter reads in a call, at most
 

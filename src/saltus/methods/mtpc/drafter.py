@@ -17,7 +17,7 @@ from saltus.methods.mtpc.drawn_window import can_draw_window, draft_drawn_window
 from saltus.methods.shared.autoregressive import draft_autoregressively
 from saltus.methods.shared.draft_tree import DraftPredictions, Likeliest, SharedNoise, likely_paths
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 
 SOURCE = "mtpc"
 

@@ -24,7 +24,7 @@ from saltus.kernels.batch_invariant_ops import linear
 from saltus.methods.mtpc import circuits
 from saltus.methods.mtpc.circuits import Circuit
 from saltus.methods.mtpc.upper_layers import UpperLayers
-from saltus.methods.shared.token_correction_model import rms_normalized
+from saltus.methods.shared.hidden_state_correction import rms_normalized
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
 

@@ -17,7 +17,7 @@ from saltus.core.sampling import Coupling, Sampling
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
 from saltus.methods.shared.draft_tree import Likeliest, SharedNoise, likely_paths, position_predictions
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
-from saltus.methods.shared.ptp_queries import (
+from saltus.methods.shared.query_chains import (
     SOURCE,
     position_uniforms,
     query_uniforms,

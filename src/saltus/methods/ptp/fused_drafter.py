@@ -15,7 +15,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
-from saltus.methods.shared.ptp_queries import (
+from saltus.methods.shared.query_chains import (
     SOURCE,
     UniformConditioning,
     drafts_of_chain,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from saltus.methods.ptp.native_draft_pass import DraftedRows
 from saltus.methods.shared.context_layers import DraftRows
+from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
-from saltus.methods.shared.token_correction_model import RMS_EPSILON
 from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
 from saltus.models.cuda.fixed_shape_inputs import StaticInputs
 from saltus.models.cuda.fixed_shape_rows import (

@@ -17,8 +17,8 @@ from saltus.kernels import native
 from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
 from saltus.methods.shared.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
 from saltus.methods.shared.draft_tree import LikelyTokens
+from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import RowCandidates
-from saltus.methods.shared.token_correction_model import RMS_EPSILON
 from saltus.models.cpu.native_decoder import DecoderCall, linear_struct, raise_if_failed
 
 

@@ -28,9 +28,9 @@ from saltus.methods.shared.context_layers import (
     DraftRows,
     unread_states,
 )
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
-from saltus.methods.shared.token_correction_model import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, check_decoder_sizes
 from saltus.models.uniform_embedding import UniformEmbedding
 

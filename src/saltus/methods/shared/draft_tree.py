@@ -17,7 +17,7 @@ from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, float_row, token_distribution
 from saltus.core.tree import Branch
-from saltus.methods.shared.token_correction import TokenCorrection
+from saltus.methods.shared.logit_correction import TokenCorrection
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
 MAX_NODES = 12  # nodes of the branches, at most

@@ -27,7 +27,7 @@ from saltus.methods.shared.draft_tree import (
     SharedNoise,
     likely_tokens,
 )
-from saltus.methods.shared.token_correction import NonlinearCorrection
+from saltus.methods.shared.logit_correction import NonlinearCorrection
 
 
 @dataclass(frozen=True, eq=False)

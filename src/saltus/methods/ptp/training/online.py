@@ -58,7 +58,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LearningProgress:
     """What one piece of work did."""
 
     steps: int = 0
@@ -121,11 +121,11 @@ class OnlineDrafterTraining:
         if len(self.pool) > 2 * self.settings.evaluation_texts:
             self._learn_from(self.pool.take_oldest())
 
-    def advance(self) -> Progress:
+    def advance(self) -> LearningProgress:
         """Do the next small piece of work: a step, or a part of an evaluation."""
         before = self.steps
         evaluation, drafter, idle = next(self.work)
-        return Progress(self.steps - before, evaluation, drafter, self.num_texts, idle)
+        return LearningProgress(self.steps - before, evaluation, drafter, self.num_texts, idle)
 
     def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:
@@ -269,7 +269,7 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
 
 
 def serve_training(connection: Any, training: Mapping[str, Any], time_slices: TimeSlices) -> None:
-    """The loop of a process that trains: it says "ready", gets texts, and answers "advance" by a Progress.
+    """The loop of a process that trains: it says "ready", gets texts, and answers "advance" by a LearningProgress.
 
     None ends it.
     """

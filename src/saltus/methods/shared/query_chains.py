@@ -1,4 +1,4 @@
-"""Draft with chains of query nodes (PTP): their uniforms, the tokens that they predict, and a draft call."""
+"""Chains of query nodes for any method: their uniforms (PTP), the tokens that they predict, and a draft call."""
 
 from __future__ import annotations
 
