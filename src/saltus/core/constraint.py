@@ -46,12 +46,12 @@ def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] 
     """
     if allowed is None:
         return row
-    found = torch.full_like(row, -torch.inf)
+    masked = torch.full_like(row, -torch.inf)
     places = torch.from_numpy(np.flatnonzero(allowed[: len(row)])).to(row.device)
     if not len(places):
         raise ValueError("the constraint allows none of the model's tokens; give it another one")
-    found[places] = row[places]
-    return found
+    masked[places] = row[places]
+    return masked
 
 
 def constrained_branches(
@@ -62,7 +62,7 @@ def constrained_branches(
     Forced tokens end at a depth of `max_depth`, since a grammar may force more than a call verifies.
     Sampled branches (with `distributions`) stay as they are, since `reject` must try what was sampled.
     """
-    found: list[Branch] = []
+    constrained: list[Branch] = []
     ends: dict[tuple[int, ...], None] = {(): None}
     for branch in branches:
         if branch.distributions is None:
@@ -72,10 +72,10 @@ def constrained_branches(
                 branch.tokens[:count], branch.acceptance_probabilities[:count], branch.source, None, payoffs
             )
             ends[tuple(branch.tokens)] = None
-        found.append(branch)
+        constrained.append(branch)
     for end in ends:
         if len(end) < max_depth and len(forced := constraint.forced([*text, *end], max_depth - len(end))):
             # The tokens up to there keep the probabilities of their own drafter.
             chances = [*[0.0] * len(end), *[FORCED_PROBABILITY] * len(forced)]
-            found.append(Branch((*end, *forced), chances, SOURCE))
-    return found
+            constrained.append(Branch((*end, *forced), chances, SOURCE))
+    return constrained

@@ -56,8 +56,8 @@ class TargetDistributions:
             return token_distribution(row, self.sampling, context, index)
         ids = self.outputs.token_ids.cpu().numpy()
         if self.sampling.token_independent:
-            found = token_distribution(row, self.sampling)
-            return replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
+            distribution = token_distribution(row, self.sampling)
+            return replace(distribution, tokens=ids if distribution.tokens is None else ids[distribution.tokens])
         whole = np.full(1 + int(max(ids[-1], -1 if context is None else context.max())), -np.inf, np.float32)
         whole[ids] = float_row(row)
         return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
@@ -82,8 +82,8 @@ class TargetDistributions:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
-                found, ids = self.outputs.likeliest, self.outputs.token_ids
-                token = -1 if found is None else int(found[node + 1])
+                likeliest, ids = self.outputs.likeliest, self.outputs.token_ids
+                token = -1 if likeliest is None else int(likeliest[node + 1])
                 if token < 0:
                     (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
                 self._picks[node] = token if ids is None else int(ids[token])

@@ -145,7 +145,7 @@ class ForwardInputs:
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens of `path`."""
-        return [self.tokens[one] for one in self.path(node)]
+        return [self.tokens[ancestor] for ancestor in self.path(node)]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ def speculate(
     so is what it forces. Without a controller up to 16 draft tokens are verified in each call.
     """
     controller = controller or Controller(adaptive=False)
-    readers = [one for one in drafters if isinstance(one, UsesHiddenStates) and one.output_hidden_states]
+    readers = [
+        drafter for drafter in drafters if isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states
+    ]
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
     last: Step | None = None
     while len(canvas.open_positions):
@@ -68,10 +70,8 @@ def speculate(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions
         )
         for drafter in fused:
-            stated = zip(tree.sources, tree.acceptance_probabilities, strict=True)
-            inputs = drafter.add_draft_queries(
-                inputs, [controller.calibrated_probability(*one) for one in stated], controller
-            )
+            probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
+            inputs = drafter.add_draft_queries(inputs, probabilities, controller)
         other_seconds = time.perf_counter() - started - waited
         outputs = yield inputs
         started = time.perf_counter()

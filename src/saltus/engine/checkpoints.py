@@ -205,21 +205,21 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
     if why is None:
         with torch.inference_mode(), silence_transformers():
-            own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+            expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
             try:
                 network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()
-                ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
+                computed = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
             except Exception as error:
                 why = first_line(error)
             else:
                 # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
-                bound = 0.01 if own.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
-                own, ours = own.float(), ours.float()
+                bound = 0.01 if expected.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
-                elif own.isfinite().all() and (ours - own).norm() > bound * (own - own.mean(-1, keepdim=True)).norm():
+                elif expected.isfinite().all() and (computed - expected).norm() > bound * (expected - expected.mean(-1, keepdim=True)).norm():
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
                     return network

@@ -124,27 +124,27 @@ class Engine:
         The settings are those of `Settings`. A text does not depend on the method, nor on the other texts of a list.
         Errors: ValueError of one line.
         """
-        requests = _each(prompt, is_batch(prompt), "prompt", lambda one: self.text_request(one, **settings))
-        for _ in self._run([one.request for one in requests], method):
+        requests = _each(prompt, is_batch(prompt), "prompt", lambda item: self.text_request(item, **settings))
+        for _ in self._run([item.request for item in requests], method):
             pass
-        results = [one.generation() for one in requests]
+        results = [item.generation() for item in requests]
         return results if is_batch(prompt) else results[0]
 
     def stream(self, prompt: PromptLike, *, method: str | None = None, **settings: Unpack[Settings]) -> Stream:
         """`generate` for one prompt, one chunk a call. Chunks hold decided text only, never half a character."""
         if is_batch(prompt):
             raise ValueError("stream writes one prompt; use generate for a batch")
-        one = self.text_request(prompt, **settings)
-        rounds = self._run([one.request], method)
+        text_request = self.text_request(prompt, **settings)
+        rounds = self._run([text_request.request], method)
 
         def chunks() -> Generator[Chunk]:
-            for index, tokens in _new_tokens(one.request, rounds):
-                reason = one.request.finish_reason
-                yield Chunk(one.output.release(reason is not None), tokens, index, reason)
-            if not one.request.calls:
-                yield Chunk("", [], -1, one.request.finish_reason)
+            for index, tokens in _new_tokens(text_request.request, rounds):
+                reason = text_request.request.finish_reason
+                yield Chunk(text_request.output.release(reason is not None), tokens, index, reason)
+            if not text_request.request.calls:
+                yield Chunk("", [], -1, text_request.request.finish_reason)
 
-        return Stream(chunks(), one.generation)
+        return Stream(chunks(), text_request.generation)
 
     @overload
     def infill(  # pyright: ignore[reportOverlappingOverload]: a str is no sequence of texts here
@@ -165,25 +165,25 @@ class Engine:
         of `InfillSettings`. Errors: ValueError of one line, also for a model that reads left to right only.
         """
         many = not isinstance(text, str | InfillTemplate)
-        requests = _each(text, many, "text", lambda one: self.infill_request(one, **settings))
-        for _ in self._run([one.request for one in requests], method):
+        requests = _each(text, many, "text", lambda item: self.infill_request(item, **settings))
+        for _ in self._run([item.request for item in requests], method):
             pass
-        results = [one.infilling() for one in requests]
+        results = [item.infilling() for item in requests]
         return results if many else results[0]
 
     def stream_infill(
         self, text: str | InfillTemplate, *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> InfillStream:
         """`infill` for one text, one chunk a call. The chunks' texts together are the whole filled text."""
-        one = self.infill_request(text, **settings)
-        rounds = self._run([one.request], method)
+        infill_request = self.infill_request(text, **settings)
+        rounds = self._run([infill_request.request], method)
 
         def chunks() -> Generator[Chunk]:
-            output = one.writer()
-            for index, tokens in _new_tokens(one.request, rounds):
-                yield Chunk(output.add(tokens), tokens, index, one.request.finish_reason)
+            output = infill_request.writer()
+            for index, tokens in _new_tokens(infill_request.request, rounds):
+                yield Chunk(output.add(tokens), tokens, index, infill_request.request.finish_reason)
 
-        return InfillStream(chunks(), one.infilling)
+        return InfillStream(chunks(), infill_request.infilling)
 
     def limit_context(self, tokens: int) -> None:
         """Let prompt and text together have at most so many tokens, where the model would read more."""
@@ -294,17 +294,17 @@ class Engine:
 
     def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
         before, *_, after = template.pieces
-        one = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
+        text_request = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
         layout = fim_layout(template, fim_prompt(self.tokenizer, self.target.name, before, after).before, max_tokens)
-        return FimRequest(layout, one.request, one.output)
+        return FimRequest(layout, text_request.request, text_request.output)
 
 
 def _each(given: Any, many: bool, what: str, make: Callable[[Any], Any]) -> list[Any]:
     """`make` of each item, or of the only one; errors in a list name the item's number."""
     made = []
-    for number, one in enumerate(given if many else [given]):
+    for number, item in enumerate(given if many else [given]):
         try:
-            made.append(make(one))
+            made.append(make(item))
         except ValueError as error:
             raise ValueError(f"{what} {number}: {error}") if many else error from error
     return made
@@ -394,8 +394,8 @@ def load(
         require_same_vocabulary(target, checkpoint(name))
         return checkpoint(name)
 
-    found = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
-    decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
+    tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
+    decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
     method = resolve_method(method, target.network, options, decoder.call_cost, rule)
     decoder.setup(method)
     return Engine(target, method, decoder)
@@ -412,10 +412,10 @@ def _find_tuned_settings(
     if set(given) - {"model"}:
         return None
     machine = machine_name(network.model.device)
-    found = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
-    if found is None or found.fingerprint != model_fingerprint(network.model):
+    tuned = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
+    if tuned is None or tuned.fingerprint != model_fingerprint(network.model):
         return None
     limit = MAX_DRAFT_TOKENS if network.max_draft_tokens is None else network.max_draft_tokens
     if max_draft_tokens is None:
-        max_draft_tokens = min(found.max_draft_tokens, limit)
-    return replace(found, max_draft_tokens=max_draft_tokens)
+        max_draft_tokens = min(tuned.max_draft_tokens, limit)
+    return replace(tuned, max_draft_tokens=max_draft_tokens)

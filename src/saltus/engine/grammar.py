@@ -97,13 +97,13 @@ class GrammarConstraint:
             raise ValueError(CANNOT_FOLLOW)
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        found = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
-        places = np.flatnonzero(found)
+        allowed = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
+        places = np.flatnonzero(allowed)
         # A single token that llguidance asks for may be one that it then refuses, but for the end.
         refusable = len(places) == 1 and not self.matcher.is_stopped()
         if not len(places) or (refusable and not self.matcher.validate_tokens(places.tolist())):
             raise ValueError(CANNOT_FOLLOW)
-        return found
+        return allowed
 
     def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of the tokens may follow the text, one after the other."""
@@ -113,20 +113,20 @@ class GrammarConstraint:
 
     def forced(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
-        found: list[int] = []
-        while (left := max_tokens - len(found)) > 0:
-            so_far = [*text, *found]
+        forced_tokens: list[int] = []
+        while (left := max_tokens - len(forced_tokens)) > 0:
+            so_far = [*text, *forced_tokens]
             if self._has_ended(so_far) or not self._go_to(so_far):
                 break
             if self.matcher.is_stopped():
-                return [*found, *sorted(self.end_tokens)[:1]]
+                return [*forced_tokens, *sorted(self.end_tokens)[:1]]
             # Only as many bytes as the tokens may have: all that a grammar forces may be as long as the grammar allows.
             forced = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
             tokens = self.tokenizer.tokenize_bytes(forced)[:left]
             if not tokens or self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
                 break
-            found += tokens
-        return found
+            forced_tokens += tokens
+        return forced_tokens
 
     def _has_ended(self, text: Sequence[int]) -> bool:
         return any(token in self.end_tokens for token in text)
@@ -191,11 +191,13 @@ class _PlainText:
 
 def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
     """A tokenizer.json whose special tokens have names that no text contains."""
-    found = json.loads(definition)
-    names = {token["content"]: RENAMED + token["content"] for token in found["added_tokens"] if token["id"] in special}
-    for token in found["added_tokens"]:
+    content = json.loads(definition)
+    names = {
+        token["content"]: RENAMED + token["content"] for token in content["added_tokens"] if token["id"] in special
+    }
+    for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model = found["model"]
+    model = content["model"]
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
@@ -203,7 +205,7 @@ def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return json.dumps({**found, "post_processor": None})
+    return json.dumps({**content, "post_processor": None})
 
 
 def _matcher_class() -> Any:

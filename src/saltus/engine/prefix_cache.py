@@ -66,8 +66,8 @@ def _num_bytes(kv_cache: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(tokens: np.ndarray, other: np.ndarray) -> int:
     """How many first tokens two texts share."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(tokens), len(other))
+    differs = np.flatnonzero(tokens[:length] != other[:length])
     return int(differs[0]) if len(differs) else length

@@ -56,15 +56,15 @@ class PrefixTree:
 
         With `networks` of these alone: a copy for a network that does not read the text would be memory for nothing.
         """
-        tokens, found = np.asarray(prompt, dtype=np.int64), {}
+        tokens, taken = np.asarray(prompt, dtype=np.int64), {}
         for name, root in self._roots.items():
             if networks is not None and name not in networks:
                 continue
             path = self._path(root, tokens)
             self._touch(path)
             if path:
-                found[name] = _joined(path, len(tokens) + MIN_GROWTH)
-        return found
+                taken[name] = _joined(path, len(tokens) + MIN_GROWTH)
+        return taken
 
     def put(self, prompt: Sequence[int], kv_caches: Mapping[str, Any]) -> None:
         """Copy what the KV caches of a text have and the tree has not. The prompt is not needed: caches name tokens."""

@@ -59,16 +59,16 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
     if not isinstance(data, dict):
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
     try:
-        found = _parse(data)
-        if found is not None:
-            _check_types(found)
+        metadata = _parse(data)
+        if metadata is not None:
+            _check_types(metadata)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
-    if found is None or expected not in (None, found.kind):
+    if metadata is None or expected not in (None, metadata.kind):
         raise ValueError(
             f"{folder} holds no {what}, but something else; give a folder that {TRAIN_COMMANDS[what]} wrote"
         )
-    return found
+    return metadata
 
 
 def _parse(data: dict[str, Any]) -> DrafterMetadata | None:

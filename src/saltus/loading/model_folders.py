@@ -58,8 +58,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / index).is_file():
             return [folder / name for name in _indexed_files(folder / index)]
     for kind in WEIGHT_FILE_PATTERNS:
-        if found := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
-            return found
+        if files := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
+            return files
     return []
 
 

@@ -107,14 +107,14 @@ def _fetch_verified(wheel: Wheel, file: Path, progress: ProgressCallback) -> Non
             _download(wheel, file, pip_folder, progress)
         finally:
             shutil.rmtree(pip_folder, ignore_errors=True)
-    found = sha256_of_file(file)
-    if found == wheel.sha256:
+    digest = sha256_of_file(file)
+    if digest == wheel.sha256:
         return
     file.unlink()
     if resumed:  # the part of the earlier run may be damaged
         return _fetch_verified(wheel, file, progress)
     raise SourceError(
-        f"{wheel.file} arrived with the SHA-256 {found[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
+        f"{wheel.file} arrived with the SHA-256 {digest[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
         " the way alters downloads (a proxy, a login page); try again from another network or package index"
     )
 

@@ -71,12 +71,12 @@ class LookupDrafter:
         repeats = self.index.repeats()
         if last is None and self.expected is not None:
             repeats.insert(0, (self.expected, self.index.max_ngram_size))
-        found = branches(self.index.tokens, repeats, self.num_draft_tokens, max_depth)
+        offered = branches(self.index.tokens, repeats, self.num_draft_tokens, max_depth)
         if self.memory is not None:
             text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.max_ngram_size) :]
             for tokens, repeats in self.memory.repeats(text, self.index.max_ngram_size, MAX_REMEMBERED_MATCHES):
-                found += branches(tokens, repeats, self.num_draft_tokens, max_depth, REMEMBERED)
-        return found
+                offered += branches(tokens, repeats, self.num_draft_tokens, max_depth, REMEMBERED)
+        return offered
 
 
 def branches(
@@ -132,8 +132,8 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
         discounts = {token: min(discount, count) for token, count in counts.items()}
         shorter = strength + sum(discounts.values())
         for token in probabilities:
-            own = counts.get(token, 0.0) - discounts.get(token, 0.0)
-            probabilities[token] = (own + shorter * probabilities[token]) / (total + strength)
+            count = counts.get(token, 0.0) - discounts.get(token, 0.0)
+            probabilities[token] = (count + shorter * probabilities[token]) / (total + strength)
     return probabilities
 
 

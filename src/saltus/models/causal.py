@@ -155,10 +155,12 @@ class CausalNetwork:
         outputs: dict[int, ForwardOutputs] = {}
         kinds = [long_rope.is_long(len(inputs.canvas.tokens)) for inputs in batch]
         for kind in sorted(set(kinds)):
-            own = [number for number, each in enumerate(kinds) if each == kind]
+            same_kind = [number for number, each in enumerate(kinds) if each == kind]
             with long_rope.angles(kind):
-                found = self._forward_together([batch[number] for number in own], [kv_caches[number] for number in own])
-            outputs |= zip(own, found, strict=True)
+                outputs_of_kind = self._forward_together(
+                    [batch[number] for number in same_kind], [kv_caches[number] for number in same_kind]
+                )
+            outputs |= zip(same_kind, outputs_of_kind, strict=True)
         return [outputs[number] for number in range(len(batch))]
 
     def _forward_together(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:

@@ -15,10 +15,10 @@ def make_private_folder(folder: Path) -> str | None:
     """Make a folder that only its owner can write to; a message where it belongs to somebody else."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid not in _trusted_owners():
+        state = folder.stat()
+        if state.st_uid not in _trusted_owners():
             return f"{folder} belongs to another user; set SALTUS_CACHE to a folder of your own"
-        if found.st_mode & WRITABLE_BY_OTHERS:
+        if state.st_mode & WRITABLE_BY_OTHERS:
             folder.chmod(0o700)
     except OSError as error:
         return str(error)
@@ -27,13 +27,13 @@ def make_private_folder(folder: Path) -> str | None:
 def is_own_file(file: Path) -> bool:
     """True for a whole file that `new_file_with_digest` wrote for this user, and that nobody else can change."""
     try:
-        found = file.lstat()
+        state = file.lstat()
     except OSError:
         return False
     return (
-        stat.S_ISREG(found.st_mode)
-        and found.st_uid in _trusted_owners()
-        and not found.st_mode & WRITABLE_BY_OTHERS
+        stat.S_ISREG(state.st_mode)
+        and state.st_uid in _trusted_owners()
+        and not state.st_mode & WRITABLE_BY_OTHERS
         and has_digest(file)
     )
 

@@ -102,5 +102,5 @@ class Controller:
             throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))
 
 
-def _same_drafter(one: str, other: str) -> bool:
-    return one.partition("/")[0] == other.partition("/")[0]
+def _same_drafter(source: str, other: str) -> bool:
+    return source.partition("/")[0] == other.partition("/")[0]

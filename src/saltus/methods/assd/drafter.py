@@ -141,17 +141,17 @@ class SelfDrafter:
 
     def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
         """One path, whose tokens are sampled with uniforms that nothing else uses."""
-        found = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
+        builder = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
         context = canvas.tokens[canvas.known_positions] if self.sampling.uses_context else None
         latest = canvas.new_tokens[-2:].tolist()
         for index, hole in enumerate(holes, start=canvas.num_decided):
-            seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
+            seen = None if context is None else np.append(context, builder.tokens).astype(np.int64)
             unknown = hole.num_unknown(canvas.order, index)
-            logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *found.tokens]))
-            found.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
-            if self.sampling.num_forced_after(index, found.tokens[-1]):
+            logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *builder.tokens]))
+            builder.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
+            if self.sampling.num_forced_after(index, builder.tokens[-1]):
                 break
-        return found.branches()
+        return builder.branches()
 
     def _store_logits(self, last: Step) -> None:
         """Keep what the step predicted for holes that are still open."""
@@ -235,16 +235,16 @@ class BigramDrafter:
         self._count(canvas, last)
         holes = canvas.open_positions[: min(self.num_draft_tokens, max_depth)]
         text = canvas.tokens.copy()
-        found = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
+        builder = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
         for hole in holes.tolist():
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
             counts = np.array([followers[token] for token in ids.tolist()], dtype=np.float64)
-            found.add(Distribution(ids, counts, self.sampling.coupling), hole)
-            text[hole] = found.tokens[-1]
-        return found.branches()
+            builder.add(Distribution(ids, counts, self.sampling.coupling), hole)
+            text[hole] = builder.tokens[-1]
+        return builder.branches()
 
     def _count(self, canvas: Canvas, last: Step | None) -> None:
         """Count pairs of decided neighbours that were not counted before."""

@@ -59,8 +59,8 @@ class HoleLogits:
         if correction is None or self.weights is None or not unknown or not path:
             return row
         second_left = path[-2] if unknown > 1 and len(path) > 1 else None
-        found = corrected_logits(correction, row, self.weights, path[-1], second_left)
-        return found if np.isfinite(found.max()) else row
+        corrected_row = corrected_logits(correction, row, self.weights, path[-1], second_left)
+        return corrected_row if np.isfinite(corrected_row.max()) else row
 
 
 @dataclass(eq=False)
@@ -92,10 +92,10 @@ class HolePredictions:
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
         """See DraftPredictions; empty for logits that are not finite."""
-        found = NO_CANDIDATES
+        likely = NO_CANDIDATES
         if not position or path[-1] not in self.last_tokens:
-            found = self._likely_tokens(position, path)
-        return found.columns, found.logits, found.rest
+            likely = self._likely_tokens(position, path)
+        return likely.columns, likely.logits, likely.rest
 
     def _likely_tokens(self, position: int, path: Sequence[int]) -> LikelyTokens:
         if position in self._without_correction:
@@ -104,7 +104,7 @@ class HolePredictions:
         if len(self.banned):
             row = row.copy()
             row[self.banned[self.banned < len(row)]] = -np.inf
-        found = likely_tokens(row)
+        likely = likely_tokens(row)
         if self.correction is None:
-            self._without_correction[position] = found
-        return found
+            self._without_correction[position] = likely
+        return likely

@@ -149,8 +149,8 @@ def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) ->
     if not (folder / PAIRWISE_CORRECTION_FILE).is_file():
         return None
     try:
-        found = load_file(folder / PAIRWISE_CORRECTION_FILE)
-        left, second_left, right, gate = (found[name].float().numpy() for name in CORRECTION_TENSORS)
+        tensors = load_file(folder / PAIRWISE_CORRECTION_FILE)
+        left, second_left, right, gate = (tensors[name].float().numpy() for name in CORRECTION_TENSORS)
         correction = PairwiseCorrection(left, second_left, right, gate)
         _, rank = correction.left.shape
     except (SafetensorError, KeyError, ValueError) as error:
@@ -185,12 +185,12 @@ def required_distributions(inputs: ForwardInputs) -> tuple[list[tuple[int, int]]
     Each is (last draft token that it depends on, number of the open hole). The first query of a chain is for the same
     hole as the row of the node before it, so both share a distribution.
     """
-    found: dict[tuple[int, int], int] = {}
-    rows = [found.setdefault((-1, 0), 0)]
+    numbers: dict[tuple[int, int], int] = {}
+    rows = [numbers.setdefault((-1, 0), 0)]
     last_tokens: list[int] = []  # of each node: the last draft token on its path
     for node, parent in enumerate(inputs.parents):
         own_position = inputs.has_own_position(node)
         last_tokens.append((last_tokens[parent] if parent >= 0 else -1) if own_position else node)
         key = last_tokens[node], inputs.depths[node] + (not own_position)
-        rows.append(found.setdefault(key, len(found)))
-    return list(found), rows
+        rows.append(numbers.setdefault(key, len(numbers)))
+    return list(numbers), rows

@@ -87,9 +87,9 @@ class XlnetNetwork:
 
     def _forward(self, inputs: ForwardInputs) -> ForwardOutputs:
         started = time.perf_counter()
-        found, rows = required_distributions(inputs)
+        required, rows = required_distributions(inputs)
         passes: list[_Pass] = []
-        for number, (node, hole) in enumerate(found):
+        for number, (node, hole) in enumerate(required):
             path = inputs.path_tokens(node)
             one_pass = next((each for each in passes if each.can_add(path, hole)), None)
             if one_pass is None:
@@ -97,7 +97,7 @@ class XlnetNetwork:
             one_pass.path_tokens = max(one_pass.path_tokens, path, key=len)
             one_pass.queried_holes[hole] = len(path)
             one_pass.outputs.append((number, hole))
-        logits: list[Any] = [None] * len(found)
+        logits: list[Any] = [None] * len(required)
         for one_pass in passes:
             for (number, _), row in zip(one_pass.outputs, self._run_pass(inputs, one_pass), strict=False):
                 logits[number] = row
@@ -107,7 +107,7 @@ class XlnetNetwork:
             None,
             seconds,
             1,
-            len(found),
+            len(required),
             drafter_data=self.pairwise_correction,
         )
 

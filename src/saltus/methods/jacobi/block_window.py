@@ -83,8 +83,8 @@ class FrozenBlocks:
             matched = accepted
             while matched < end and guesses[first + matched] == answers[first + matched]:
                 matched += 1
-            own = matched < self.size and first + matched < len(answers)  # the model's token after them
-            self.accepted[number] = matched + own
+            bonus = matched < self.size and first + matched < len(answers)  # the model's token after them
+            self.accepted[number] = matched + bonus
         return kept
 
     def first_guess(self, hole: int, done: int, guesses: Sequence[int]) -> int | None:

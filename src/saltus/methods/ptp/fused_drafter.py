@@ -97,12 +97,12 @@ class FusedPtpDrafter:
 
 def correct_prefix(drafts: Sequence[int], decided: Sequence[int]) -> list[bool]:
     """Which drafts were right, up to the first wrong one or the last decided token."""
-    found = []
+    correct = []
     for draft, token in zip(drafts, decided, strict=False):
-        found.append(draft == token)
+        correct.append(draft == token)
         if draft != token:
             break
-    return found
+    return correct
 
 
 def path_end_probabilities(inputs: ForwardInputs, probabilities: Sequence[float]) -> tuple[list[float], list[float]]:

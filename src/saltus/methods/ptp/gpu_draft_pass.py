@@ -67,11 +67,11 @@ class GPUDraftPass:
         logits, states, projected = self._run(call, texts)
         rows = [slice(start + len(text.states) - 1, start + text.num_rows)
                 for (start, _), text in zip(call.placed(), texts, strict=True)]  # fmt: skip
-        own_states = [states[own].clone() for own in rows]
-        host = to_host(*(logits[own] for own in rows), *(projected[own] for own in rows))
+        own_states = [states[part].clone() for part in rows]
+        host = to_host(*(logits[part] for part in rows), *(projected[part] for part in rows))
         return [
-            DraftedRows(found, kept, rows_likely_tokens(found), vectors.float().numpy())
-            for found, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
+            DraftedRows(text_logits, kept, rows_likely_tokens(text_logits), vectors.float().numpy())
+            for text_logits, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
         ]
 
     def _run(self, call: Call, texts: Sequence[DraftRows]) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,11 +134,11 @@ class Likeliest:
         ids, logits, rest = predictions.candidates(position, path)
         if not len(ids):
             return []
-        found = largest(logits, self.top_k)
-        top = logits[found[0]]
+        best = largest(logits, self.top_k)
+        top = logits[best[0]]
         weights = np.exp((logits - top) / self.temperature)
         total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
-        return list(zip(ids[found].tolist(), (weights[found] / total).tolist(), strict=True))
+        return list(zip(ids[best].tolist(), (weights[best] / total).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,9 +166,11 @@ class SharedNoise:
         if not self.is_gumbel_max:
             kept = ("temperature", "top_k", "top_p", "min_p", "coupling")
             sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
-            found = token_distribution(torch.from_numpy(logits), sampling)
-            found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-            return draft_tokens(found, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
+            distribution = token_distribution(torch.from_numpy(logits), sampling)
+            distribution = replace(
+                distribution, tokens=ids if distribution.tokens is None else ids[distribution.tokens]
+            )
+            return draft_tokens(distribution, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
         known_ids, log_noise = self._log_noise.get(position, (None, ids))
         if known_ids is not ids:
             numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)

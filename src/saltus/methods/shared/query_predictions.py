@@ -48,8 +48,8 @@ class QueryPredictor:
         embeddings = self.model.embeddings[0].cpu()  # also of a drafter on a GPU: drafts are put together here
 
         def embed(token: int) -> np.ndarray:
-            one = nn.functional.embedding(torch.tensor([token]), embeddings)
-            return rms_normalized(one.float())[0].cpu().numpy()
+            row = nn.functional.embedding(torch.tensor([token]), embeddings)
+            return rms_normalized(row.float())[0].cpu().numpy()
 
         project = partial(rows_linear, module.state)
         return NonlinearCorrection(left, second_left, project, unembedding @ output, embed)

@@ -88,8 +88,8 @@ class KVCache:
 def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
     """True if a layer's buffers and its new keys and values have the same heads, head sizes and dtypes."""
     return all(
-        (old.shape[0], old.shape[2], old.dtype) == (own.shape[0], own.shape[2], own.dtype)
-        for old, own in zip(buffers, new, strict=True)
+        (old.shape[0], old.shape[2], old.dtype) == (buffer.shape[0], buffer.shape[2], buffer.dtype)
+        for old, buffer in zip(buffers, new, strict=True)
     )
 
 

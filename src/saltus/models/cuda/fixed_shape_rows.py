@@ -149,13 +149,13 @@ def make_rows(
             ancestors[row] = ancestors[len(unread) + parent]
         ancestors[row, at] = base + node
     recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)  # as positions
-    found = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
-    found = np.where(recent < base, recent, found)
-    found = np.where(recent > positions[:, None], entries[:, None], found)  # hidden columns
+    visible = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
+    visible = np.where(recent < base, recent, visible)
+    visible = np.where(recent > positions[:, None], entries[:, None], visible)  # hidden columns
     output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
     known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
     tokens = np.concatenate([decided[start:], known]).astype(np.int64)
-    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, found, output_rows)
+    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, visible, output_rows)
 
 
 def first_recent_position(positions, max_tree_depth: int):

@@ -118,7 +118,10 @@ def train(
                 metrics = evaluate()
                 evaluations.append({"step": step, "loss": curve[-1], **metrics})
                 seconds = time.perf_counter() - began
-                state = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
+                state = {
+                    "module": module.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                }
                 state |= {"settings": settings, "step": step, "seconds": seconds}
                 state |= {"curve": curve, "evaluations": evaluations}
                 if processes.is_main:

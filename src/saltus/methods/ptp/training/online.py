@@ -203,7 +203,7 @@ class OnlineDrafterTraining:
         """Compare both drafters on the latest texts; the trained one takes the place of the served one if it wins."""
         texts = [*self.pool][-self.settings.evaluation_texts :]
         evaluated = rounded_copy(self.trained)
-        found: list[Tensor] = []
+        tokens_by_model: list[Tensor] = []
         for model in (self.served, evaluated):
             task = self._new_task(model.eval(), texts, len(texts))
             counts = []
@@ -211,8 +211,8 @@ class OnlineDrafterTraining:
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                     counts.append(task.window_tokens(greedy, self.settings.evaluation_windows))
                 yield None, None, False
-            found.append(torch.cat(counts).view(-1, self.settings.evaluation_windows).mean(1))  # by text
-        served, trained = found
+            tokens_by_model.append(torch.cat(counts).view(-1, self.settings.evaluation_windows).mean(1))  # by text
+        served, trained = tokens_by_model
         if not len(served):  # texts that are too short for a window
             return
         difference = trained - served

@@ -48,6 +48,6 @@ def find_own_uniforms(
         logits = packed_logits(model, part, rows, adapter, batch.temperatures, memory=memory)
         logits = logits.view(shape[0], windows, -1)
         intervals = uniform_intervals(logits / scale.to(logits.dtype), batch.targets[..., depth], coupling=coupling)
-        found, valid[..., depth] = sample_uniforms(intervals, generator, beta)
-        uniforms[..., depth] = torch.where(greedy, torch.nan, found)
+        sampled, valid[..., depth] = sample_uniforms(intervals, generator, beta)
+        uniforms[..., depth] = torch.where(greedy, torch.nan, sampled)
     return uniforms, valid_prefix(valid | greedy[..., None])
