@@ -42,15 +42,15 @@ def open_engine(
     from saltus.methods import make_methods
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
-    own = [
+    conflicting = [
         where
-        for one in make_methods(method, chosen)
-        for where in one.draft_models.values()
+        for made in make_methods(method, chosen)
+        for where in made.draft_models.values()
         if not is_drafter_spec(where)
     ]
     live = sys.stderr.isatty()
     with progress_bars() if live else nullcontext(no_progress) as show:
-        for name in (model, *own):
+        for name in (model, *conflicting):
             resolve(name, progress=show)
     with _temporary_note(f"loading {model}") if live else nullcontext():
         _silence_transformers()

@@ -245,7 +245,7 @@ def _uses_gpu(device: str) -> bool:
 def _num_bytes(option: str, size: str) -> int:
     """The bytes of an option's size such as 64MB, or ValueError."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
+    if match is None or match[2] not in units:
         raise ValueError(f"{option} is {size!r}, but must be a size such as 64MB")
-    return int(float(found[1]) * units[found[2]])
+    return int(float(match[1]) * units[match[2]])

@@ -121,10 +121,10 @@ def _select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
         import saltus.evaluation
 
         prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
-    found = read_prompts_file(prompts)
-    count = min(num_prompts, len(found))
-    chosen = [found[number * len(found) // count] for number in range(count)]
-    return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
+    available = read_prompts_file(prompts)
+    count = min(num_prompts, len(available))
+    chosen = [available[number * len(available) // count] for number in range(count)]
+    return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in chosen]
 
 
 def _search_settings(

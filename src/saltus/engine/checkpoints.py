@@ -205,7 +205,9 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
     why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
     if why is None:
         with torch.inference_mode(), silence_transformers():
-            expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+            expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[
+                0, len(text) - 1 :
+            ]
             try:
                 network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
@@ -219,7 +221,10 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
-                elif expected.isfinite().all() and (computed - expected).norm() > bound * (expected - expected.mean(-1, keepdim=True)).norm():
+                elif (
+                    expected.isfinite().all()
+                    and (computed - expected).norm() > bound * (expected - expected.mean(-1, keepdim=True)).norm()
+                ):
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
                     return network

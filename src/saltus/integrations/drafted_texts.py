@@ -80,7 +80,7 @@ class Drafting:
         branches: list[list[Branch]] = []
         generators: list[SequenceState] = []
         for request in requests:
-            text, own = request.text, []
+            text, text_branches = request.text, []
             new = request.tokens[len(text.tokens) :].tolist()
             if len(text.tokens):
                 self.acceptance.record_tree(text.offered, new)
@@ -88,18 +88,18 @@ class Drafting:
             for drafter in text.drafters if request.max_depth > 0 else ():
                 drafts = _drafts(drafter, canvas, request, len(new))
                 if isinstance(drafts, Sequence):
-                    own += drafts
+                    text_branches += drafts
                 elif use_networks:
-                    generators.append(SequenceState(_collected(drafts, own), text.kv_caches))
+                    generators.append(SequenceState(_collected(drafts, text_branches), text.kv_caches))
             text.tokens = request.tokens.copy()
-            branches.append(own)
+            branches.append(text_branches)
         started, num_drafting = time.perf_counter(), len(generators)
         for _ in run_batch(generators, self.networks):
             pass
         self.network_seconds = time.perf_counter() - started if num_drafting else 0.0
         calibrate = self.acceptance.calibrated_probability
-        for request, own in zip(requests, branches, strict=True):
-            request.text.offered = grow_tree(own, TREE_NODES, request.max_depth, calibrate)
+        for request, text_branches in zip(requests, branches, strict=True):
+            request.text.offered = grow_tree(text_branches, TREE_NODES, request.max_depth, calibrate)
         return [request.text.offered for request in requests]
 
 

@@ -66,7 +66,7 @@ class Benchmark:
 
         Plain decoding's answer enters the next turn of all systems, so that all read the same.
         """
-        task, found = self.tasks[task_index], []
+        task, records = self.tasks[task_index], []
         raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
         first = task_index % len(self.systems)
         order = [*self.systems[first:], *self.systems[:first]]
@@ -84,10 +84,10 @@ class Benchmark:
             for system in self.systems:
                 answer, seconds = made[system.name]
                 written = system.to_answer(request, answer)
-                found.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
+                records.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
                 if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
-        return found
+        return records
 
     def _new_request(self, prompt: Any, raw: bool, stop: tuple[str, ...]) -> BenchmarkRequest:
         raw = raw or not self.engine.tokenizer.chat_template

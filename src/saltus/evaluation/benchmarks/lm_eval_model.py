@@ -224,10 +224,10 @@ class SaltusLMBase:
         pairs = [self._truncate_context(request, context, continuation) for request, context, continuation in requests]
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
 
-            def done(index: int, found: Any) -> None:
+            def done(index: int, score: Any) -> None:
                 bar.update()
                 if requests[index][0] is not None:  # for rolling windows the caller caches
-                    answer = (found.log_likelihood, found.is_greedy)
+                    answer = (score.log_likelihood, score.is_greedy)
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
 
             scores = score_continuations(self.engine.network, pairs, self.batch_size, done)

@@ -109,15 +109,15 @@ class JacobiSearch:
     def _generate(self, setting: Setting, text: int, warm_up: bool = False) -> None:
         key = tuple(setting.items())
         if key not in self.engines:
-            own = {name: value for name, value in setting.items() if name != PLAIN}
-            options = {"jacobi": {**self.fixed_options, **own}}
+            searched = {name: value for name, value in setting.items() if name != PLAIN}
+            options = {"jacobi": {**self.fixed_options, **searched}}
             self.engines[key] = self.engine.copy_with(options=options, max_draft_tokens=self.max_draft_tokens)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
-        found = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
+        generation = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
         if not warm_up:
             self.seconds.setdefault(key, {}).setdefault(text, []).append(self.clock() - began)
-            self.tokens.setdefault(key, {})[text] = (found.statistics.tokens, found.statistics.calls)
+            self.tokens.setdefault(key, {})[text] = (generation.statistics.tokens, generation.statistics.calls)
 
     def tokens_per_second(self, setting: Setting) -> float:
         """Tokens per second over all texts, by the median time of each; prefill included."""
@@ -136,9 +136,9 @@ class JacobiSearch:
             heights = SpeedupSurface.fit(self.speedup_points())
             return max(
                 settings,
-                key=lambda one: (
-                    float(heights.evaluate(one["block_size"], one["candidates"])),
-                    self.tokens_per_second(one),
+                key=lambda setting: (
+                    float(heights.evaluate(setting["block_size"], setting["candidates"])),
+                    self.tokens_per_second(setting),
                 ),
             )
         return max(settings, key=self.tokens_per_second)
@@ -146,8 +146,10 @@ class JacobiSearch:
     def speedup_points(self) -> list[tuple[int, int, float]]:
         """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
         plain = self.tokens_per_second({PLAIN: True})
-        known = [one for one in self.grid if tuple(one.items()) in self.seconds]
-        return [(one["block_size"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
+        known = [setting for setting in self.grid if tuple(setting.items()) in self.seconds]
+        return [
+            (setting["block_size"], setting["candidates"], self.tokens_per_second(setting) / plain) for setting in known
+        ]
 
     def best_setting(self) -> Setting:
         """The best of all settings."""
@@ -191,7 +193,7 @@ class SpeedupSurface:
                     weights = np.linalg.lstsq(terms[others], values[others], rcond=None)[0]
                     errors.append(float(terms[left_out] @ weights - values[left_out]) ** 2)
             fitted[degree] = sum(errors), np.linalg.lstsq(terms, values, rcond=None)[0]
-        degree = min(fitted, key=lambda one: fitted[one][0])
+        degree = min(fitted, key=lambda candidate: fitted[candidate][0])
         return SpeedupSurface(degree, fitted[degree][1])
 
     def evaluate(self, block: Any, candidates: Any) -> Any:
