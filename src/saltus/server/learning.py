@@ -293,9 +293,9 @@ class Learner:
 
 def _trainable_drafter(engine: Engine) -> DraftNetwork:
     """The drafter of the engine's method. Errors: ValueError if there is none that can be trained."""
-    found = engine.decoder.setup(engine.method).networks.get(DRAFTER)
-    if isinstance(found, DraftNetwork):
-        return found
+    drafter = engine.decoder.setup(engine.method).networks.get(DRAFTER)
+    if isinstance(drafter, DraftNetwork):
+        return drafter
     chosen = engine.decoder.chosen_method(engine.method)
     if "ptp" in chosen.split("+"):
         raise ValueError(

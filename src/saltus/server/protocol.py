@@ -42,7 +42,7 @@ def _of_few_biases(given: Any) -> Any:
 def _of_few_items(given: Any) -> Any:
     """A conversation with few messages and parts: a million of them would take seconds to be read."""
     if isinstance(given, list):
-        contents = [one.get("content", one.get("output")) for one in given if isinstance(one, dict)]
+        contents = [item.get("content", item.get("output")) for item in given if isinstance(item, dict)]
         count = len(given) + sum(len(content) for content in contents if isinstance(content, list))
         if count > MAX_ITEMS:
             raise ValueError(

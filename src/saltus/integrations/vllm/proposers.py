@@ -100,7 +100,10 @@ class Proposer:
         for index, now in zip(running, tokens, strict=True):
             same_row = self.slots[index : index + 1]
             candidates = (*same_row, *reversed(free.values()))
-            text = next((candidate for candidate in candidates if id(candidate) in free and self._continues(now, candidate)), None)
+            text = next(
+                (candidate for candidate in candidates if id(candidate) in free and self._continues(now, candidate)),
+                None,
+            )
             free.pop(id(text), None)
             assigned.append(text or self.drafting.new_text())
         self.texts = [*free.values(), *assigned][-self.max_texts :]
