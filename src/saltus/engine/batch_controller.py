@@ -14,11 +14,16 @@ class BatchController(Controller):
     """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
 
     def __init__(
-        self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None, keeps_states: bool = False
+        self,
+        setup: DecodingSetup,
+        num_running: Callable[[], int],
+        max_draft_tokens: int | None,
+        keeps_states: bool = False,
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
-        budget = setup.max_draft_tokens if budget is None else min(setup.max_draft_tokens, budget)
-        super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
+        most = setup.max_draft_tokens
+        most = most if max_draft_tokens is None else min(most, max_draft_tokens)
+        super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
         together = 1 << (max(self._num_running(), 1) - 1).bit_length()
