@@ -175,7 +175,7 @@ def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, distribution: Sam
     )
     uniforms = Noise(seed).uniforms("text", canvas.order).tolist()
     tokens = [sample(u, distributions[query]) for u, query in zip(uniforms, inputs.query_chain(-1), strict=True)]
-    end = next((i for i, token in enumerate(tokens) if distribution.num_forced_after(i, token)), count)
+    end = next((i for i, token in enumerate(tokens) if distribution.num_padding_after(i, token)), count)
     return tokens[:end] + [engine.network.blank_token] * (count - end)
 
 
@@ -299,7 +299,7 @@ def main() -> None:
                     found.setdefault(name, []).append(
                         {
                             "tokens": job.tokens,
-                            "said": sum(len(call.tokens) - call.num_forced_tokens for call in job.calls),
+                            "said": sum(len(call.tokens) - call.num_padding_tokens for call in job.calls),
                             "calls": job.calls_by_network["target"],
                             "seconds": 0.0 if given.own else taken,
                             "own": -float(np.mean(job.log_probabilities)) if given.own else 0.0,

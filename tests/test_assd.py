@@ -270,7 +270,7 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
     for filling in itertools.product(range(vocab), repeat=len(canvas.order)):
         chance, now = 1.0, canvas
         for token in filling:
-            closed = now.num_decided > 0 and sampling.num_forced_after(now.num_decided - 1, int(now.new_tokens[-1]))
+            closed = now.num_decided > 0 and sampling.num_padding_after(now.num_decided - 1, int(now.new_tokens[-1]))
             said = (
                 one_hot(int(now.new_tokens[-1]))
                 if closed

@@ -113,8 +113,8 @@ def test_a_query_is_never_taken_for_a_token():
     )
     assert inputs.tokens == (3, 4, NO_TOKEN, NO_TOKEN, NO_TOKEN)
     assert (inputs.num_draft_tokens, list(inputs.query_nodes), inputs.depths) == (2, [2, 3, 4], (0, 1, 0, 1, 2))
-    assert inputs.match_tokens([3, 4, NO_TOKEN]) == [0, 1]
-    assert inputs.match_tokens([NO_TOKEN]) == []
+    assert inputs.matching_nodes([3, 4, NO_TOKEN]) == [0, 1]
+    assert inputs.matching_nodes([NO_TOKEN]) == []
     assert [inputs.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
     assert (inputs.query_chain(-1), inputs.query_chain(0), inputs.query_chain(1)) == ([2, 3], [], [4])
 

@@ -193,7 +193,7 @@ def test_nothing_unverified_leaves(method: str, sampling: Sampling, rule):
         path = step.inputs.path_tokens(step.last_node)
         assert step.tokens.tolist()[:-1] == path
         distributions = TargetDistributions(step.inputs, step.outputs, sampling, step.distributions.noise)
-        for node, token in zip([-1, *step.inputs.match_tokens(path)], step.tokens.tolist(), strict=True):
+        for node, token in zip([-1, *step.inputs.matching_nodes(path)], step.tokens.tolist(), strict=True):
             assert probability(token, distributions[node]) > 0
             if rule is match:
                 assert token == distributions.pick(node)

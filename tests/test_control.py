@@ -181,7 +181,7 @@ def test_old_records_fade():
 
 def step(tree: Tree, inputs: int, decided: list[int]) -> Step:
     forward = ForwardInputs(continuation(PROMPT, 20), tree.tokens[:inputs], tree.parents[:inputs])
-    nodes = forward.match_tokens(decided)
+    nodes = forward.matching_nodes(decided)
     outputs = toy_network(vocab=10).forward([forward], [toy_network().new_kv_cache()])[0]
     distributions = TargetDistributions(forward, outputs, Sampling(), Noise(0))
     return Step(forward.canvas, forward, outputs, distributions, np.array(decided), nodes[-1] if nodes else -1)

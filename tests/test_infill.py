@@ -201,7 +201,7 @@ def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
             assert found.logprobs[place + 1 :] == [0.0] * (39 - place)
             ended += 0 < place < 39
             last = found.calls[-1]
-            drafted += len(last.tokens) - last.num_forced_tokens <= last.num_draft_tokens
+            drafted += len(last.tokens) - last.num_padding_tokens <= last.num_draft_tokens
         if rule == "match":
             plain = engine.infill("a [[…]] b", method="plain", **settings)
             assert (found.tokens, found.statistics.tokens) == (plain.tokens, plain.statistics.tokens)

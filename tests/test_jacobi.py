@@ -331,7 +331,7 @@ def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_t
         written = write(40, target(), seed=seed, sampling=SAMPLED, block_size=8, spawn_ratio=1.0)
         for step in written.steps:
             path = step.inputs.path_tokens(step.last_node)
-            taken += bool(path) and step.inputs.children(-1)[0] not in step.inputs.match_tokens(path)
+            taken += bool(path) and step.inputs.children(-1)[0] not in step.inputs.matching_nodes(path)
     assert taken
     plain = [len(write(40, target(), seed=s, sampling=SAMPLED, block_size=8, candidates=0).steps) for s in range(10)]
     recycled = [len(write(40, target(), seed=s, sampling=SAMPLED, block_size=8, candidates=4).steps) for s in range(10)]

@@ -157,7 +157,7 @@ def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, max_draf
 def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
     tree = grow_tree(forest(offered), 50, 9)
     inputs = ForwardInputs(continuation([1], 9), tree.tokens, tree.parents)
-    nodes = inputs.match_tokens(tokens)
+    nodes = inputs.matching_nodes(tokens)
     assert inputs.path_tokens(nodes[-1] if nodes else -1) == tokens[: len(nodes)]
     paths = {path(tree, node) for node in range(len(tree.tokens))}
     assert len(nodes) == max((n for n in range(len(tokens) + 1) if n == 0 or tuple(tokens[:n]) in paths), default=0)

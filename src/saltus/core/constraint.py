@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.core.tree import Branch
 
 SOURCE = "grammar"
-FORCED_PROBABILITY = 0.9  # that the target takes a forced token: it may write the same characters in other tokens
+FAST_FORWARD_PROBABILITY = 0.9  # that the target takes such a token: it may write the same characters in other tokens
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class Constraint(Protocol):
         """How many of the tokens may follow the text, one after the other."""
         ...
 
-    def forced(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, at most `max_tokens` of them."""
         ...
 
@@ -57,9 +57,9 @@ def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] 
 def constrained_branches(
     branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], max_depth: int
 ) -> list[Branch]:
-    """Branches up to the first token that is not allowed, and what is forced after the text and after each of them.
+    """Branches up to the first token that is not allowed, and what the grammar dictates after the text and after each.
 
-    Forced tokens end at a depth of `max_depth`, since a grammar may force more than a call verifies.
+    Such fast-forward tokens end at a depth of `max_depth`, since a grammar may force more than a call verifies.
     Sampled branches (with `distributions`) stay as they are, since `reject` must try what was sampled.
     """
     constrained: list[Branch] = []
@@ -74,8 +74,8 @@ def constrained_branches(
             ends[tuple(branch.tokens)] = None
         constrained.append(branch)
     for end in ends:
-        if len(end) < max_depth and len(forced := constraint.forced([*text, *end], max_depth - len(end))):
+        if len(end) < max_depth and len(tokens := constraint.fast_forward([*text, *end], max_depth - len(end))):
             # The tokens up to there keep the probabilities of their own drafter.
-            chances = [*[0.0] * len(end), *[FORCED_PROBABILITY] * len(forced)]
-            constrained.append(Branch((*end, *forced), chances, SOURCE))
+            chances = [*[0.0] * len(end), *[FAST_FORWARD_PROBABILITY] * len(tokens)]
+            constrained.append(Branch((*end, *tokens), chances, SOURCE))
     return constrained

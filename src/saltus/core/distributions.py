@@ -40,7 +40,7 @@ class TargetDistributions:
     def _compute(self, node: int) -> Distribution:
         canvas, inputs, sampling = self.inputs.canvas, self.inputs, self.sampling
         index = canvas.num_decided + self.depth(node)
-        if sampling.hole_end_tokens and node >= 0 and sampling.num_forced_after(index - 1, inputs.tokens[node]):
+        if sampling.hole_end_tokens and node >= 0 and sampling.num_padding_after(index - 1, inputs.tokens[node]):
             return one_hot(inputs.tokens[node])
         context = None
         if sampling.uses_context:
@@ -63,12 +63,12 @@ class TargetDistributions:
         return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
 
     def ends_hole(self, tokens: Sequence[int]) -> bool:
-        """True if the last of `tokens`, decided by this call, ends its hole, so that the tokens after it are forced."""
-        return bool(self.sampling.hole_end_tokens and self.num_forced_after(tokens))
+        """True if the last of `tokens`, decided by this call, ends its hole, so that the tokens after it are padding."""
+        return bool(self.sampling.hole_end_tokens and self.num_padding_after(tokens))
 
-    def num_forced_after(self, tokens: Sequence[int] | np.ndarray) -> int:
-        """How many tokens the last of `tokens` forces after itself, because it ends its hole."""
-        return self.sampling.num_forced_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
+    def num_padding_after(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """How many tokens after the last of `tokens` pad its hole, because it ends it."""
+        return self.sampling.num_padding_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
 
     def depth(self, node: int) -> int:
         """How many tokens lie between the decided ones and the position that this node's distribution is for."""
@@ -115,9 +115,11 @@ class Step:
     inputs: ForwardInputs
     outputs: ForwardOutputs
     distributions: TargetDistributions
-    tokens: np.ndarray  # decided by the step: accepted draft tokens, the verifier's own token, forced tokens
+    tokens: (
+        np.ndarray
+    )  # decided by the step: accepted draft tokens, the verifier's own token, padding of a hole that ended
     last_node: int  # the last accepted node, −1 if none was
-    num_forced_tokens: int = 0  # tokens at the end that follow from one that ended its hole
+    num_padding_tokens: int = 0  # tokens at the end that pad a hole that ended
 
 
 DecodeGenerator = Generator[ForwardInputs, ForwardOutputs, None]

@@ -109,8 +109,8 @@ class Sampling:
         """True if the distribution depends on which tokens the text has so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def num_forced_after(self, index: int, token: int) -> int:
-        """How many tokens after new token `index` are forced to repeat it, because `token` ends its hole."""
+    def num_padding_after(self, index: int, token: int) -> int:
+        """How many tokens after new token `index` pad its hole, because `token` ends it: they repeat it."""
         return next(
             (last - index for end, first, last in self.hole_end_tokens if end == token and first <= index <= last), 0
         )

@@ -77,12 +77,12 @@ def speculate(
         started = time.perf_counter()
         distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
         tokens, node = rule(inputs, distributions)
-        forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
-        tokens = np.append(tokens, tokens[-1:].repeat(forced))
+        padding = distributions.num_padding_after(tokens) if sampling.hole_end_tokens else 0
+        tokens = np.append(tokens, tokens[-1:].repeat(padding))
         end = stop(canvas, tokens) if stop else None
-        # Forced tokens that the end of the text cuts off do not count.
-        forced = forced if end is None else max(forced - (len(tokens) - end), 0)
-        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, forced)
+        # Padding that the end of the text cuts off does not count.
+        padding = padding if end is None else max(padding - (len(tokens) - end), 0)
+        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         controller.record(offered, last, draft_seconds, other_seconds + time.perf_counter() - started)
         canvas = canvas.fill(last.tokens)
         on_step(last)

@@ -20,7 +20,7 @@ MAX_LENGTH = 1 << 18  # characters of a grammar
 # first look at `(a{1000}){1000}` takes 0.2 seconds and 30 MB, not 1 and 170. Schemas of MAX_LENGTH need less; a literal
 # of more than half of it is refused.
 LEXER_FUEL = 250_000
-BYTES_PER_TOKEN = 32  # that are read ahead for each forced token; few tokens have more
+BYTES_PER_TOKEN = 32  # that are read ahead for each fast-forward token; few tokens have more
 CANNOT_FOLLOW = (
     "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
 )
@@ -111,22 +111,22 @@ class GrammarConstraint:
             return len(tokens)
         return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
 
-    def forced(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
-        forced_tokens: list[int] = []
-        while (left := max_tokens - len(forced_tokens)) > 0:
-            so_far = [*text, *forced_tokens]
+        fast_forwarded: list[int] = []
+        while (left := max_tokens - len(fast_forwarded)) > 0:
+            so_far = [*text, *fast_forwarded]
             if self._has_ended(so_far) or not self._go_to(so_far):
                 break
             if self.matcher.is_stopped():
-                return [*forced_tokens, *sorted(self.end_tokens)[:1]]
+                return [*fast_forwarded, *sorted(self.end_tokens)[:1]]
             # Only as many bytes as the tokens may have: all that a grammar forces may be as long as the grammar allows.
-            forced = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
-            tokens = self.tokenizer.tokenize_bytes(forced)[:left]
+            next_bytes = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
+            tokens = self.tokenizer.tokenize_bytes(next_bytes)[:left]
             if not tokens or self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
                 break
-            forced_tokens += tokens
-        return forced_tokens
+            fast_forwarded += tokens
+        return fast_forwarded
 
     def _has_ended(self, text: Sequence[int]) -> bool:
         return any(token in self.end_tokens for token in text)

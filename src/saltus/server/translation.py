@@ -182,7 +182,7 @@ def usage(
 def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
     """What drafting did for a text. A call's length counts the target's own token."""
     drafted = sum(call.num_draft_tokens for call in calls)
-    accepted = [len(call.tokens) - call.num_forced_tokens - 1 for call in calls]
+    accepted = [len(call.tokens) - call.num_padding_tokens - 1 for call in calls]
     verified = [count for call, count in zip(calls, accepted, strict=True) if call.num_draft_tokens]
     histogram = [0] * (1 + max(accepted, default=0))
     for count in accepted:

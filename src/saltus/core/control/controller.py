@@ -99,7 +99,7 @@ class Controller:
             )
             drafted = draft_seconds or step.inputs.has_token_queries
             throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
-            throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))
+            throughput.record(len(decided) - step.num_padding_tokens, spent / self.call_cost.seconds_for(1))
 
 
 def _same_drafter(source: str, other: str) -> bool:

@@ -100,7 +100,7 @@ def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], 
         if not np.array_equal(before, text[: len(before)]):
             problems.append(f"call {number} stood after another text than the one that was given out")
             break
-        checked = len(seen.inputs.match_tokens(text[len(before) : end].tolist()))
+        checked = len(seen.inputs.matching_nodes(text[len(before) : end].tolist()))
         if end > len(before) + checked + 1:
             position = len(before) + checked + 1 - len(prompt)
             problems.append(f"token {position} was given out, but never checked by the model")

@@ -149,7 +149,7 @@ class SelfDrafter:
             unknown = hole.num_unknown(canvas.order, index)
             logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *builder.tokens]))
             builder.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
-            if self.sampling.num_forced_after(index, builder.tokens[-1]):
+            if self.sampling.num_padding_after(index, builder.tokens[-1]):
                 break
         return builder.branches()
 

@@ -257,7 +257,7 @@ class Iterate:
 def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
     """The nodes whose logits give the next iterate: the chain of guesses, or the branch that was accepted instead."""
     inputs: ForwardInputs = last.inputs
-    nodes = inputs.match_tokens(guesses)
+    nodes = inputs.matching_nodes(guesses)
     if nodes and last.last_node in (-1, *nodes):
         return nodes
     nodes, node = inputs.path(last.last_node), last.last_node

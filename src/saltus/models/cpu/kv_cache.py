@@ -34,7 +34,7 @@ class KVCache:
         The last `num_recomputed` decided tokens do not count: a causal network needs the logits of the last one.
         """
         if self.pending_tree is not None:
-            nodes = self.pending_tree.match_tokens(tokens[len(self.tokens) :])
+            nodes = self.pending_tree.matching_nodes(tokens[len(self.tokens) :])
             self._keep_accepted(nodes)
             accepted = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
             self.tokens = np.concatenate([self.tokens, accepted])
