@@ -63,7 +63,7 @@ class TargetDistributions:
         return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
 
     def ends_hole(self, tokens: Sequence[int]) -> bool:
-        """True if the last of `tokens`, decided by this call, ends its hole, so that the tokens after it are padding."""
+        """True if the last of `tokens`, decided by this call, ends its hole: the tokens after it are padding."""
         return bool(self.sampling.hole_end_tokens and self.num_padding_after(tokens))
 
     def num_padding_after(self, tokens: Sequence[int] | np.ndarray) -> int:
