@@ -28,6 +28,7 @@ from saltus.methods.shared.context_layers import (
     DraftRows,
     unread_states,
 )
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
@@ -239,7 +240,7 @@ class DraftNetwork:
         ):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
             outputs.append(
-                ForwardOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predicted)
+                DraftOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predictions=predicted)
             )
         return outputs
 
