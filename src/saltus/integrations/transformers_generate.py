@@ -34,7 +34,7 @@ from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, 
 from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
 from saltus.engine.request import Request
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.models.cpu.torch_decoder import TorchDecoder
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
