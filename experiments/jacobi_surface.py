@@ -29,7 +29,7 @@ from saltus.engine.results import PromptLike
 from saltus.evaluation.profiling import call_timing as steps
 from saltus.evaluation.profiling.jacobi_tuning import PLAIN, Setting, affordable_draft_tokens
 from saltus.evaluation.profiling.roofline import measured_knee
-from saltus.evaluation.reports.benchmark_plots import STYLE, render
+from saltus.evaluation.reports.benchmark_plots import STYLE, save_figures
 from saltus.evaluation.reports.environment import run_info
 from saltus.evaluation.reports.palette import ALARM, INK, LINE, MUTED
 
@@ -214,15 +214,9 @@ def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
         return []
     import matplotlib
 
-    folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
         drawn = {"jacobi_calls": _plot_calls(result), "jacobi_surface": _plot_surface(result)}
-    paths = []
-    for name, figure in drawn.items():
-        for kind in ("svg", "png"):
-            paths.append(folder / f"{name}.{kind}")
-            paths[-1].write_bytes(render(figure, kind))
-    return paths
+    return save_figures(drawn, folder)
 
 
 def _new_figure(title: str, subtitle: str, right_margin: int) -> tuple[Any, Any]:

@@ -11,8 +11,7 @@ from typing import Any
 from saltus.core import distributions, speculate
 from saltus.core.control import controller
 from saltus.engine import decoder
-from saltus.evaluation.profiling.call_timing import Clock, quartiles
-from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
+from saltus.evaluation.profiling.call_timing import Clock, PartTimer, quartiles, temporarily_replaced
 
 NETWORK, DRAFTING, SAMPLING, RULE, REST = PARTS = (
     "network call", "drafting and tree", "sampling", "rule", "Python and the rest",

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,19 @@ from markupsafe import Markup
 from saltus.evaluation.reports.aggregation import text_id
 from saltus.evaluation.reports.coloured_text import typical_record
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, COLOURS, INK, LINE, MUTED, PLAIN, assign_colours
-from saltus.evaluation.reports.summary import Summary, summarize_results
 
 MAX_TASKS, MAX_BYTES = 30, 1_300_000  # shown at most; the page stays below two megabytes
 MAX_QUESTION_LENGTH = 400  # characters of a question
 CSS_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", BAND: "band", BACKGROUND: "paper", ALARM: "alarm"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a sentence, unwelcome findings included; the system that it is about, and a note beside it."""
+
+    sentence: str
+    system: str | None = None
+    note: str = ""
 
 
 def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
@@ -175,3 +184,42 @@ def _escape_json(data: Mapping[str, Any]) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", "replace").decode()
+
+
+def summarize_results(results: Mapping[str, Any]) -> Summary:
+    """The fastest of our methods against plain decoding, or the fastest baseline if there is no method."""
+    systems = results["methods"]
+    compared = {system: one for system, one in systems.items() if system != "plain" and one["speedup"] is not None}
+    ours = {system: one for system, one in compared.items() if one["kind"] == "method"}
+    able = ours or compared
+    if not able:
+        return Summary("Nothing was compared with plain decoding.")
+    best = max(able, key=lambda system: able[system]["speedup"])
+    one = able[best]
+    same = one["identical"] is not None and one["identical"] == one["texts"]
+    low, high = one["ci95"].get("speedup") or (one["speedup"], one["speedup"])
+    bounds = f" [{low:.2f}, {high:.2f}]" if one["ci95"].get("speedup") else ""
+    texts = f"{one['texts']} text{'s' * (one['texts'] != 1)}"
+    sentence = (
+        f"{best} wrote {'the same ' if same else ''}{texts} {one['speedup']:.2f} × as fast as plain decoding{bounds}"
+    )
+    sentence += _caveats(one, low, high) + "."
+    beside = f"The fastest of {len(able)} {'methods' if ours else 'baselines'}." if len(able) > 1 else ""
+    return Summary(sentence, best, beside)
+
+
+def _caveats(one: Mapping[str, Any], lower_bound: float | int, upper_bound: float | int) -> str:
+    doubts = []
+    if upper_bound < 1:
+        doubts.append("which is slower")
+    elif lower_bound <= 1:
+        doubts.append("no clear difference")
+    if one["identical"] is None:
+        doubts.append("with other random numbers, so the texts are not compared")
+    elif one["identical"] < one["texts"]:
+        count = one["texts"] - one["identical"]
+        doubts.append("but not one of them is plain's" if not one["identical"] else f"but {count} of them differ")
+    if one["problems"]:
+        count = len(one["problems"])
+        doubts.append(f"and {count} problem{'s were' if count > 1 else ' was'} found")
+    return "".join(f", {doubt}" for doubt in doubts)

@@ -29,9 +29,8 @@ from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.shared.token_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
-from saltus.models.cpu.attention import SequenceRows
+from saltus.models.cpu.attention import SequenceRows, ancestor_mask
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.models.tree_mask import ancestor_mask
 
 ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that ends an open hole}
 
