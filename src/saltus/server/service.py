@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.engine.text_bounds import require_fits
 from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
-from saltus.server.batching import EngineThread
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
 from saltus.server.infill import InfillAnswer, InfillRequest
-from saltus.server.jobs import Limits
 from saltus.server.metrics import ServerMetrics
 from saltus.server.preparation import Prepare, Workers
 from saltus.server.protocol import (
@@ -27,6 +26,7 @@ from saltus.server.protocol import (
     TokenizeRequest,
 )
 from saltus.server.responses import ResponseAnswer, response_messages
+from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
 from saltus.server.translation import (
     chosen_seeds,
@@ -41,6 +41,7 @@ from saltus.server.translation import (
 MAX_TOKENIZED = 2**20  # characters that /tokenize takes, or what fits into the context
 
 
+@runtime_checkable
 class OnlineLearner(Protocol):
     """What trains the drafter while the server runs (`server.learning`)."""
 
