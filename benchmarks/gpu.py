@@ -30,7 +30,7 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
 from saltus.loading.sources import resolve
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 
 PROMPTS = (
     "Repeat the following sentence three times: The quick brown fox jumps over the lazy dog.",

@@ -19,9 +19,8 @@ from saltus.core.forward import ForwardOutputs
 from saltus.core.protocols import UsesHiddenStates
 from saltus.evaluation.profiling import call_profile, roofline, step_profile
 from saltus.evaluation.profiling import call_timing as steps
-from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings
+from saltus.evaluation.profiling.call_timing import CallGrid, CallShape, CallTimings, PartTimer, temporarily_replaced
 from saltus.evaluation.profiling.roofline import MachineSpeed, ResourceDemand
-from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
 from saltus.evaluation.reports import environment
 from saltus.kernels import native
 from saltus.methods.shared.hidden_state_drafter import HiddenStateDrafter

@@ -12,7 +12,7 @@ import saltus
 from saltus.loading.byte_tokenizers import byte_letters
 from test_cli import saltus_
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 import bytes_target
 
 TEXT = "Ünïcode läuft, the cat sat on the mat.\n"

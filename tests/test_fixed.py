@@ -15,10 +15,9 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.engine import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda import fixed_shape_attention, kv_pages
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
+from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import CallOutputs, why_not_fixed_shapes
-from saltus.models.cuda.kv_pages import FixedShapeKVCache
 
 DTYPES = [torch.float32, torch.bfloat16]
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GPT2", "OPT", "Phi", "Cohere2"]
@@ -188,7 +187,7 @@ def test_a_text_that_is_gone_leaves_its_pages_to_the_next():
 
 
 def test_a_pool_grows_and_its_texts_keep_what_they_knew(monkeypatch):
-    monkeypatch.setattr(kv_pages, "MIN_PAGES", 4)
+    monkeypatch.setattr(fixed_shape_calls, "MIN_PAGES", 4)
     network, tokens = small("Llama"), text(120)
     first, second = network.new_kv_cache(), network.new_kv_cache()
     read(network, tokens[:20], kv_cache=first)
@@ -305,7 +304,7 @@ def replayed(monkeypatch):
 @pytest.mark.slow
 def test_replayed_calls_give_the_same_bits_and_each_shape_is_captured_once(replayed, monkeypatch):
     """Over accepted branches, borders of blocks, other texts, and a pool that grows."""
-    monkeypatch.setattr(kv_pages, "MIN_PAGES", 12)
+    monkeypatch.setattr(fixed_shape_calls, "MIN_PAGES", 12)
     network, captured = replayed
     tokens, plain = text(LENGTH), small("Llama")
     expected = written(plain, tokens, 20)

@@ -13,8 +13,7 @@ from saltus.core.canvas import Canvas, continuation
 from saltus.core.forward import ForwardInputs
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention
-from saltus.models.cuda.fixed_shape_rows import make_rows, split_into_calls
-from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
+from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, KVPagePool, make_rows, split_into_calls
 from test_fixed import SMALL, each_dtype, fresh, small, watched, written
 
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"]  # shared keys, windows, capped scores

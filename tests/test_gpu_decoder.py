@@ -17,7 +17,7 @@ from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
 from saltus.methods.shared.context_layers import ContextKVCache, DraftRows
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import linear_kernels
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings, size_class
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings, size_class
 from saltus.models.cuda.gpu_decoder import GPUDecoder, fits_kernels
 
 CUDA = torch.cuda.is_available()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 
 import torch
 

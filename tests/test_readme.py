@@ -15,10 +15,11 @@ from saltus.core.canvas import continuation
 from saltus.core.noise import Noise
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
+from saltus.methods import available_methods
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-METHODS = sorted(path.stem for path in (ROOT / "src/saltus/methods").glob("[!_]*.py"))
+METHODS = sorted(available_methods())
 
 
 def blocks(language: str, text: str) -> list[str]:

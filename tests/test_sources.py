@@ -257,23 +257,19 @@ def test_a_model_whose_weights_are_packed_comes_with_them(hub, ask):
 
 
 @pytest.mark.slow
-def test_a_file_of_a_hub_that_was_damaged_is_downloaded_again(hub, ask):
+def test_a_file_of_a_hub_that_was_cut_short_is_downloaded_again(hub, ask):
     found = Path(ask("o/m", hub.server.server_port)[0])
-    (found / "tokenizer.json").write_bytes(bytes(len(hub.files["tokenizer.json"])))
-    assert "does not answer" in ask("o/m", 1)[0], "the damaged file is not used"
-    hub.asked.clear()
+    (found / "tokenizer.json").write_bytes(b"{")
     assert Path(ask("o/m", hub.server.server_port)[0]) == found
     assert (found / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"]
-    assert not any("resolve" in path and "safetensors" in path for path in hub.asked), "what is whole stays"
 
 
 @pytest.mark.slow
-def test_a_gguf_file_of_a_hub_that_was_damaged_is_downloaded_again(hub, ask, gguf_file):
+def test_a_gguf_file_of_a_hub_that_was_cut_short_is_downloaded_again(hub, ask, gguf_file):
     hub.files[gguf_file.name] = gguf_file.read_bytes()
     folder = Path(ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0])
     weights = Path(json.loads((folder / "gguf.json").read_text())["file"])
-    weights.write_bytes(hub.files[gguf_file.name][:-100] + bytes(100))
-    assert "does not answer" in ask(f"o/m:{gguf_file.name}", 1)[0]
+    weights.write_bytes(hub.files[gguf_file.name][:-100])
     folder = Path(ask(f"o/m:{gguf_file.name}", hub.server.server_port)[0])
     assert Path(json.loads((folder / "gguf.json").read_text())["file"]).read_bytes() == hub.files[gguf_file.name]
 
@@ -322,9 +318,9 @@ def test_a_hub_that_takes_the_call_and_says_nothing_is_given_up_soon(ask):
 @pytest.mark.slow
 def test_what_another_tool_downloaded_serves_where_the_hub_is_silent(hub, ask, tmp_path):
     found, _ = ask("o/m", hub.server.server_port)
-    (tmp_path / "cache" / "hub" / "o--m.json").unlink()
+    shutil.rmtree(next(tmp_path.rglob("trees")))  # the list of files, which another tool does not leave
     assert ask("o/m", 1)[0] == found
-    (Path(found) / "tokenizer.json").unlink()
+    (Path(found) / "model.safetensors").unlink()
     assert "does not answer" in ask("o/m", 1)[0]
 
 

@@ -1,4 +1,4 @@
-"""The taxi recipes, tiny: data, tables, and runs that are killed."""
+"""The taxi experiments, tiny: data, tables, and runs that are killed."""
 
 import csv
 import gzip
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-sys.path.insert(0, str(RECIPES))
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
 
 import taxi_data  # noqa: E402
 import taxi_ptp  # noqa: E402
@@ -97,7 +97,7 @@ def test_a_student_that_is_the_teacher_is_always_right_at_first():
 
 
 KILLED = TINY.__dict__ | {"steps": 12, "every": 4}
-COMMAND = [sys.executable, str(RECIPES / "taxi_ptp.py"), "methods", "--window", "4"]
+COMMAND = [sys.executable, str(EXPERIMENTS / "taxi_ptp.py"), "methods", "--window", "4"]
 COMMAND += [f"--{name.replace('_', '-')}={value}" for name, value in KILLED.items()]
 
 

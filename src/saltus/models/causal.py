@@ -18,17 +18,16 @@ from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs, Forw
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.models.cpu import attention
-from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.attention import AttentionCall, SequenceRows, ancestor_mask
 from saltus.models.cpu.kv_cache import KVCache
 from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_decoder
 from saltus.models.cpu.torch_decoder import TorchDecoder
-from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
+from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.cuda.fixed_shapes import FixedShapeRunner, why_not_fixed_shapes
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
 from saltus.models.gated_lora import Adapter, Gate, StaticGate, gated_adapter
 from saltus.models.long_rope import LongRope, find_long_rope
 from saltus.models.packed_decoder import PackedDecoder
-from saltus.models.tree_mask import ancestor_mask
 
 log = logging.getLogger("saltus")
 

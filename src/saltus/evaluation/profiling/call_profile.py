@@ -15,8 +15,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from saltus.evaluation.profiling.call_timing import Clock, quartiles, synthetic_inputs
-from saltus.evaluation.profiling.timing import PartTimer, WrapFunction, temporarily_replaced
+from saltus.evaluation.profiling.call_timing import (
+    Clock,
+    PartTimer,
+    WrapFunction,
+    quartiles,
+    synthetic_inputs,
+    temporarily_replaced,
+)
 from saltus.kernels import native
 from saltus.models.cpu import attention
 from saltus.models.cpu.native_decoder import NativeDecoder

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,10 @@ PATH_LENGTH = 16  # drafted tokens of one path: a call of many nodes holds sever
 PREFILL_ROUNDS = 3  # rounds that read the texts afresh: a long text takes seconds
 
 Clock = Callable[[], float]
+_MISSING = object()
+
+WrapFunction = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""(name of a part, function) → the function, watched."""
 
 
 class CallShape(NamedTuple):
@@ -165,3 +171,58 @@ def kv_cache_growth(network: Network, vocab_size: int, context: int | None) -> d
         over.append(len(kv_cache.tokens) - len(text))
         text = np.append(text, 5)
     return {"slots_over_decided_tokens": max(over)}
+
+
+class PartTimer:
+    """Seconds by part, by replacing functions with timed ones for a while. Time of a nested part does not count for the
+    outer one, so that parts add up.
+
+    torch.profiler sees operators of PyTorch, but neither our kernels nor the Python around them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = {}
+        self._active_parts: list[str] = []  # begun and not ended, the innermost last
+        self._last_change = 0.0
+
+    def time_function(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time added to `part`."""
+        parts, clock = self._active_parts, self.clock
+
+        @wraps(function)
+        def run(*args: Any, **settings: Any) -> Any:
+            self._add_elapsed(clock())
+            parts.append(part)
+            try:
+                return function(*args, **settings)
+            finally:
+                self._add_elapsed(clock())
+                parts.pop()
+
+        return run
+
+    def reset(self) -> None:
+        """Set all times to zero; only while no part is running."""
+        assert not self._active_parts, "a part is under way"
+        self.seconds = {}
+
+    def _add_elapsed(self, now: float) -> None:
+        if self._active_parts:
+            part = self._active_parts[-1]
+            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last_change
+        self._last_change = now
+
+
+@contextmanager
+def temporarily_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module, class or object within the context."""
+    own = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -1,4 +1,4 @@
-"""Search the settings with which Jacobi decoding is fastest on this machine (Jacobi Forcing, App. D and E)."""
+"""Find settings of Jacobi decoding that are fast on this machine: one option after the other, plain decoding beside."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
-
-import numpy as np
 
 from saltus.engine.engine import Engine
 from saltus.engine.results import PromptLike
 
-BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
-CANDIDATE_COUNTS = (0, 1, 2, 4, 8)
-NGRAM_LENGTHS = (2, 3, 4, 6, 8)  # tokens of a recycled n-gram, its key included
-LIVE_BLOCK_COUNTS = (1, 2, 3, 4)  # blocks
-SPAWN_THRESHOLDS = (0.5, 0.85, 1.0)
 PLAIN = "plain"
-POLYNOMIAL_DEGREES = (1, 2, 3)  # of the surface
+VALUES: Mapping[str, Sequence[int | float]] = {  # that are tried, in this order of options
+    "block_size": (4, 8, 16, 32, 64),
+    "candidates": (0, 1, 2, 4, 8),
+    "ngram_size": (2, 3, 4, 6, 8),  # tokens of a recycled n-gram, its key included
+    "max_blocks": (1, 2, 3, 4),
+    "spawn_ratio": (0.5, 0.85, 1.0),
+}
 
 Setting = Mapping[str, Any]
 
@@ -38,8 +36,7 @@ def affordable_draft_tokens(nodes: Sequence[int], times: Sequence[float], max_co
 class JacobiSearch:
     """Tokens per second of settings, on the same texts in turn; plain decoding is one of them.
 
-    First block × candidates with two live blocks; then, with the best of these, the length of recycled n-grams if there
-    are any; then live blocks × spawn with the best length. An interrupted search keeps its measurements.
+    The options of VALUES are tried one after the other, those before at their fastest value.
     """
 
     engine: Engine
@@ -49,158 +46,65 @@ class JacobiSearch:
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
     clock: Callable[[], float] = time.perf_counter
-    seconds: dict[tuple[tuple[str, Any], ...], dict[int, list[float]]] = field(default_factory=dict)
-    tokens: dict[tuple[tuple[str, Any], ...], dict[int, tuple[int, int]]] = field(default_factory=dict)
-    engines: dict[tuple[tuple[str, Any], ...], Engine] = field(default_factory=dict)
-    best_so_far: Setting = field(default_factory=dict)  # the best of the stages that are measured
+    best: dict[str, Any] = field(default_factory=dict)  # of the options that were tried; others have their defaults
+    speedup: float = 1.0  # of the best over plain decoding, when they were last measured
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of settings that were measured, with their rates
 
     @property
-    def grid(self) -> list[Setting]:
-        """Block × candidates, those that fit into `max_draft_tokens`."""
-        rows = (
-            self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
-        )  # an adapter reads the guesses in extra rows
-        blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
-        return [{"block_size": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
+    def values(self) -> dict[str, list[int | float]]:
+        """What is tried: blocks within the number of draft tokens, of which an adapter needs two rows a guess."""
+        rows = self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
+        return {
+            option: [value for value in tried if option != "block_size" or value <= max(rows + 1, tried[0])]
+            for option, tried in VALUES.items()
+        }
 
     @property
     def num_texts(self) -> int:
-        """How many texts are decoded in all; before the grid is measured, at most."""
-        stages = self.grid, self.ngram_stage, self.block_stage
-        return self.rounds * len(self.prompts) * sum(1 + len(stage) for stage in stages if stage)
+        """How many texts are decoded in all, at most."""
+        return self.rounds * len(self.prompts) * sum(1 + len(tried) for tried in self.values.values())
 
     def run(self) -> Iterator[None]:
-        """Measure all settings; yields after each text."""
-        yield from self._measure([{PLAIN: True}, *self.grid])
-        self.best_so_far = self.best(self.grid)
-        if self.ngram_stage:
-            yield from self._measure([{PLAIN: True}, *self._with_best(self.ngram_stage)])
-            self.best_so_far = self.best(self._with_best(self.ngram_stage))
-        yield from self._measure([{PLAIN: True}, *self._with_best(self.block_stage)])
+        """Measure; yields after each text."""
+        for option, tried in self.values.items():
+            unused = {"ngram_size": self.best.get("candidates") == 0, "spawn_ratio": self.best.get("max_blocks") == 1}
+            if unused.get(option):
+                continue
+            rows: list[dict[str, Any]] = [{PLAIN: True}, *({**self.best, option: value} for value in tried)]
+            yield from self._measure(rows)
+            self.rows += rows
+            self.best[option] = max(rows[1:], key=lambda row: row["tokens_per_second"])[option]
+            self.speedup = max(row["speedup"] for row in rows[1:])
 
-    def _with_best(self, stage: Sequence[Setting]) -> list[Setting]:
-        return [{**self.best_so_far, **more} for more in stage]
-
-    @property
-    def ngram_stage(self) -> list[Setting]:
-        """Lengths of recycled n-grams; none if the best setting offers none."""
-        return [{"ngram_size": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
-
-    @property
-    def block_stage(self) -> list[Setting]:
-        """Live blocks × spawn; a single block does not spawn."""
-        several = [
-            {"max_blocks": live, "spawn_ratio": spawn}
-            for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS)
-            if live > 1
-        ]
-        return [{"max_blocks": 1}, *several]
-
-    def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
+    def _measure(self, rows: Sequence[dict[str, Any]]) -> Iterator[None]:
         """Each round decodes every text with all settings, in alternating order; the first text is a warm-up."""
-        for setting in settings:
-            self._generate(setting, 0, warm_up=True)
+        engines = [self._engine(row) for row in rows]
+        seconds: list[list[list[float]]] = [[[] for _ in self.prompts] for _ in rows]
+        counts = [[(0, 0)] * len(self.prompts) for _ in rows]
+        for place in range(len(rows)):
+            self._generate(engines[place], rows[place], 0)
         for number in range(self.rounds):
             for text in range(len(self.prompts)):
-                for setting in settings if (number + text) % 2 == 0 else settings[::-1]:
-                    self._generate(setting, text)
+                places = range(len(rows))
+                for place in places if (number + text) % 2 == 0 else reversed(places):
+                    began = self.clock()
+                    counts[place][text] = self._generate(engines[place], rows[place], text)
+                    seconds[place][text].append(self.clock() - began)
                     yield
+        for row, spent, counted in zip(rows, seconds, counts, strict=True):
+            tokens, calls = map(sum, zip(*counted, strict=True))
+            row["tokens_per_second"] = tokens / sum(map(statistics.median, spent))  # prefill included
+            row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+            row["tokens_per_call"] = tokens / calls
 
-    def _generate(self, setting: Setting, text: int, warm_up: bool = False) -> None:
-        key = tuple(setting.items())
-        if key not in self.engines:
-            searched = {name: value for name, value in setting.items() if name != PLAIN}
-            options = {"jacobi": {**self.fixed_options, **searched}}
-            self.engines[key] = self.engine.copy_with(options=options, max_draft_tokens=self.max_draft_tokens)
-        method = PLAIN if PLAIN in setting else "jacobi"
-        began = self.clock()
-        generation = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
-        if not warm_up:
-            self.seconds.setdefault(key, {}).setdefault(text, []).append(self.clock() - began)
-            self.tokens.setdefault(key, {})[text] = (generation.statistics.tokens, generation.statistics.calls)
+    def _engine(self, row: Setting) -> Engine:
+        options = {} if PLAIN in row else row
+        return self.engine.copy_with(
+            options={"jacobi": {**self.fixed_options, **options}}, max_draft_tokens=self.max_draft_tokens
+        )
 
-    def tokens_per_second(self, setting: Setting) -> float:
-        """Tokens per second over all texts, by the median time of each; prefill included."""
-        key = tuple(setting.items())
-        spent = sum(statistics.median(times) for times in self.seconds[key].values())
-        return sum(tokens for tokens, _ in self.tokens[key].values()) / spent
-
-    def tokens_per_call(self, setting: Setting) -> float:
-        key = tuple(setting.items())
-        tokens, calls = (sum(column) for column in zip(*self.tokens[key].values(), strict=True))
-        return tokens / calls
-
-    def best(self, settings: Sequence[Setting]) -> Setting:
-        """The best of some settings: by the fitted surface for block × candidates, else as measured."""
-        if settings == self.grid:
-            heights = SpeedupSurface.fit(self.speedup_points())
-            return max(
-                settings,
-                key=lambda setting: (
-                    float(heights.evaluate(setting["block_size"], setting["candidates"])),
-                    self.tokens_per_second(setting),
-                ),
-            )
-        return max(settings, key=self.tokens_per_second)
-
-    def speedup_points(self) -> list[tuple[int, int, float]]:
-        """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
-        plain = self.tokens_per_second({PLAIN: True})
-        known = [setting for setting in self.grid if tuple(setting.items()) in self.seconds]
-        return [
-            (setting["block_size"], setting["candidates"], self.tokens_per_second(setting) / plain) for setting in known
-        ]
-
-    def best_setting(self) -> Setting:
-        """The best of all settings."""
-        return self.best(self._with_best(self.block_stage))
-
-    def table_rows(self) -> list[dict[str, Any]]:
-        """A row for each setting that was measured."""
-        plain = self.tokens_per_second({PLAIN: True})
-        rows = []
-        for key in self.seconds:
-            setting = dict(key)
-            rate = self.tokens_per_second(setting)
-            rows.append({
-                **setting, "tokens_per_second": rate, "speedup": rate / plain,
-                "tokens_per_call": self.tokens_per_call(setting),
-            })  # fmt: skip
-        return rows
-
-
-@dataclass(frozen=True)
-class SpeedupSurface:
-    """A polynomial in log₂ block and log₂ (1 + candidates), of the degree with the best leave-one-out prediction."""
-
-    degree: int
-    weights: np.ndarray
-
-    @staticmethod
-    def fit(points: Sequence[tuple[int, int, float]]) -> SpeedupSurface:
-        """(block, candidates, value); least squares. With too few points it is the mean."""
-        values = np.array([value for _, _, value in points])
-        places = np.array([(block, candidates) for block, candidates, _ in points])
-        fitted = {}
-        for degree in (0, *POLYNOMIAL_DEGREES):
-            terms = _polynomial_terms(places[:, 0], places[:, 1], degree)
-            if degree and terms.shape[1] >= len(points):
-                continue
-            errors = []
-            for left_out in range(len(points)):
-                others = np.arange(len(points)) != left_out
-                if others.any():
-                    weights = np.linalg.lstsq(terms[others], values[others], rcond=None)[0]
-                    errors.append(float(terms[left_out] @ weights - values[left_out]) ** 2)
-            fitted[degree] = sum(errors), np.linalg.lstsq(terms, values, rcond=None)[0]
-        degree = min(fitted, key=lambda candidate: fitted[candidate][0])
-        return SpeedupSurface(degree, fitted[degree][1])
-
-    def evaluate(self, block: Any, candidates: Any) -> Any:
-        """The height, of numbers or of arrays."""
-        return _polynomial_terms(np.asarray(block), np.asarray(candidates), self.degree) @ self.weights
-
-
-def _polynomial_terms(block: np.ndarray, candidates: np.ndarray, degree: int) -> np.ndarray:
-    x, y = np.log2(block), np.log2(1 + candidates)
-    return np.stack([x**i * y**j for i in range(degree + 1) for j in range(degree + 1 - i)], -1)
+    def _generate(self, engine: Engine, row: Setting, text: int) -> tuple[int, int]:
+        """Tokens and calls of a text."""
+        method = PLAIN if PLAIN in row else "jacobi"
+        counted = engine.generate(self.prompts[text], method=method, **self.generate_settings).statistics
+        return counted.tokens, counted.calls

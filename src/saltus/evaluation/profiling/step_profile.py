@@ -10,9 +10,8 @@ from typing import Any
 
 from saltus.core import distributions, speculate
 from saltus.core.control import controller
-from saltus.engine import decoder
-from saltus.evaluation.profiling.call_timing import Clock, quartiles
-from saltus.evaluation.profiling.timing import PartTimer, temporarily_replaced
+from saltus.engine import scheduler
+from saltus.evaluation.profiling.call_timing import Clock, PartTimer, quartiles, temporarily_replaced
 
 NETWORK, DRAFTING, SAMPLING, RULE, REST = PARTS = (
     "network call", "drafting and tree", "sampling", "rule", "Python and the rest",
@@ -76,13 +75,13 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         synchronize()  # the device's time must not count for the code that reads its results
         return batch_outputs
 
-    rules = {name: timer.time_function(RULE, rule) for name, rule in decoder.RULES.items()}
+    rules = {name: timer.time_function(RULE, rule) for name, rule in scheduler.RULES.items()}
     controller_class = controller.Controller
     places = [
         (network, "forward", timer.time_function(NETWORK, settled)),
         (ensemble, "new_drafters", lambda text: [_timed_drafter(timer, drafter) for drafter in drafters(text)]),
         (speculate, "grow_tree", timer.time_function(DRAFTING, speculate.grow_tree)),
-        (decoder, "RULES", rules),
+        (scheduler, "RULES", rules),
         *(
             (controller_class, name, timer.time_function(DRAFTING, getattr(controller_class, name)))
             for name in ("num_nodes", "record")

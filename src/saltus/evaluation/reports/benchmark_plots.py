@@ -23,10 +23,15 @@ STYLE: Any = {
 
 
 def write_figures(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write every figure that the run has data for, each as SVG and as PNG of twice the pixels. The files' paths."""
+    """Write every figure that the run has data for. The files' paths."""
+    return save_figures(draw_figures(results, records), folder)
+
+
+def save_figures(drawn: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write figures by name, each as SVG and as PNG of twice the pixels. The files' paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in draw_figures(results, records).items():
+    for name, figure in drawn.items():
         for kind in ("svg", "png"):
             paths.append(folder / f"{name}.{kind}")
             paths[-1].write_bytes(render(figure, kind))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from saltus.evaluation.reports.benchmark_plots import STYLE, render
+from saltus.evaluation.reports.benchmark_plots import STYLE, save_figures
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, INK, LINE, MUTED
 
 WIDTH, HEIGHT = 600, 400  # pixels, where an inch is 100
@@ -22,13 +22,7 @@ DARK_COLOURS = {"#0072b2", "#c94c00", "#a8488c", "#00805e"}
 
 def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write every figure that has data, as SVG and as PNG (1,200 pixels wide). The files' paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in draw_figures(result).items():
-        for kind in ("svg", "png"):
-            paths.append(folder / f"{name}.{kind}")
-            paths[-1].write_bytes(render(figure, kind))
-    return paths
+    return save_figures(draw_figures(result), folder)
 
 
 def draw_figures(result: Mapping[str, Any]) -> dict[str, Any]:

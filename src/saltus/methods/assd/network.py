@@ -30,9 +30,8 @@ from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs
 from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
-from saltus.models.cpu.attention import SequenceRows
+from saltus.models.cpu.attention import SequenceRows, ancestor_mask
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.models.tree_mask import ancestor_mask
 
 ANY_SUBSET = "any_subset"  # in a model's configuration: {"mask": token, "blank": token that ends an open hole}
 

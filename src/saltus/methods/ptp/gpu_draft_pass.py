@@ -15,17 +15,18 @@ from saltus.methods.shared.context_layers import DraftRows
 from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
 from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
-from saltus.models.cuda.fixed_shape_inputs import StaticInputs
-from saltus.models.cuda.fixed_shape_rows import (
+from saltus.models.cuda.fixed_shape_attention import StaticInputs
+from saltus.models.cuda.fixed_shape_calls import (
     Call,
     FixedShape,
+    FixedShapeKVCache,
     FixedShapeSettings,
+    KVPagePool,
     TextRows,
     first_recent_position,
     size_class,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder, supports_gpu_decoder
-from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 
 SETTINGS = FixedShapeSettings()
 

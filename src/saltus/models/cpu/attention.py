@@ -23,11 +23,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import UInt8
 
 from saltus.kernels import native
 from saltus.models.cpu.kv_cache import KVCache
 
 ATTENTION_NAME = "saltus"
+
+
+def ancestor_mask(parents: Sequence[int]) -> UInt8[np.ndarray, "nodes nodes"]:
+    """mask[i, j] is 1 if node j is node i or an ancestor of it. `parents[i] < i`; −1 is none."""
+    mask = np.eye(len(parents), dtype=np.uint8)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
 
 
 @dataclass

@@ -10,7 +10,7 @@ weights have the shape of the call, and attention is computed for each text by p
 multiples of that, one text a call. So the shapes in which a token is evaluated follow from its position and from the
 end of its prompt, never from the method or from the other texts.
 
-Keys and values are in pages of one pool (kv_pages.py), so CUDA graphs belong to a shape, not to a text.
+Keys and values are in pages of one pool (fixed_shape_calls.py), so CUDA graphs belong to a shape, not to a text.
 
 Queries of an adapter share decoding calls with draft tokens. In such a call the adapter evaluates all rows, and a mask
 takes its results for the queries alone; the model's own products have the shapes that they always have.
@@ -32,17 +32,17 @@ from torch import Tensor
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.models.cpu import attention
 from saltus.models.cuda.cuda_graphs import GraphCapture
-from saltus.models.cuda.fixed_shape_attention import FixedShapeAttention
-from saltus.models.cuda.fixed_shape_inputs import MAX_TREE_NODES, QueryInputs, StaticInputs, query_rows
-from saltus.models.cuda.fixed_shape_rows import (
+from saltus.models.cuda.fixed_shape_attention import MAX_TREE_NODES, FixedShapeAttention, QueryInputs, StaticInputs
+from saltus.models.cuda.fixed_shape_calls import (
     Call,
     FixedShape,
+    FixedShapeKVCache,
     FixedShapeSettings,
+    KVPagePool,
     make_rows,
     split_into_calls,
 )
 from saltus.models.cuda.gpu_decoder import GPUDecoder
-from saltus.models.cuda.kv_pages import FixedShapeKVCache, KVPagePool
 from saltus.models.gated_lora import Adapter, StaticGate
 from saltus.models.memory_use import layer_sizes
 
@@ -218,7 +218,7 @@ class FixedShapeRunner:
             1 + max(int(p.positions.max()) for p in call.parts)
         ):
             self.pool.graphs.clear()
-        if any(len(query_rows(part)) for part in call.parts):
+        if any(len(part.query_rows) for part in call.parts):
             queries = self._allocated_query_inputs(shape)
         key = shape, queries is not None
         if self.use_cuda_graphs and key not in self.pool.graphs:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from saltus.models.cpu.native_decoder import STATIC_ROPE_TYPES, is_unmodified_decoder, sliding_window
-from saltus.models.cuda.fixed_shape_inputs import StaticInputs
-from saltus.models.cuda.kv_pages import KVPagePool
+from saltus.models.cuda.fixed_shape_attention import StaticInputs
+from saltus.models.cuda.fixed_shape_calls import KVPagePool
 from saltus.models.packed_decoder import PackedDecoder
 
 KERNEL_DTYPES = {torch.bfloat16, torch.float16}

@@ -1,6 +1,6 @@
 """A missing line of code, filled by a model that sees both sides: pass@1 on HumanEval's single lines.
 
-    python benchmarks/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
+    python experiments/infilling_code.py --tasks HumanEval-SingleLineInfilling.jsonl.gz --model my-code --out code
 
 Tasks are of Bavarian et al. (2022). A program passes if its tests do, in a confined process; each task is tried once a
 seed; a model without blanks, such as an XLNet, is given the line's length in tokens. Beside it: a causal model that

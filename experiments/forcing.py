@@ -1,6 +1,6 @@
 """What Jacobi Forcing brings: tokens a call, tokens a second and quality, of models before and after training.
 
-    python benchmarks/forcing.py BASE TUNED … --prompts held_out.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
+    python experiments/forcing.py BASE TUNED … --prompts held_out.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
 
 Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--max-blocks`)
 without rejection recycling, and with it, of tails and of diagonals. Every text is written by all ways in turn,
@@ -10,8 +10,8 @@ decoding of the same model, prefill included. All ways must write the same text 
 `--adapter` decodes BASE with guesses that an adapter corrects.
 
 Quality is the share of prompts that are answered as `answer` says, up to `stop`, and of the words of answers that stand
-in their places, where the file of prompts has both (recipes/programs.py); with `--text` also bits a token of text that
-no model was trained on: the second half of windows of 256 bytes.
+in their places, where the file of prompts has both (experiments/programs.py); with `--text` also bits a token of text
+that no model was trained on: the second half of windows of 256 bytes.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Small Python programs with their output: texts for training, and prompts whose answers can be graded.
 
-    python recipes/programs.py --out runs/programs
-    python recipes/bytes_target.py --text runs/programs/text --length 384 --work runs/programs/target --out programs
+    python experiments/programs.py --out runs/programs
+    python experiments/bytes_target.py --text runs/programs/text --length 384 --work runs/programs/target --out programs
 
 A byte-level target of a few million parameters learns to predict the output, so its answers can be graded before and
 after it is trained for faster decoding. Python computes every answer. `text` holds the programs, with an empty line
 between two; `prompts.jsonl` has prompts made of some of them, for saltus collect; `held_out.jsonl` has programs that
-are not in the text, with their answers, for benchmarks/forcing.py.
+are not in the text, with their answers, for experiments/forcing.py.
 """
 
 from __future__ import annotations

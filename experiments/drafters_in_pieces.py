@@ -1,6 +1,6 @@
 """Text, training and check of drafters of two sizes, in pieces of a few minutes: for machines that are lent briefly.
 
-    python recipes/drafters_in_pieces.py --prompts prompts.jsonl --check held_out.jsonl --work runs/drafters --minutes 9
+    python experiments/drafters_in_pieces.py --prompts FILE --check held_out.jsonl --work runs/drafters --minutes 9
 
 Each stage is a command of saltus that continues after an interruption. The program runs them in turn, stops the one
 that is running when its minutes are over, and says what is left. Give the same command again until it is done. Copy the

@@ -1,6 +1,6 @@
 """What do circuits cost? Milliseconds to draft a window from given laws, and to say the law of windows in training.
 
-    python benchmarks/circuits.py --windows 4,8,16,32,64 --ranks 8,32 --out circuits.json
+    python experiments/circuits.py --windows 4,8,16,32,64 --ranks 8,32 --out circuits.json
 
 Drafting reads a window token by token, as decoding does (`Reader`, in NumPy, each law over the 1,024 likeliest tokens),
 or draws all states first, level by level (`sample`); the states' laws of tokens, which the unembedding gives, are there

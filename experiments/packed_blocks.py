@@ -1,6 +1,6 @@
 """How much quicker an iterate of every block is learned from in one packed forward than in a forward of its own.
 
-    python benchmarks/packed_blocks.py [MODEL] [--blocks 16] [--size 16] [--prompt 64] [--rounds 5]
+    python experiments/packed_blocks.py [MODEL] [--blocks 16] [--size 16] [--prompt 64] [--rounds 5]
 
 Both compute the same losses of the same weights (tests/test_jacobi_training.py) and their gradients: the divergence of
 what each block's iterate says from what the text says, every block after the iterates before it. Separate forwards

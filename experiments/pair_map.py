@@ -1,6 +1,6 @@
 """A picture of the two tokens that each pair of uniforms gives: compatible pairs green, others red (PTP, Figure 5).
 
-    python recipes/pair_map.py --out pairs.png
+    python experiments/pair_map.py --out pairs.png
 
 A tiny grammar replaces a language model, so that it takes seconds: a line begins with `def`, `import`, `for` or
 `return`, and the possible next words depend on that. One student is conditioned on the uniforms, another is not. The

@@ -1,7 +1,7 @@
 """Taxi rides as a stream of tokens: the number of the New York neighbourhood, one of 25, of each pick-up (PTP, App. C).
 
-    python recipes/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
-    python recipes/taxi_data.py --synthetic 200000 --out taxi.npz
+    python experiments/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
+    python experiments/taxi_data.py --synthetic 200000 --out taxi.npz
 
 The neighbourhoods are k-means centres of the yellow cabs' pick-ups. The stream is a month of rides in chronological
 order, and its last six days are held out. `--synthetic` makes a similar stream without these files.

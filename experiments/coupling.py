@@ -1,6 +1,6 @@
 """How often do drafts agree with the text under each coupling? Tokens a call of methods, on the same prompts and seeds.
 
-    python benchmarks/coupling.py --prompts prompts.jsonl --limit 8 --out coupling.json
+    python experiments/coupling.py --prompts prompts.jsonl --limit 8 --out coupling.json
 
 A call verifies the whole tree (no controller), so the numbers do not depend on the machine's speed. Every text is
 checked to be that of plain decoding. Texts differ from coupling to coupling: the spread over prompts is given. As draft

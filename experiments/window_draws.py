@@ -1,6 +1,6 @@
 """What does a draft of heads cost under `reject`? Token by token, and drawn at once in a stage for each level.
 
-    python benchmarks/window_draws.py --windows 8,16,32 --out window_draws.json
+    python experiments/window_draws.py --windows 8,16,32 --out window_draws.json
 
 Untrained heads for the default model, whose weights do not change the work: each draft is a pass of the heads and
 tokens to the end of the window, at temperature 1. Drafts of all kinds in turn; milliseconds, median and least.

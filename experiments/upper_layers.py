@@ -1,6 +1,6 @@
 """What do heads' adapted layers cost: read a second time after the verifying call, or as more rows of that call?
 
-    python benchmarks/upper_layers.py --layers 1,2,4 --length 200 --out upper_layers.json
+    python experiments/upper_layers.py --layers 1,2,4 --length 200 --out upper_layers.json
 
 *After*: the last N layers read the rows that were accepted, after the call (what Saltus does). *Within*: every node of
 the call has a second row in its last N layers, since it is not known yet which are accepted: what these layers take for

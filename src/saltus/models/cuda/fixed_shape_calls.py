@@ -1,18 +1,149 @@
-"""Divide the forward passes of a batch into calls of fixed shapes."""
+"""Divide the forward passes of a batch into calls of fixed shapes, over pages of keys and values in one pool.
+
+CUDA graphs hold addresses. Those of the pool belong to no text, so a graph serves every text.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN, ForwardInputs
-from saltus.models.cuda.kv_pages import FixedShapeKVCache
+from saltus.models.cpu.kv_cache import KVCache
 
 BASE_TREE_DEPTH = 32
+PADDING_PAGE = 0  # padding rows write their keys and values to its first slot; no text has it
+MIN_PAGES = 64  # of a pool, once a text needs one
+FIRST_SHARE = 0.1  # of a GPU's free memory, for the first buffers: graphs are captured anew when buffers move
+MAX_FIRST_PAGES = 1024  # of a GPU's first buffers
+
+
+@dataclass
+class KVPagePool:
+    """Keys and values of all texts, [layers, slots, kv_heads, dim]: slots i · page_size and on are those of page i.
+
+    All values are finite, also in pages that no text has written to.
+    """
+
+    num_layers: int
+    page_size: int  # positions
+    num_pages: int = 1
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    free_pages: list[int] = field(default_factory=list)
+    graphs: dict[Any, Any] = field(default_factory=dict)  # CUDA graphs over these buffers; dropped when they move
+
+    def allocate(
+        self, key: Float[Tensor, "kv_heads rows dim"], value: Float[Tensor, "kv_heads rows value_dim"]
+    ) -> None:
+        """Allocate buffers for layers with such keys and values, unless they exist."""
+        if self.keys is None or self.values is None:
+            rows = [x.transpose(0, 1) for x in (key, value)]
+            self._add_pages(max(self.num_pages, self._first_pages(rows)))
+            self.keys, self.values = (self._zeros(x, self.num_pages) for x in rows)
+
+    def _first_pages(self, rows: Sequence[Tensor]) -> int:
+        """How many pages the first buffers on a GPU should have; 0 elsewhere, where nothing holds their addresses."""
+        if rows[0].device.type != "cuda":
+            return 0
+        page = self.num_layers * self.page_size * sum(x[0].nbytes for x in rows)
+        free, _ = torch.cuda.mem_get_info(rows[0].device)
+        return min(int(FIRST_SHARE * free) // page, MAX_FIRST_PAGES)
+
+    def take_pages(self, count: int) -> list[int]:
+        """Remove pages from the free ones; the pool grows if there are too few. Errors: out of memory."""
+        missing = count - len(self.free_pages)
+        if missing > 0:
+            self._grow(max(self.num_pages + missing, self.num_pages * 3 // 2, MIN_PAGES))
+        return [self.free_pages.pop() for _ in range(count)]  # one by one: texts may end in other threads
+
+    def copy_slots(self, destinations: Int[np.ndarray, "copies"], sources: Int[np.ndarray, "copies"]) -> None:
+        """Copy slots of every layer. Sources are read before destinations are written."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None and len(sources):
+                to, of = torch.from_numpy(np.stack([destinations, sources])).to(buffer.device)
+                buffer.index_copy_(1, to, buffer.index_select(1, of))
+
+    def _grow(self, num_pages: int) -> None:
+        self.graphs.clear()
+        self.keys = self._resized(self.keys, num_pages)  # one after the other, so that less memory is held at once
+        self.values = self._resized(self.values, num_pages)
+        self._add_pages(num_pages)
+
+    def _add_pages(self, num_pages: int) -> None:
+        self.free_pages.extend(range(num_pages - 1, self.num_pages - 1, -1))
+        self.num_pages = num_pages
+
+    def _resized(self, old: Tensor | None, num_pages: int) -> Tensor | None:
+        if old is None or old.shape[1] >= num_pages * self.page_size:
+            return old
+        new = self._zeros(old[0], num_pages)
+        new[:, : old.shape[1]] = old
+        return new
+
+    def _zeros(self, like: Tensor, num_pages: int) -> Tensor:
+        return like.new_zeros(self.num_layers, num_pages * self.page_size, *like.shape[1:])
+
+
+@dataclass
+class FixedShapeKVCache:
+    """The tokens of one text in the cache, and its pages, which are free again when the cache is gone.
+
+    Its entries are numbered as in other caches: entry p is decided token p, and node i of a tree after n decided
+    tokens is entry n + i until the next call.
+    """
+
+    pool: KVPagePool
+    token_history: KVCache = field(default_factory=KVCache)  # tokens and tree, without buffers
+    pages: list[int] = field(default_factory=list)
+    pending_copies: list[tuple[int, int]] = field(default_factory=list)  # (destination, source) of accepted nodes
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.pool.free_pages.extend, self.pages)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.token_history.tokens
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Those of all texts; None before the first call."""
+        return self.pool.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """Those of all texts; None before the first call."""
+        return self.pool.values
+
+    def reuse_prefix(self, tokens: Int[np.ndarray, "tokens"]) -> int:
+        """How many of the decided tokens are in the cache; the accepted branch is kept."""
+        if self.token_history.pending_tree is not None:
+            base = len(self.token_history.tokens)
+            nodes = self.token_history.pending_tree.matching_nodes(tokens[base:])
+            self.pending_copies += [(base + depth, base + node) for depth, node in enumerate(nodes) if node != depth]
+        return self.token_history.reuse_prefix(tokens)
+
+    def reserve(self, num_entries: int) -> None:
+        """Take pages for so many entries. Errors: out of memory; the cache stays as it was."""
+        missing = -(-num_entries // self.pool.page_size) - len(self.pages)
+        if missing > 0:
+            self.pages += self.pool.take_pages(missing)
+
+    def slots(self, entries: Int[np.ndarray, "*shape"]) -> Int[np.ndarray, "*shape"]:
+        """The slots of the pool that hold these entries."""
+        page, offset = np.divmod(entries, self.pool.page_size)
+        return np.array(self.pages, dtype=np.int64)[page] * self.pool.page_size + offset
+
+    def forget(self) -> None:
+        """Keep the pages, but nothing of what they hold."""
+        self.token_history, self.pending_copies = KVCache(), []
 
 
 @dataclass(frozen=True)
@@ -67,6 +198,11 @@ class TextRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def query_rows(self) -> Int[np.ndarray, "queries"]:
+        """Which rows are queries; a drafter's rows have none."""
+        return np.flatnonzero(self.output_rows > self.inputs.num_draft_tokens) if self.inputs else np.empty(0, np.int64)
 
     def select(self, rows: slice) -> TextRows:
         """Some of the rows, none of which counts as a prompt's."""

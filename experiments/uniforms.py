@@ -1,8 +1,8 @@
 """What are uniforms worth to a drafter? Count its right drafts, given the text's own uniforms and given others.
 
-    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --out uniforms.json
-    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --coupling token-order --adapter adapter
-    python benchmarks/uniforms.py --teacher held_out.jsonl.gz --checkpoints kept/*.pt --plot uniforms.png
+    python experiments/uniforms.py --teacher held_out.jsonl.gz --out uniforms.json
+    python experiments/uniforms.py --teacher held_out.jsonl.gz --coupling token-order --adapter adapter
+    python experiments/uniforms.py --teacher held_out.jsonl.gz --checkpoints kept/*.pt --plot uniforms.png
 
 The teacher's texts are read as `saltus collect text` wrote them; they should be none that the drafter was trained on.
 With checkpoints of a training run, the same is counted for each, so that a plot shows when uniforms begin to pay.

@@ -1,6 +1,6 @@
 """The tables of taxi_ptp.py as Markdown: the mean over seeds, and the standard deviation if there are several.
 
-python recipes/taxi_tables.py runs/results/*.json > tables.md
+python experiments/taxi_tables.py runs/results/*.json > tables.md
 """
 
 from __future__ import annotations

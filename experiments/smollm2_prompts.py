@@ -1,6 +1,6 @@
 """Prompts of five kinds for a teacher, made of given texts: translations, summaries, questions, passages, essays.
 
-    python recipes/smollm2_prompts.py --articles enwik8.xz --german sentences.txt --out prompts.jsonl
+    python experiments/smollm2_prompts.py --articles enwik8.xz --german sentences.txt --out prompts.jsonl
     saltus collect text --prompts prompts.jsonl -t 0 -t 0.7 -n 160 --out teacher
 
 A drafter is best at texts that are similar to its training texts, so the prompts should resemble those of its users.

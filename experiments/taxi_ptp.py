@@ -1,7 +1,7 @@
 """Train and measure PTP on taxi rides: the tables of its paper's ablations, one command each.
 
-    python recipes/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
-    python recipes/taxi_ptp.py methods --tokens taxi.npz --work runs/taxi --out methods.json
+    python experiments/taxi_data.py --rides uber-raw-data-apr14.csv.zip --centres yellow_sample.csv.gz --out taxi.npz
+    python experiments/taxi_ptp.py methods --tokens taxi.npz --work runs/taxi --out methods.json
 
 Tables: teacher (the autoregressive model), methods (O-PTP, C-PTP and independent prediction at --window tokens),
 losses (Table 4), embeddings (Table 5), places (Table 6), drafts (Table 7), windows (Table 8), inverse (Table 1), all.

@@ -1,6 +1,6 @@
 """Train a small byte-level transformer on a text such as enwik8: a target whose tokens are bytes.
 
-    python recipes/bytes_target.py --text enwik8.xz --work runs/bytes --out bytes
+    python experiments/bytes_target.py --text enwik8.xz --work runs/bytes --out bytes
     saltus generate -m bytes --raw "The history of "
 
 It has EvaByte's vocabulary, 64 special tokens and then the 256 bytes, and Llama's layers. The last hundredth of the
@@ -9,7 +9,7 @@ text is held out. The same command continues an interrupted run. For heads, let 
     saltus collect text -m bytes --prompts runs/bytes/prompts.jsonl -t 0 -t 0.7 --out teacher
     saltus train mtpc --recipe bytes-heads -m bytes --teacher teacher --set circuit=ff --out ff
 
-`runs/bytes/held_out.jsonl` holds prompts from held-out text, for benchmarks/heads.py.
+`runs/bytes/held_out.jsonl` holds prompts from held-out text, for experiments/heads.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a model that says just what another says, and takes longer: with layers after its own that add nothing.
 
-    python benchmarks/deepened.py --model stories --layers 54 --out deep
-    python benchmarks/infilling.py --model deep ...
+    python experiments/deepened.py --model stories --layers 54 --out deep
+    python experiments/infilling.py --model deep ...
 
 So it can be seen how what a method gains goes with the time of a call, while drafts and laws stay as they are.
 """

@@ -1,6 +1,6 @@
 """What do heads bring? Tokens a call and a second, several heads and plain decoding in turns on the same prompts.
 
-    python benchmarks/heads.py --prompts prompts.jsonl --heads ff cp btree --out heads.json
+    python experiments/heads.py --prompts prompts.jsonl --heads ff cp btree --out heads.json
 
 Every draft goes as far as the heads' window, so that circuits are compared and not the controller's choices; with
 --adaptive it chooses. A step is a call and what comes *besides*, which is drafting above all. *Ceiling* is what a step

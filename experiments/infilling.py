@@ -1,6 +1,6 @@
 """What ASSD brings on texts with holes: calls, time and quality beside sequential decoding, and two wrong ways.
 
-    python benchmarks/infilling.py --text tales.csv --out infilling [--model stories] [--judge smollm2-135m]
+    python experiments/infilling.py --text tales.csv --out infilling [--model stories] [--judge smollm2-135m]
 
 `--text` is a table (.csv) with columns document_id and text, a sentence a row, that the model was not trained on; five
 sentences in a row are a story. Four tasks: the middle sentence is missing, the middle three are (holes that the model

@@ -1,6 +1,6 @@
 """Small transformers for experiments with PTP: distillation from a teacher, and training without one (PTP, Alg. 2, 3).
 
-No command of Saltus needs this module. The taxi recipes and pair_map.py import it.
+No command of Saltus needs this module. The taxi programs and pair_map.py import it.
 """
 
 from __future__ import annotations
