@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
@@ -41,6 +41,7 @@ from saltus.server.translation import (
 MAX_TOKENIZED = 2**20  # characters that /tokenize takes, or what fits into the context
 
 
+@runtime_checkable
 class OnlineLearner(Protocol):
     """What trains the drafter while the server runs (`server.learning`)."""
 

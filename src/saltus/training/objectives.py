@@ -14,11 +14,8 @@ def _all_objectives() -> dict[str, Objective]:
     folders = [f"{methods.__name__}.{module.name}" for module in pkgutil.iter_modules(methods.__path__) if module.ispkg]
     trained = [folder for folder in folders if find_spec(f"{folder}.training") is not None]
     files = [f"{folder}.training.objectives" for folder in trained]
-    return {
-        kind: objective
-        for file in files if find_spec(file) is not None
-        for kind, objective in import_module(file).OBJECTIVES.items()
-    }  # fmt: skip
+    found = [import_module(file).OBJECTIVES for file in files if find_spec(file) is not None]
+    return dict(sorted(pair for objectives in found for pair in objectives.items()))
 
 
 OBJECTIVES = _all_objectives()
