@@ -37,7 +37,7 @@ def main() -> None:
             settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": 1}
             alone = [expanded.generate(prompt, **settings).tokens for prompt in prompts]
             for method in methods:
-                engine.decoder.prefix_cache.clear()
+                engine.decoder.prefix_tree.clear()
                 written = engine.generate(prompts, method=method, **settings)
                 same = sum(one.tokens == own for one, own in zip(written, alone, strict=True))
                 differing += len(prompts) - same

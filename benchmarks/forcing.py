@@ -146,6 +146,7 @@ def main() -> None:
             for place, question in enumerate(inputs):
                 texts: dict[str, list[int]] = {}
                 for key in order if (number + place) % 2 == 0 else order[::-1]:
+                    engines[key].decoder.prefix_tree.clear()
                     began = time.perf_counter()
                     method = PLAIN if key[1] == PLAIN else "jacobi"
                     found = engines[key].generate(

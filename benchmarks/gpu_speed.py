@@ -172,7 +172,7 @@ def note_speed(run: Any, method: str, temperature: float, seconds: Sequence[floa
 
 def ours(run: Any, engine: Any, method: str) -> Write:
     def write(prompts: list[str], temperature: float, tokens: int = run.args.tokens) -> float:
-        engine.decoder.prefix_cache.clear()
+        engine.decoder.prefix_tree.clear()
         start, settings = run.wait(), {"temperature": temperature, "seed": 1, "ignore_eos": True}
         made = engine.generate(prompts, method=method, max_new_tokens=tokens, **settings)
         assert all(len(one.tokens) == tokens for one in made)

@@ -45,6 +45,7 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, sample
 from saltus.engine.infill_template import InfillLayout, InfillTemplate, tokenize_template
 from saltus.engine.request import Request
+from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.evaluation.reports.environment import git_commit, machine_info
 from saltus.methods.shared.ptp_queries import with_query_chains
@@ -150,7 +151,7 @@ def filled(
     )
     without = mock.patch.object(engine.network, "pairwise_correction", None)
     with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
-        for _ in engine.decoder.run([job], method, batch_size=1):
+        for _ in run_requests(engine.decoder, [job], method, batch_size=1):
             pass
     return job
 

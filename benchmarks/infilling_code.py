@@ -82,6 +82,7 @@ def continued(engine: saltus.Engine, rows: list[dict], seed: int, temperature: f
     found = Answers([])
     for row in track(rows, f"left to right, seed {seed}"):
         before = trimmed(engine, row["prompt"], context)
+        engine.decoder.prefix_tree.clear()
         began = time.perf_counter()
         one = engine.generate(before, max_new_tokens=OPEN, seed=seed, temperature=temperature, stop=["\n"], raw=True)
         found.seconds += time.perf_counter() - began

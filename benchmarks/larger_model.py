@@ -111,7 +111,7 @@ def main() -> None:
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first once more, to warm up
         expected: list[int] = []
         for method in methods:
-            engine.decoder.prefix_cache.clear()
+            engine.decoder.prefix_tree.clear()
             started = time.perf_counter()
             answer = engine.generate(
                 prompt, method=method, max_new_tokens=args.max_new_tokens, temperature=args.temperature

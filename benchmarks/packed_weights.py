@@ -61,7 +61,7 @@ def main() -> None:
         for number, prompt in enumerate([prompts[0], *prompts]):  # the first once more, to warm up
             texts = []
             for name, engine in engines.items():
-                engine.decoder.prefix_cache.clear()
+                engine.decoder.prefix_tree.clear()
                 started = time.perf_counter()
                 answer = engine.generate(prompt, method=method, max_new_tokens=args.max_new_tokens)
                 seconds[name] += (time.perf_counter() - started) * (number > 0)

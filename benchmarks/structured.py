@@ -96,7 +96,7 @@ def main() -> None:
             messages, found = [{"role": "user", "content": asked}], {}
             first = (number + len(rows)) % len(SIDES)
             for side in (*SIDES[first:], *SIDES[:first]):
-                engine.decoder.prefix_cache.entries.clear()
+                engine.decoder.prefix_tree.clear()
                 started = time.perf_counter()
                 if side == "unforced":
                     with without_forced_tokens():

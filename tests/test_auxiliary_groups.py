@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from architectures import tiny
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
@@ -19,7 +20,6 @@ from saltus.core.forward import NO_TOKEN, ForwardInputs, ForwardOutputs, NodeKin
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, pick, probabilities, token_distribution, uniform_interval
-from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
 from saltus.methods.ptp.drafter import AdapterPtp, Ptp

@@ -55,7 +55,7 @@ def test_calls_and_tokens_agree_with_an_independent_count(engine, tiny_folder):
             history: list[dict[str, str]] = []
             for turn in task.prompt.turns:
                 history.append({"role": "user", "content": turn})
-                own.decoder.prefix_cache.clear()
+                own.decoder.prefix_tree.clear()
                 texts.append(own.generate(history, max_new_tokens=24, seed=3, temperature=0.7))
                 history.append({"role": "assistant", "content": texts[-1].text})
         assert told[name]["tokens"] == sum(len(text.tokens) for text in texts)
@@ -141,8 +141,7 @@ class Warm(MethodUnderTest):
 
     def generate(self, question):
         super().generate(question)
-        prefix_cache, self.call_recorder.calls[:] = self.engine.decoder.prefix_cache, []
-        prefix_cache.entries[:] = [(0, kv_caches) for _, kv_caches in prefix_cache.entries]
+        self.call_recorder.calls[:] = []
         stream = self.engine.stream(
             question.prompt,
             method=self.name,

@@ -12,6 +12,7 @@ import saltus
 from conftest import byte_tokenizer, tiny_xlnet
 from saltus.core.sampling import Sampling
 from saltus.engine.fim import fim_prompt
+from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.benchmark_run import Benchmark
 from saltus.evaluation.benchmarks.infill_requests import hole_request, infill_request
 from saltus.evaluation.benchmarks.suites import load_tasks
@@ -84,7 +85,7 @@ def test_every_method_fills_the_same_and_its_calls_are_verified(filler, tasks, s
             open_tokens=run.request_settings["max_new_tokens"],
             temperature=run.request_settings["sampling"].temperature,
         )  # fmt: skip
-        for _ in engine.decoder.run([expected.request], "plain"):
+        for _ in run_requests(engine.decoder, [expected.request], "plain"):
             pass
         filling = expected.infilling().fillings[0]
         for record in records:

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from saltus import testing
+from saltus.core.batch import run, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
@@ -16,7 +17,6 @@ from saltus.core.distributions import TargetDistributions
 from saltus.core.forward import ForwardInputs
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Distribution, Sampling, one_hot, probability, residual
-from saltus.core.scheduler import run, run_batch
 from saltus.core.tree import Tree
 from saltus.methods import available_methods
 from saltus.testing import ToyDecoding, ToyNetwork, text_probabilities, toy_decoding, toy_network

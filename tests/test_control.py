@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saltus.core.batch import SequenceState, run, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost, never_falling
@@ -18,7 +19,6 @@ from saltus.core.distributions import Step, TargetDistributions
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, one_hot
-from saltus.core.scheduler import SequenceState, run, run_batch
 from saltus.core.speculate import speculate
 from saltus.core.tree import Branch, Tree, grow_tree
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD

@@ -18,12 +18,11 @@ from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import Sampling
 from saltus.engine.calibration import measure_call_seconds
 from saltus.engine.checkpoints import resolve_device
-from saltus.engine.prefix_cache import PrefixCache
 from saltus.engine.request import Request
+from saltus.engine.scheduler import run_requests
 from saltus.methods import available_methods
 from saltus.models import causal
 from saltus.models.cpu.attention import install_attention
-from saltus.models.cpu.kv_cache import KVCache
 
 METHODS = [*available_methods(), "jacobi+lookup", "ptp+lookup", "mtpc+lookup"]
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"
@@ -73,7 +72,7 @@ def refused(cure: str):
 def test_auto_takes_the_drafter_that_fits_the_model_and_lookup_always(tiny_folder, tiny_drafter, monkeypatch):
     folder = str(tiny_folder())
     without = saltus.load(folder)
-    assert (without.method, set(without.decoder.setups)) == ("lookup", {"lookup"})
+    assert (without.method, set(without.decoder.setups)) == ("lookup", {"lookup", "auto"})
     drafter = tiny_drafter()
     assert (
         saltus.load(folder, options={"ptp": {"model": str(drafter)}, "lookup": {"max_ngram_size": 5}}).method
@@ -455,7 +454,7 @@ def test_a_conversation_goes_on_from_memory(engine):
     messages = [{"role": "user", "content": PROMPT}]
     first = engine.generate(messages, max_new_tokens=8, ignore_eos=True)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "why?"}]
-    second = engine.generate(messages, max_new_tokens=8)
+    second = engine.generate(messages, max_new_tokens=8, method="lookup")
     assert second.calls[0].context_tokens_read < len(engine.encode(messages)) - len(engine.encode(PROMPT))
 
 
@@ -467,36 +466,18 @@ def test_a_next_turn_reads_only_what_is_new_and_changes_nothing(tiny_folder, dty
     text = [*engine.encode(PROMPT), *first.tokens, *engine.encode("and the dog?", raw=True)]
     second, again = (Request(text, 24, 0, Sampling(), logprobs=True) for _ in range(2))
     for one, inputs in ((engine, second), (fresh, again)):
-        deque(one.decoder.run([inputs], "lookup"), maxlen=0)
+        deque(run_requests(one.decoder, [inputs], "lookup"), maxlen=0)
     assert second.calls[0].context_tokens_read < len(text) - len(engine.encode(PROMPT))
     assert again.calls[0].context_tokens_read == len(text)
     assert second.tokens == again.tokens
     assert second.log_probabilities == again.log_probabilities
 
 
-def test_the_same_prompt_again_is_read_again(engine):
-    reads = [engine.generate(PROMPT, max_new_tokens=8).calls[0].context_tokens_read for _ in range(2)]
-    assert reads == [len(engine.encode(PROMPT))] * 2
-
-
-def test_only_so_many_memories_are_kept(engine):
-    prefix_cache = PrefixCache(max_entries=3)
-    for number in range(5):
-        prefix_cache.put([number], {"target": KVCache(np.array([number, 8, 9]))})
-    assert [prefix_cache.take([number, 8, 9, 9]) != {} for number in range(5)] == [False, False, True, True, True]
-    assert prefix_cache.entries == []
-
-
-def test_of_two_memories_alike_in_length_the_right_one_is_taken():
-    prefix_cache = PrefixCache()
-    for number in range(2):
-        prefix_cache.put([number], {"target": KVCache(np.array([number, 8, 9]))})
-    assert prefix_cache.take([1, 8, 9, 9])["target"].tokens[0] == 1
-    assert [kept["target"].tokens[0] for _, kept in prefix_cache.entries] == [0]
-    small = PrefixCache(max_bytes=1)
-    for number in range(2):
-        small.put([number], {"target": KVCache(np.array([number, 8]), torch.zeros(9), torch.zeros(9))})
-    assert [entry[1]["target"].tokens[0] for entry in small.entries] == [1]
+def test_the_same_prompt_again_is_not_read_again(engine):
+    engine.decoder.prefix_tree.clear()
+    settings = {"method": "lookup", "max_new_tokens": 8}
+    reads = [engine.generate(PROMPT, **settings).calls[0].context_tokens_read for _ in range(2)]
+    assert reads == [len(engine.encode(PROMPT)), 1]
 
 
 @pytest.mark.slow
@@ -530,6 +511,7 @@ def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
 
 
 def test_statistics_add_up(engine):
+    engine.decoder.prefix_tree.clear()
     answer = engine.generate(PROMPT, method="small_model", max_new_tokens=30, ignore_eos=True)
     found = answer.statistics
     assert sum(found.tokens_by_call) == found.tokens == len(answer.tokens) == 30

@@ -16,7 +16,8 @@ from reference_evabyte import CONFIG, random_weights, reference, write_folder
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs, NodeKind
 from saltus.engine.checkpoints import load_checkpoint
-from saltus.engine.prefix_cache import PrefixCache
+from saltus.engine.prefix_tree import PrefixTree
+from saltus.engine.scheduler import run_requests
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.kernels import native
 from saltus.methods.mtpc.heads import HeadShape, new_head_model, own_heads
@@ -223,7 +224,7 @@ def test_drafts_are_accepted_across_the_borders_of_windows(folder):
     plain = engine.generate("xy", method="plain", max_new_tokens=4 * WINDOW, raw=True, ignore_eos=True)
     request = engine.text_request("xy", max_new_tokens=4 * WINDOW, raw=True, ignore_eos=True).request
     request.prediction = plain.tokens
-    for _ in engine.decoder.run([request], "lookup"):
+    for _ in run_requests(engine.decoder, [request], "lookup"):
         pass
     assert request.tokens == plain.tokens
     ends = np.cumsum([len(call.tokens) for call in request.calls]) + 3  # <bos> and the prompt come before
@@ -234,7 +235,7 @@ def test_drafts_are_accepted_across_the_borders_of_windows(folder):
 
 def test_the_next_turn_of_a_conversation_reads_what_is_new(folder):
     network = load_checkpoint(str(folder()), "cpu").network
-    prompt, cache, kv_cache = text(2 * WINDOW + 3), PrefixCache(), network.new_kv_cache()
+    prompt, cache, kv_cache = text(2 * WINDOW + 3), PrefixTree(), network.new_kv_cache()
     read(network, prompt, kv_cache=kv_cache)
     cache.put(prompt[: WINDOW + 1].tolist(), {"target": kv_cache})  # the rest was its answer
     longer = np.append(prompt, text(9, seed=1))

@@ -376,6 +376,6 @@ def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
     settings = {"temperature": temperature, "seed": 3, "max_new_tokens": 200, "ignore_eos": True}
     prompts = ["the cat sat on the mat and the cat sat on the", "the dog"]
     expected = [ours.generate(prompt, method="plain", **settings).tokens for prompt in prompts]
-    fixed.decoder.prefix_cache.clear()
+    fixed.decoder.prefix_tree.clear()
     assert fixed.generate(prompts[0], method=method, **settings).tokens == expected[0]
     assert [one.tokens for one in fixed.generate(prompts, method=method, **settings)] == expected

@@ -21,6 +21,7 @@ from saltus.core.canvas import HOLE, infilling
 from saltus.core.forward import ForwardInputs
 from saltus.engine.infill import InfillOutput
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, parse_template, tokenize_template
+from saltus.engine.scheduler import run_requests
 from saltus.kernels.packed_weight import dequantize_blocks, describe_weights
 from saltus.loading.gguf_storage import remove_gguf, require_packable, store_as_gguf
 from saltus.loading.metadata import read_metadata
@@ -751,7 +752,7 @@ def test_a_server_fills_several_holes_as_the_engine_does(filler_server, speculat
     engine, url = filler_server
     template = InfillTemplate(tuple(PARTS), (4, None, 3))
     request = engine.infill_request(template, verbatim=True, temperature=1.0, seed=3)
-    for _ in engine.decoder.run([request.request], "plain"):
+    for _ in run_requests(engine.decoder, [request.request], "plain"):
         pass
     expected = request.infilling()
     asked = {**ASKED, "speculative": speculative}

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saltus.core.batch import run
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
 from saltus.core.coupling import pick_token
@@ -17,7 +18,6 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.rules import match, reject
 from saltus.core.sampling import Sampling, token_distribution
-from saltus.core.scheduler import run
 from saltus.core.speculate import speculate
 from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks
 from saltus.methods.jacobi.drafter import (

@@ -6,7 +6,7 @@ import torch
 from architectures import random_tree, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.prefix_cache import supports_prefix_cache
+from saltus.engine.prefix_tree import supports_prefix_tree
 from saltus.models.causal import CausalNetwork
 
 BORDER = 24  # tokens of the longest text with the angles of short ones
@@ -56,4 +56,4 @@ def test_a_row_has_the_same_bits_alone_as_a_node_and_beside_texts_of_another_len
 
 
 def test_keys_of_a_text_are_not_kept_for_one_that_may_get_longer(network):
-    assert not supports_prefix_cache(network)
+    assert not supports_prefix_tree(network)

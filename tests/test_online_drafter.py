@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.control.controller import Controller
 from saltus.core.forward import ForwardInputs
-from saltus.core.scheduler import SequenceState, run_batch
-from saltus.engine.decoder import counting_generator
+from saltus.engine.scheduler import counting_generator
 from saltus.methods.ptp.training.online import (
     LearningSettings,
     OnlineDrafterTraining,

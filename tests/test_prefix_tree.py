@@ -13,8 +13,8 @@ from conftest import TEMPLATE
 from saltus.engine.engine import Engine
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.server.batching import EngineThread
-from saltus.server.jobs import Job, Limits
+from saltus.server.engine_thread import EngineThread
+from saltus.server.served_request import Limits, serve_text
 
 LAYERS, HEADS, DIM = 2, 1, 4
 BYTES_PER_TOKEN = 2 * LAYERS * HEADS * DIM * 4
@@ -100,6 +100,36 @@ def test_a_copy_is_taken_so_that_texts_do_not_write_into_each_other():
     assert (tree.take([1, 2]), tree.num_bytes) == ({}, 0)
 
 
+def whole(first: int) -> KVCache:
+    """A cache with a layer of other sizes, which cannot be cut in pieces."""
+    layers = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
+    return KVCache(np.array([first, 8, 9]), *layers, odd_layers={1: (torch.zeros(1, 3, 4), torch.zeros(1, 3, 4))})
+
+
+def test_caches_that_cannot_be_cut_are_kept_whole_and_the_latest_four():
+    tree = PrefixTree()
+    for number in range(6):
+        tree.put([number], {"target": whole(number)})
+    assert [tree.take([number, 8, 9, 9]) != {} for number in range(6)] == [False, False, True, True, True, True]
+    assert tree.num_bytes == 0
+    tree.put([1], {"target": whole(1)}, ended=False)
+    assert tree.take([1, 8, 9, 9]) == {}, "it belongs to a text that goes on"
+
+
+def test_of_whole_caches_the_one_is_taken_whose_prompt_the_text_begins_with():
+    tree = PrefixTree()
+    for number in range(2):
+        tree.put([number, 8], {"target": whole(number)})
+    assert tree.take([1, 7, 9]) == {}, "another prompt"
+    taken = tree.take([1, 8, 7, 9])["target"]
+    assert taken.tokens.tolist() == [1, 8]
+    assert tree.take([1, 8, 7, 9]) == {}, "one text has it"
+    small = PrefixTree(max_bytes=1)
+    for number in range(2):
+        small.put([number], {"target": whole(number)})
+    assert [small.take([number, 8, 9]) != {} for number in range(2)] == [False, True]
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_folder, partners) -> Engine:
     made = saltus.load(str(tiny_folder()), "lookup", options=partners, adaptive=False)
@@ -112,13 +142,18 @@ def test_a_text_has_no_caches_of_draft_models_that_it_does_not_use(engine):
     engine_thread, caches = EngineThread(engine, Limits()), []
 
     def deliver(part) -> None:
-        parts.put((set(engine_thread.running[0].sequence.kv_caches) if engine_thread.running else None, part))
+        parts.put(
+            (
+                set(engine_thread.scheduler.running[0].sequence.kv_caches) if engine_thread.scheduler.running else None,
+                part,
+            )
+        )
 
     engine_thread.start()
     try:
         for method in ("small_model", "plain"):
             request = engine.text_request("the cat sat on the mat", raw=True, max_new_tokens=4, ignore_eos=True)
-            engine_thread.submit(Job(request, method, deliver))
+            engine_thread.submit(serve_text(request, method, deliver))
             caches.append(parts.get(timeout=30)[0])
             while parts.get(timeout=30)[1].finish_reason is None:
                 pass
@@ -132,7 +167,9 @@ def test_several_texts_of_one_prompt_read_it_once(engine):
     length = len(engine.encode(prompt, raw=True))
     parts: queue.SimpleQueue = queue.SimpleQueue()
     jobs = [
-        Job(engine.text_request(prompt, raw=True, seed=seed, max_new_tokens=8, temperature=1.0), "lookup", parts.put)
+        serve_text(
+            engine.text_request(prompt, raw=True, seed=seed, max_new_tokens=8, temperature=1.0), "lookup", parts.put
+        )
         for seed in range(4)
     ]
     engine_thread = EngineThread(engine, Limits())
@@ -145,7 +182,7 @@ def test_several_texts_of_one_prompt_read_it_once(engine):
     finally:
         engine_thread.close()
     assert [job.cached_tokens for job in jobs] == [0] + 3 * [length - 1]
-    assert [job.request.request.calls[0].context_tokens_read for job in jobs] == [length] + 3 * [1]
+    assert [job.request.calls[0].context_tokens_read for job in jobs] == [length] + 3 * [1]
     for seed, job in enumerate(jobs):
         alone = engine.generate(prompt, raw=True, method="plain", seed=seed, max_new_tokens=8, temperature=1.0)
-        assert job.request.request.tokens == alone.tokens
+        assert job.request.tokens == alone.tokens

@@ -10,24 +10,24 @@ import pytest
 
 from saltus.engine.grammar import Grammar
 from saltus.engine.request import CallRecord
-from saltus.server import batching
-from saltus.server.batching import EngineThread
+from saltus.server import engine_thread as threads
 from saltus.server.constraint_time import (
     DRAFTING_SECONDS,
     MOST_SECONDS,
     SECONDS_PER_CALL,
     LimitedConstraint,
 )
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
-from saltus.server.jobs import Job, Limits
+from saltus.server.served_request import Limits, ServedRequest, serve_text
 from test_serving_faults import decoded
 from tiny_server import PROMPT, alone, engine  # noqa: F401
 
 GUILTY = "a guilty text"
 
 
-def job_of(engine, prompt: str = PROMPT, tokens: int = 8, deliver=lambda part: None) -> Job:
-    return Job(engine.text_request(prompt, raw=True, max_new_tokens=tokens, ignore_eos=True), "plain", deliver)
+def job_of(engine, prompt: str = PROMPT, tokens: int = 8, deliver=lambda part: None) -> ServedRequest:
+    return serve_text(engine.text_request(prompt, raw=True, max_new_tokens=tokens, ignore_eos=True), "plain", deliver)
 
 
 def test_after_a_call_that_failed_the_texts_are_tried_alone_and_the_guilty_one_ends(engine, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_client_that_cannot_be_answered_ends_its_own_text_only(engine):
 def test_a_text_that_cannot_be_written_down_ends_alone(engine):
     engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
     bad, good = job_of(engine, deliver=ended.put), job_of(engine, deliver=ended.put)
-    bad.request.output.release = lambda final: 1 / 0
+    bad.text.output.release = lambda final: 1 / 0
     engine_thread.submit(bad, good)
     engine_thread.start()
     try:
@@ -97,12 +97,14 @@ def failing_engine_thread(engine, answers: list[ApiError], states: list[int]) ->
     """An engine thread that fails with four texts, of which some run, pause and wait; the event says that it did."""
     engine_thread, failed = EngineThread(engine, Limits(max_batch=2)), threading.Event()
     engine_thread.on_failure = failed.set
-    call, turns = engine_thread._call, iter(range(3))
+    scheduler = engine_thread.scheduler
+    call, step, turns = scheduler._call, scheduler.step, iter(range(3))
 
-    def fail_in_the_third_turn() -> None:
+    def fail_in_the_third_turn() -> list[ServedRequest]:
         if next(turns) == 2:
-            states.extend(map(len, (engine_thread.running, engine_thread.paused, engine_thread.waiting)))
+            states.extend(map(len, (scheduler.running, scheduler.paused, scheduler.waiting)))
             raise ZeroDivisionError("a\nfault")
+        return step()
 
     def deliver(part) -> None:
         if isinstance(part, ApiError):
@@ -113,8 +115,8 @@ def failing_engine_thread(engine, answers: list[ApiError], states: list[int]) ->
             engine_thread.submit(job_of(engine, deliver=deliver))
         call(running)
 
-    engine_thread._take_replacements = fail_in_the_third_turn
-    engine_thread._call = submitting
+    scheduler.step = fail_in_the_third_turn
+    scheduler._call = submitting
     engine_thread.submit(*(job_of(engine, deliver=deliver) for _ in range(3)))
     engine_thread.start()
     return engine_thread, failed
@@ -225,7 +227,7 @@ def test_a_constraint_that_takes_as_long_as_calls_give_back_never_ends_its_text(
 def test_a_grammar_that_takes_too_long_ends_its_own_text_only(engine, monkeypatch):
     slow = _SlowConstraint(0.5)
     monkeypatch.setattr(Grammar, "constraint", lambda *_: slow)
-    monkeypatch.setattr(batching, "LimitedConstraint", lambda *given: LimitedConstraint(*given, slow.clock))
+    monkeypatch.setattr(threads, "LimitedConstraint", lambda *given: LimitedConstraint(*given, slow.clock))
     engine_thread, ended = EngineThread(engine, Limits()), queue.Queue()
 
     def deliver_to(name: str):
@@ -236,7 +238,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_text_only(engine, monkeypatc
         return deliver
 
     request = engine.text_request(PROMPT, raw=True, max_new_tokens=40, grammar=Grammar.regex("a*"))
-    engine_thread.submit(Job(request, "lookup", deliver_to("slow")), job_of(engine, deliver=deliver_to("other")))
+    engine_thread.submit(serve_text(request, "lookup", deliver_to("slow")), job_of(engine, deliver=deliver_to("other")))
     engine_thread.start()
     try:
         found = dict(ended.get(timeout=30) for _ in range(2))

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from saltus.core.forward import TARGET
-from saltus.server import bodies, prompt_reading
-from saltus.server.batching import EngineThread
+from saltus.server import bodies
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
-from saltus.server.jobs import Job, Limits
+from saltus.server.served_request import Limits, serve_text
 from tiny_server import JSON, PROMPT, alone, engine, serving  # noqa: F401
 
 OUT_OF_MEMORY = (
@@ -66,7 +66,7 @@ def test_a_client_that_vanishes_frees_its_memory_within_two_calls(engine, monkey
             connection = post(url, json.dumps(body).encode())
             permits.release(3)
             assert all(begun.acquire(timeout=20) for _ in range(4))  # three calls were made, and the fourth has begun
-            (job,) = service.engine_thread.running
+            (job,) = service.engine_thread.scheduler.running
             memory = weakref.ref(job.sequence.kv_caches[TARGET])
             connection.close()
             assert eventually(lambda: job.cancelled)
@@ -160,7 +160,7 @@ def decoded(engine, prompts: list[str], limits: Limits = Limits(), method: str =
 
     requests = [engine.text_request(prompt, raw=True, max_new_tokens=24, temperature=1.0) for prompt in prompts]
     engine_thread = EngineThread(engine, limits)
-    engine_thread.submit(*(Job(one, method, deliver_to(number)) for number, one in enumerate(requests)))
+    engine_thread.submit(*(serve_text(one, method, deliver_to(number)) for number, one in enumerate(requests)))
     engine_thread.start()
     try:
         found = dict(ended.get(timeout=60) for _ in prompts)
@@ -187,7 +187,7 @@ def test_without_memory_the_newest_texts_end_and_the_others_go_on(engine, monkey
 
 
 def test_a_prompt_that_cannot_be_read_ends_its_own_text_only(engine, monkeypatch):
-    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
     forward, expected = engine.network.forward, alone(engine, PROMPT, raw=True).text
 
     def of_short_texts(batch, kv_caches):

@@ -15,9 +15,9 @@ from conftest import TEMPLATE
 from saltus.cli.app import app
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.training.online import Evaluation, LearningSettings, Progress
-from saltus.server.jobs import Limits
 from saltus.server.learned_drafters import LearnedDrafters
 from saltus.server.learning import Learner, LearningPlan, group_of
+from saltus.server.served_request import Limits
 from test_cache_files import DAMAGES, full_disk
 from tiny_server import PROMPT, alone, serving
 
@@ -69,7 +69,7 @@ def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, capl
         assert metric(url, "saltus:learning_steps_total") > 0
         assert metric(url, 'saltus:learning_tokens_per_call{drafter="trained"') >= 1
         found += [(seed, ask(url, seed)) for seed in range(8)]
-    latest = served = service.engine_thread.networks["ptp"]
+    latest = served = service.engine_thread.scheduler.networks["ptp"]
     while not service.engine_thread.replacements.empty():  # one may have come after the last call
         _, latest = service.engine_thread.replacements.get()
     assert {seed for seed, _ in found} == set(range(8))
@@ -128,7 +128,7 @@ class _Load:
     """What the policy looks at of an engine thread."""
 
     def __init__(self, running: int, waiting: int = 0) -> None:
-        self.running, self.num_waiting = [None] * running, waiting
+        self.num_running, self.num_waiting = running, waiting
         self.limits = Limits(max_batch=4)
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import saltus
-from saltus.server import prompt_reading
-from saltus.server.jobs import Limits
+from saltus.server.served_request import Limits
 from tiny_server import MESSAGES, PROMPT, alone, engine, serving  # noqa: F401
 
 
@@ -48,11 +47,11 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
     with serving(engine, Limits(max_batch=8)) as (service, url), concurrent.futures.ThreadPoolExecutor(20) as pool:
         found = list(pool.map(lambda one: written(url, one[0]), asked))
         assert found == [text for _, text in asked]
-        assert (service.engine_thread.num_open, service.engine_thread.running) == (0, [])
+        assert (service.engine_thread.num_open, service.engine_thread.scheduler.requests) == (0, [])
 
 
 def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
-    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 50)
+    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 50)
     prompt = "the cat sat on the mat " * 30
     expected = alone(engine, prompt, raw=True, seed=5).text
     with serving(engine) as (_, url):
@@ -64,17 +63,17 @@ def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
 
 
 def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
     happened = []
     with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        engine_thread, read = service.engine_thread, service.engine_thread.prompts.read_piece
-        monkeypatch.setattr(engine_thread.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
+        scheduler, read = service.engine_thread.scheduler, service.engine_thread.scheduler.prompts.read_piece
+        monkeypatch.setattr(scheduler.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
         body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
-            deliver = engine_thread.running[0].deliver
-            engine_thread.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
+            deliver = scheduler.running[0].deliver
+            scheduler.running[0].deliver = lambda part: (happened.append("text"), deliver(part))
             long = {**body, "prompt": "a dog sat on the mat " * 30, "max_tokens": 1}
             other = pool.submit(httpx.post, url + "/v1/completions", json=long)
             assert other.result().status_code == 200

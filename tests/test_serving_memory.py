@@ -6,13 +6,13 @@ import queue
 
 import pytest
 
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.control.controller import Controller
-from saltus.core.scheduler import SequenceState, run_batch
-from saltus.engine.decoder import counting_generator
+from saltus.engine.scheduler import counting_generator
 from saltus.models.memory_use import kv_bytes_per_token
-from saltus.server.batching import EngineThread
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
-from saltus.server.jobs import Job, Limits
+from saltus.server.served_request import Limits, serve_text
 from tiny_server import PROMPT, engine  # noqa: F401
 
 TOKENS = 12
@@ -38,13 +38,13 @@ def endings(engine, method: str, max_cached_bytes: int) -> tuple[int, list]:
     engine_thread, running = EngineThread(engine, Limits(max_cached_bytes=max_cached_bytes)), [0]
 
     def deliver(part) -> None:
-        running.append(len(engine_thread.running))
+        running.append(engine_thread.num_running)
         if isinstance(part, ApiError) or part.finish_reason is not None:
             ended.put(part.message if isinstance(part, ApiError) else part.finish_reason)
 
     for _ in range(3):
         request = engine.text_request(PROMPT, raw=True, max_new_tokens=TOKENS, ignore_eos=True)
-        engine_thread.submit(Job(request, method, deliver))
+        engine_thread.submit(serve_text(request, method, deliver))
     engine_thread.start()
     try:
         return [ended.get(timeout=60) for _ in range(3)], max(running)

@@ -13,7 +13,7 @@ from saltus.engine.engine import Engine
 from saltus.server import bodies, preparation
 from saltus.server.app import make_app
 from saltus.server.bodies import MAX_VALUES
-from saltus.server.jobs import Limits
+from saltus.server.served_request import Limits
 from saltus.server.service import Service
 from test_serving_faults import eventually, post
 from tiny_server import JSON, PROMPT, engine, server, serving  # noqa: F401

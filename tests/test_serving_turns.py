@@ -9,12 +9,12 @@ import threading
 import httpx
 import pytest
 
-from saltus.core.scheduler import SequenceState
+from saltus.core.batch import SequenceState
+from saltus.engine.scheduler import Scheduler
+from saltus.engine.turns import giving_way, memory_limit, next_in_turn
 from saltus.models.memory_use import kv_bytes_per_token
-from saltus.server import prompt_reading
-from saltus.server.batching import EngineThread
-from saltus.server.jobs import Job, Limits
-from saltus.server.turns import giving_way, memory_limit, next_in_turn
+from saltus.server.engine_thread import EngineThread
+from saltus.server.served_request import Limits, ServedRequest, serve_text
 from test_serving_faults import eventually, post
 from tiny_server import PROMPT, alone, engine, serving  # noqa: F401
 
@@ -26,8 +26,8 @@ def jobs_of(engine):
     """Makes jobs from their clients and numbers of requests."""
     asked = engine.text_request("the", raw=True)
 
-    def jobs(*owners: tuple[str, int]) -> list[Job]:
-        return [Job(asked, "plain", print, client=client, request_number=number) for client, number in owners]
+    def jobs(*owners: tuple[str, int]) -> list[ServedRequest]:
+        return [serve_text(asked, "plain", print, client=client, request_number=number) for client, number in owners]
 
     return jobs
 
@@ -60,14 +60,16 @@ def test_more_texts_of_one_leave_memory_to_others(jobs_of):
     assert memory_limit(more, admitted[:1], 800) == 800
 
 
-def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str = "plain") -> tuple[int, str]:
+def rounds_until_answered(
+    engine, attack: list[ServedRequest], limits: Limits, method: str = "plain"
+) -> tuple[int, str]:
     """The calls that another client's text of one token waits for, which is submitted in a call; and this text."""
     engine_thread, rounds, answered = EngineThread(engine, limits), [0], queue.Queue()
-    victim = Job(
+    victim = serve_text(
         engine.text_request("the dog", raw=True, max_new_tokens=1, temperature=1.0), method,
         lambda part: answered.put((rounds[0], part)), client="victim",
     )  # fmt: skip
-    call = engine_thread._call
+    call = engine_thread.scheduler._call
 
     def counted(jobs) -> None:
         rounds[0] += 1
@@ -75,7 +77,7 @@ def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str
             engine_thread.submit(victim)
         call(jobs)
 
-    engine_thread._call = counted
+    engine_thread.scheduler._call = counted
     engine_thread.submit(*attack)
     engine_thread.start()
     try:
@@ -83,21 +85,21 @@ def rounds_until_answered(engine, attack: list[Job], limits: Limits, method: str
         for job in attack:
             engine_thread.cancel(job)
         assert eventually(lambda: not engine_thread.num_open)
-        assert [*engine_thread.running, *engine_thread.paused, *engine_thread.waiting] == []
+        assert engine_thread.scheduler.requests == []
         assert all(job.sequence is None for job in attack)
     finally:
         engine_thread.close()
     return found - 3, part.text
 
 
-def attack_of(engine, prompts: list[str], tokens: int, method: str = "plain") -> list[Job]:
+def attack_of(engine, prompts: list[str], tokens: int, method: str = "plain") -> list[ServedRequest]:
     requests = [engine.text_request(one, raw=True, max_new_tokens=tokens, ignore_eos=True) for one in prompts]
-    return [Job(one, method, lambda part: None, client="attacker") for one in requests]
+    return [serve_text(one, method, lambda part: None, client="attacker") for one in requests]
 
 
 @pytest.mark.parametrize("prompts", [[PROMPT] * 30, [LONG_PROMPT + str(i) for i in range(9)]], ids=["n", "prompts"])
 def test_a_request_for_many_texts_makes_no_other_client_wait(engine, prompts, monkeypatch):
-    monkeypatch.setattr(prompt_reading, "PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
     expected = alone(engine, "the dog", raw=True, max_new_tokens=1).text
     waited = rounds_until_answered(engine, attack_of(engine, prompts, 120), Limits(max_batch=4, max_queue=200))
     assert waited == (1, expected)
@@ -112,15 +114,15 @@ def test_many_texts_leave_memory_to_a_text_of_another_client(engine):
 def test_paused_texts_go_on_while_another_one_waits_for_memory(engine):
     running, paused, other = attack_of(engine, [PROMPT] * 2, 100) + attack_of(engine, [PROMPT], 200)
     other.client = "other"
-    engine_thread = EngineThread(engine, Limits(max_cached_bytes=memory_of(engine, running, paused, other) - 1))
+    scheduler = Scheduler(engine.decoder, max_cached_bytes=memory_of(engine, running, paused, other) - 1)
     for job in (running, paused):
         job.sequence = SequenceState(call for call in ())
-    engine_thread.running, engine_thread.paused, engine_thread.waiting = [running], [paused], [other]
-    engine_thread._admit()
-    assert (engine_thread.running, engine_thread.paused, engine_thread.waiting) == ([running, paused], [], [other])
+    scheduler.running, scheduler.paused, scheduler.waiting = [running], [paused], [other]
+    scheduler._admit()
+    assert (scheduler.running, scheduler.paused, scheduler.waiting) == ([running, paused], [], [other])
 
 
-def memory_of(engine, *jobs: Job) -> int:
+def memory_of(engine, *jobs: ServedRequest) -> int:
     """The memory of the keys and values of some texts."""
     return sum(job.num_tokens for job in jobs) * kv_bytes_per_token(engine.network)
 
@@ -132,20 +134,20 @@ def test_a_text_that_pauses_is_the_same(engine):
 
     def submit(prompt: str, client: str, count: int) -> None:
         def deliver(part) -> None:
-            paused.extend(engine_thread.paused)
+            paused.extend(engine_thread.scheduler.paused)
             if part.finish_reason is not None:
                 ended.put(part)
 
         requests = [
             engine.text_request(prompt, raw=True, max_new_tokens=8, temperature=1.0, seed=seed) for seed in range(count)
         ]
-        jobs.extend(Job(one, "lookup", deliver, client=client) for one in requests)
+        jobs.extend(serve_text(one, "lookup", deliver, client=client) for one in requests)
         expected.extend(alone(engine, prompt, raw=True, max_new_tokens=8, seed=seed).tokens for seed in range(count))
         engine_thread.submit(*jobs[-count:])
 
-    jobs: list[Job] = []
+    jobs: list[ServedRequest] = []
     submit(PROMPT, "a", 4)
-    call, calls = engine_thread._call, iter(range(10**6))
+    call, calls = engine_thread.scheduler._call, iter(range(10**6))
     others = {2: ("b", 1), 3: ("c", 2)}
 
     def with_others(running) -> None:
@@ -153,7 +155,7 @@ def test_a_text_that_pauses_is_the_same(engine):
             submit(PROMPT + " dog", *others[number])
         call(running)
 
-    engine_thread._call = with_others
+    engine_thread.scheduler._call = with_others
     engine_thread.start()
     try:
         for _ in range(7):
@@ -161,7 +163,7 @@ def test_a_text_that_pauses_is_the_same(engine):
     finally:
         engine_thread.close()
     assert paused
-    assert [job.request.request.tokens for job in jobs] == expected
+    assert [job.request.tokens for job in jobs] == expected
 
 
 def test_many_choices_over_http_delay_neither_a_short_request_nor_health(engine, monkeypatch):

@@ -15,7 +15,7 @@ import saltus
 from conftest import TEMPLATE
 from saltus.server.app import make_app
 from saltus.server.connections import server_config
-from saltus.server.jobs import Limits
+from saltus.server.served_request import Limits
 from saltus.server.service import Service
 
 PROMPT = "the cat sat on the mat and the cat sat on the log and the"

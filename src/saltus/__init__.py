@@ -40,7 +40,7 @@ _MODULES = {
     "InfillLayout": "engine.infill_template",
     "InfillTemplate": "engine.infill_template",
     "Sampling": "core.sampling",
-    "SourceError": "networks.loading.fetching",
+    "SourceError": "loading.fetching",
     "custom_generate": "integrations.transformers_generate",
 }
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import HOLE, continuation
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
@@ -20,7 +21,6 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import StopCondition
 from saltus.core.rules import Rule, match
 from saltus.core.sampling import Sampling, pick, probabilities, token_distribution
-from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.speculate import speculate
 from saltus.methods import make_methods
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD

@@ -24,6 +24,7 @@ def stream_answer(engine: Any, prompt: Any, painter: ColouredTextWriter, setting
 
 def run_plain_baseline(engine: Any, prompt: Any, settings: Mapping[str, Any]) -> Any:
     """Decode the same with plain decoding without printing; a terminal shows the number of tokens."""
+    engine.decoder.prefix_tree.clear()  # it reads the prompt, too
     written, count, live = engine.stream(prompt, **{**settings, "method": "plain"}), 0, sys.stderr.isatty()
     try:
         for chunk in written:

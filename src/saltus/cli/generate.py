@@ -133,6 +133,8 @@ def _print_answers(
             if compare and first:
                 warm_up(engine, ask.prompt, (method, "plain"), settings)
             first = False
+            if compare:
+                engine.decoder.prefix_tree.clear()  # both read the prompt
             generation = stream_answer(engine, ask.prompt, ColouredTextWriter(console, coloured), settings)
             if compare:
                 print_note(comparison_line(generation, run_plain_baseline(engine, ask.prompt, settings), method))

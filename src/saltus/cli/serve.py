@@ -154,8 +154,8 @@ def serve(
     def app() -> Any:
         from saltus.cli.open_engine import open_with_options
         from saltus.server.allocator import return_freed_buffers
-        from saltus.server.jobs import Limits
         from saltus.server.log_lines import LogLines
+        from saltus.server.served_request import Limits
         from saltus.server.service import Service
 
         return_freed_buffers()

@@ -69,8 +69,9 @@ def compare_with_plain(
 def _generate_turns(
     engine: Engine, prompt: Prompt, settings: Mapping[str, Any], total: MethodTotals
 ) -> list[Generation]:
-    """The answers of all turns of a prompt."""
+    """The answers of all turns of a prompt, which is read anew."""
     conversation, generations = Conversation(prompt), []
+    engine.decoder.prefix_tree.clear()
     for turn in conversation.turns():
         generations.append(engine.generate(turn.prompt, **settings))
         total.add(generations[-1].statistics)
@@ -110,6 +111,7 @@ def warm_up(engine: Engine, prompt: Any, methods: Sequence[str], settings: Mappi
     for method in methods:
         short: dict[str, Any] = {**settings, "method": method, "max_new_tokens": few}
         engine.generate(prompt, **short)
+    engine.decoder.prefix_tree.clear()
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -1,10 +1,8 @@
-"""Run requests with a method: assemble its networks once, batch requests continuously, keep what was measured."""
+"""Assemble what decodes with a method, once: its drafters, their networks, and what was measured of them."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,13 @@ from typing import Any
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
-from saltus.core.distributions import DecodeGenerator
-from saltus.core.forward import TARGET, ForwardOutputs
+from saltus.core.forward import TARGET
 from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory, UsesReferences
 from saltus.core.rules import RULES
-from saltus.core.scheduler import SequenceState, run_batch
-from saltus.core.speculate import speculate
 from saltus.engine.auto_method import resolve_method
 from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.checkpoints import Checkpoint
-from saltus.engine.prefix_cache import PrefixCache, supports_prefix_cache
 from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.request import Request
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
@@ -84,13 +78,18 @@ class DecodingSetup:
     def _new_drafter(self, method: Method, request: Request) -> Drafter | None:
         return method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
 
+    @property
+    def chooses_sizes(self) -> bool:
+        """True if calls carry as many draft tokens as pay."""
+        return self.rule == "match" and self.adaptive
+
     def controller(self, batch_size: int) -> Controller:
         """The controller for `batch_size` requests at once.
 
         Under `match` it cannot change a text, so requests share one that learns. Under `reject` the shape of the draft
         tree decides which tokens are sampled, so its size is fixed.
         """
-        if self.rule != "match" or not self.adaptive:
+        if not self.chooses_sizes:
             return Controller(self.budget, adaptive=False)
         if not self.call_cost.seconds:
             self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
@@ -139,7 +138,7 @@ def _for_trained_model(method: Method) -> Method:
 
 @dataclass
 class Decoder:
-    """Decode requests on one target with any method. All entry points of the package use its `run`."""
+    """How requests are decoded on one target: its methods with their networks, and the kept prefixes of texts."""
 
     target: TargetNetwork
     target_name: str
@@ -151,12 +150,12 @@ class Decoder:
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
-    prefix_cache: PrefixCache = field(default_factory=PrefixCache, repr=False)
+    prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
 
     def copy_with(self, **changes: Any) -> Decoder:
-        """The same decoder with some fields changed: new setups and prefix cache, shared call costs."""
-        return replace(self, **{"setups": {}, "prefix_cache": PrefixCache()} | changes)
+        """The same decoder with some fields changed: new setups and prefix tree, shared call costs."""
+        return replace(self, **{"setups": {}, "prefix_tree": PrefixTree()} | changes)
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
@@ -190,87 +189,6 @@ class Decoder:
         require_draft_models(made)
         networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
         return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
-
-    def run(
-        self,
-        requests: Sequence[Request],
-        method: str,
-        *,
-        batch_size: int | None = None,
-        prefix_cache: PrefixCache | PrefixTree | bool = True,
-    ) -> Generator[list[Request]]:
-        """Decode requests, `batch_size` at once; yields after each round of calls those that it finished.
-
-        Requests that have nothing to decode come first. `prefix_cache` is True for the decoder's own, False for none,
-        or another one; it is used only where it cannot change a text. The generator may be closed between rounds.
-        """
-        cache = None
-        if prefix_cache is not False and supports_prefix_cache(self.target):
-            cache = self.prefix_cache if prefix_cache is True else prefix_cache
-        return run_requests(self.setup(method), requests, batch_size or self.batch_size, cache)
-
-
-def run_requests(
-    setup: DecodingSetup,
-    requests: Sequence[Request],
-    batch_size: int = 16,
-    prefix_cache: PrefixCache | PrefixTree | None = None,
-) -> Generator[list[Request]]:
-    """`Decoder.run` with a given setup: waiting requests join as soon as others finish (continuous batching)."""
-    waiting = deque(request for request in requests if request.max_new_tokens > 0)
-    if len(waiting) < len(requests):
-        yield [request for request in requests if request.max_new_tokens <= 0]
-    drafting = bool(waiting and setup.new_drafters(waiting[0]))
-    together = 1 << (min(len(waiting), batch_size) - 1).bit_length() if waiting else 1  # controllers by power of two
-    controller = setup.controller(together) if drafting else Controller(setup.budget, adaptive=False)
-    sequences: list[SequenceState] = []
-    running: list[tuple[SequenceState, Request]] = []
-
-    def admit() -> None:
-        while waiting and len(sequences) < batch_size:
-            request = waiting.popleft()
-            kv_caches = prefix_cache.take(request.prompt) if prefix_cache is not None else {}
-            sequences.append(SequenceState(counting_generator(setup, request, controller), kv_caches))
-            running.append((sequences[-1], request))
-
-    def retire(sequence: SequenceState, request: Request) -> Request:
-        running.remove((sequence, request))
-        if prefix_cache is not None:
-            prefix_cache.put(request.prompt, sequence.kv_caches)
-        return request
-
-    admit()
-    started = time.perf_counter()
-    for _ in run_batch(sequences, setup.networks):
-        spent = time.perf_counter() - started
-        for _, request in running:
-            request.seconds += spent
-        finished = [retire(sequence, request) for sequence, request in list(running) if sequence.pending is None]
-        admit()
-        try:
-            yield finished
-        except GeneratorExit:  # between calls every KV cache is consistent
-            for sequence, request in list(running):
-                retire(sequence, request)
-            raise
-        started = time.perf_counter()
-
-
-def counting_generator(setup: DecodingSetup, request: Request, controller: Controller) -> DecodeGenerator:
-    """`speculate` for one request; counts the forward passes on each network."""
-    drafters, noise = setup.new_drafters(request), Noise(request.seed)
-    generator = speculate(
-        request.new_canvas(), noise, request.sampling, drafters, request.record, RULES[setup.rule], controller,
-        request.stop, request.constraint,
-    )  # fmt: skip
-    outputs: ForwardOutputs | None = None
-    while True:
-        try:
-            inputs = next(generator) if outputs is None else generator.send(outputs)
-        except StopIteration:
-            return
-        outputs = yield inputs
-        request.calls_by_network[inputs.network_name] += 1  # now, since a call may be interrupted
 
 
 def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:

@@ -12,7 +12,6 @@ from saltus import methods
 from saltus.core.constraint import Constraint
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
-from saltus.engine.auto_method import resolve_method
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
 from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule, default_budget
@@ -35,6 +34,7 @@ from saltus.engine.results import (
     Stream,
     statistics_of,
 )
+from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import cut_to_context, require_fits
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
@@ -191,7 +191,7 @@ class Engine:
         return tokens
 
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
-        return self.decoder.run(requests, method or self.method)
+        return run_requests(self.decoder, requests, method or self.method)
 
     def text_request(
         self,
@@ -388,9 +388,7 @@ def load(
 
     found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
     decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
-    method = resolve_method(method, target.network, options, decoder.call_cost, rule)
-    decoder.setup(method)
-    return Engine(target, method, decoder)
+    return Engine(target, decoder.chosen_method(method), decoder)
 
 
 def _find_tuned_settings(

@@ -1,4 +1,4 @@
-"""Keep keys and values of read texts in a tree of their prefixes, so that texts that begin alike share the reading."""
+"""Keep keys and values of read texts by their prefixes, so that a text that begins like another is not read again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saltus.engine.prefix_cache import common_prefix_length
 from saltus.models.cpu.kv_cache import MIN_GROWTH, KVCache
+from saltus.models.protocols import TargetNetwork
+
+MAX_WHOLE_CACHES = 4
+
+
+def supports_prefix_tree(network: TargetNetwork) -> bool:
+    """True if a network reads left to right and rounds alike in every call, so that a kept cache changes no text.
+
+    Keys of a model with LongRoPE depend on how long their text may get.
+    """
+    if getattr(network, "long_rope", None) is not None:
+        return False
+    return network.model.device.type == "cpu" and network.batch_invariant and not network.any_subset
 
 
 @dataclass(eq=False)
@@ -34,13 +46,17 @@ class PrefixTree:
     """A radix tree over the tokens that networks have read, at most `max_bytes` of keys and values in all.
 
     A text takes a copy of the longest prefix that the tree has, so any number of texts may share it. The ends of the
-    tree that were not used for longest are dropped first. For networks for which `supports_prefix_cache` is true; KV
-    caches of another type than KVCache are not kept.
+    tree that were not used for longest are dropped first. For networks for which `supports_prefix_tree` is true.
+
+    KV caches that cannot be cut in pieces (EvaByte's, and those whose layers differ in size) are kept whole, the latest
+    four, and taken whole by one text: one that begins with all of the kept text's prompt, such as the next turn of a
+    conversation.
     """
 
     max_bytes: int = 2**30
     num_bytes: int = field(default=0, init=False)
     _roots: dict[str, _Node] = field(default_factory=dict, init=False)  # by network
+    _whole: list[tuple[str, int, KVCache]] = field(default_factory=list, init=False)  # network, prompt's length, cache
     # All nodes but the roots, those first that were not used for longest. A use moves children before their parents to
     # the end, so that the first node of all is always an end of the tree.
     _by_use: OrderedDict[_Node, None] = field(default_factory=OrderedDict, init=False, repr=False)
@@ -49,6 +65,7 @@ class PrefixTree:
         """Forget everything."""
         self._roots.clear()
         self._by_use.clear()
+        self._whole.clear()
         self.num_bytes = 0
 
     def take(self, prompt: Sequence[int], networks: Collection[str] | None = None) -> dict[str, Any]:
@@ -64,16 +81,41 @@ class PrefixTree:
             self._touch(path)
             if path:
                 found[name] = _joined(path, len(tokens) + MIN_GROWTH)
+        for name in {name for name, *_ in self._whole} - set(found):
+            if (networks is None or name in networks) and (kv_cache := self._take_whole(name, tokens)) is not None:
+                found[name] = kv_cache
         return found
 
-    def put(self, prompt: Sequence[int], kv_caches: Mapping[str, Any]) -> None:
-        """Copy what the KV caches of a text have and the tree has not. The prompt is not needed: caches name tokens."""
+    def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | None:
+        """The kept whole cache that shares most with a prompt, cut to what it shares; it is no longer kept."""
+        best, most = None, 0
+        for entry in self._whole:
+            shared = common_prefix_length(entry[2].tokens, tokens)
+            if entry[0] == name and shared >= max(entry[1], most + 1):
+                best, most = entry, shared
+        if best is None:
+            return None
+        self._whole = [entry for entry in self._whole if entry is not best]
+        self.num_bytes -= _num_bytes(best[2])
+        best[2].reuse_prefix(tokens, 0)
+        return best[2]
+
+    def put(self, prompt: Sequence[int], kv_caches: Mapping[str, Any], ended: bool = True) -> None:
+        """Copy what the KV caches of a text have and the tree has not.
+
+        Where a text has `ended`, its caches that cannot be cut are kept themselves.
+        """
         for name, kv_cache in kv_caches.items():
-            if type(kv_cache) is KVCache and kv_cache.keys is not None and len(kv_cache.tokens):
-                if kv_cache.odd_layers:  # of other sizes
-                    continue
+            if not isinstance(kv_cache, KVCache) or kv_cache.keys is None or not len(kv_cache.tokens):
+                continue
+            if type(kv_cache) is KVCache and not kv_cache.odd_layers:
                 self._add(name, kv_cache)
-        while self.num_bytes > self.max_bytes:
+            elif ended:
+                self._whole.append((name, len(prompt), kv_cache))
+                self.num_bytes += _num_bytes(kv_cache)
+        while len(self._whole) > MAX_WHOLE_CACHES or (self.num_bytes > self.max_bytes and len(self._whole) > 1):
+            self.num_bytes -= _num_bytes(self._whole.pop(0)[2])
+        while self.num_bytes > self.max_bytes and self._by_use:
             self._drop_oldest_end()
 
     def _path(self, root: _Node, tokens: np.ndarray) -> list[tuple[_Node, int]]:
@@ -147,3 +189,15 @@ def _joined(path: Sequence[tuple[_Node, int]], capacity: int) -> KVCache:
         kv_cache.values[:, :, at : at + shared] = node.values[:, :, :shared]
         at += shared
     return kv_cache
+
+
+def _num_bytes(kv_cache: KVCache) -> int:
+    pairs = [(kv_cache.keys, kv_cache.values), *kv_cache.odd_layers.values()]
+    return sum(tensor.nbytes for pair in pairs for tensor in pair if tensor is not None)
+
+
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+    """How many first tokens two texts share."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import Canvas, continuation
 from saltus.core.control.acceptance import Acceptance
 from saltus.core.distributions import DecodeGenerator, Step, TargetDistributions
@@ -19,7 +20,6 @@ from saltus.core.noise import Noise
 from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenStates
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
-from saltus.core.scheduler import SequenceState, run_batch
 from saltus.core.tree import Branch, Tree, grow_tree
 from saltus.engine.decoder import set_max_unread
 from saltus.methods import Method

@@ -29,10 +29,10 @@ from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
-from saltus.engine.auto_method import resolve_method
 from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
 from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
 from saltus.engine.request import Request
+from saltus.engine.scheduler import run_requests
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_rows import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
@@ -131,10 +131,9 @@ def custom_generate(
                 network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule, budget,
                 adaptive, call_cost=known.call_cost,
             )  # fmt: skip
-            chosen = resolve_method(method, network, options or {}, known.call_cost, rule)
-            setup = decoder.setup(chosen)
+            setup = decoder.setup(method)
             setup.acceptance, setup.controllers = known.acceptance, known.controllers
-            _run_with_streamer(decoder.run(texts, chosen, prefix_cache=False), texts, input_ids, streamer)
+            _run_with_streamer(run_requests(decoder, texts, method, prefix_tree=False), texts, input_ids, streamer)
         return _pad_outputs(input_ids, texts, generation_config)
 
     return generate

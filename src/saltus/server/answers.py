@@ -13,11 +13,11 @@ from saltus.engine.engine import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
 from saltus.methods.shared.answer_memory import AnswerMemory
-from saltus.server.batching import EngineThread
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
-from saltus.server.jobs import Delta, Job
 from saltus.server.metrics import ServerMetrics
 from saltus.server.protocol import SamplingFields
+from saltus.server.served_request import Delta, ServedRequest, serve_text
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Choice:
 
     index: int
     request: AnyRequest
-    job: Job | None = None
+    served: ServedRequest | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -83,16 +83,17 @@ class Answer:
         for choice in self.choices:
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
             scores = PromptScores(prompt, top) if self.score_prompts else None
-            choice.job = Job(
-                choice.request, self.method, deliver_to(choice.index), self.asked.draft_budget, scores, self.client
-            )
-        self.backend.engine_thread.submit(*(choice.job for choice in self.choices if choice.job is not None))
+            choice.served = serve_text(
+                choice.request, self.method, deliver_to(choice.index), max_draft_tokens=self.asked.draft_budget,
+                prompt_scores=scores, client=self.client,
+            )  # fmt: skip
+        self.backend.engine_thread.submit(*(choice.served for choice in self.choices if choice.served is not None))
 
     def drop(self) -> None:
         """Stop decoding the texts that are not finished: nobody waits for them any more."""
         for choice in self.choices:
-            if choice.finish_reason is None and choice.job is not None and not choice.job.cancelled:
-                self.backend.engine_thread.cancel(choice.job)
+            if choice.finish_reason is None and choice.served is not None and not choice.served.cancelled:
+                self.backend.engine_thread.cancel(choice.served)
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Errors: ApiError."""
@@ -113,8 +114,8 @@ class Answer:
                 if isinstance(delta, ApiError):
                     raise delta
                 choice = self.choices[index]
-                if not choice.calls and choice.job is not None:
-                    metrics.count_prompt(len(choice.request.request.prompt), choice.job.cached_tokens)
+                if not choice.calls and choice.served is not None:
+                    metrics.count_prompt(len(choice.request.request.prompt), choice.served.cached_tokens)
                 choice.add(delta)
                 timers[index].record(delta.calls, delta.finish_reason)
                 left -= delta.finish_reason is not None

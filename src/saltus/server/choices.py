@@ -14,8 +14,8 @@ from saltus.engine.request import CallRecord
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
-from saltus.server.jobs import Delta
 from saltus.server.protocol import ChatCompletionRequest, CompletionRequest
+from saltus.server.served_request import Delta
 from saltus.server.structured import Tools, call_object
 from saltus.server.translation import speculation_metrics, usage
 
@@ -214,6 +214,6 @@ class ChoicesAnswer(Answer):
         return usage(
             sum(len(choice.request.request.prompt) for choice in each_prompt),
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
-            sum(choice.job.cached_tokens for choice in each_prompt if choice.job is not None),
+            sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
             self.calls if getattr(self.asked, "prediction", None) is not None else None,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from saltus.engine.scheduled_request import is_out_of_memory
+
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -38,13 +40,6 @@ def as_api_error(error: Exception, doing: str = "") -> ApiError:
         return ApiError(503, message, headers={"Retry-After": "1"})
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return ApiError(400 if isinstance(error, ValueError) else 500, doing + line.strip())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """True for an allocation that failed: Python's, NumPy's, or PyTorch's on any device."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # PyTorch on CPUs
 
 
 def place_of(error: BaseException) -> str:

@@ -138,7 +138,7 @@ class InfillAnswer(Answer):
         found |= {
             "model": self.backend.name, "stop_type": kind, "stopping_word": "", "truncated": False,
             "has_new_line": "\n" in choice.text, "timings": timings,
-            "tokens_cached": choice.job.cached_tokens if choice.job is not None else 0,
+            "tokens_cached": choice.served.cached_tokens if choice.served is not None else 0,
         }  # fmt: skip
         return found
 

@@ -39,10 +39,10 @@ from saltus.methods.ptp.training.online import (
     serve_training,
 )
 from saltus.server.allocator import MEGABYTE, return_freed_buffers
-from saltus.server.batching import EngineThread
-from saltus.server.jobs import Job
+from saltus.server.engine_thread import EngineThread
 from saltus.server.learned_drafters import LearnedDrafters
 from saltus.server.metrics import ServerMetrics
+from saltus.server.served_request import ServedRequest
 from saltus.server.text_states import TextStates
 from saltus.training.data.recent_texts import RecentText
 from saltus.training.loop.checkpoint import lock_folder
@@ -111,7 +111,7 @@ class Learner:
             self.drafters.reset()
         self._load_latest()
         self.waiting: deque[RecentText] = deque(maxlen=MAX_WAITING)
-        self.states: WeakKeyDictionary[Job, TextStates] = WeakKeyDictionary()  # of running texts
+        self.states: WeakKeyDictionary[ServedRequest, TextStates] = WeakKeyDictionary()  # of running texts
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.closed, self.wake = False, threading.Event()
         self.between_pieces = threading.Event()  # the process has nothing to do
@@ -146,18 +146,18 @@ class Learner:
             self.thread.join(10)
         self.lock.__exit__(None, None, None)
 
-    def begins(self, job: Job) -> None:
+    def begins(self, served: ServedRequest) -> None:
         """Keep the states of a text from now on, where its method has the target return them."""
         self._pause_training()
-        request = job.request.request
+        request = served.request
         if request.constraint is None and request.canvas is None and request.on_step is None:
             layers = self.network.target.hidden_state_layers
-            self.states[job] = TextStates(layers, (*self.network.model.shape.hidden_state_layers, None))
-            request.on_step = self.states[job].record
+            self.states[served] = TextStates(layers, (*self.network.model.shape.hidden_state_layers, None))
+            request.on_step = self.states[served].record
 
-    def ends(self, job: Job) -> None:
+    def ends(self, served: ServedRequest) -> None:
         """Learn from a text that has ended by itself; what was kept of others is dropped."""
-        states, request = self.states.pop(job, None), job.request.request
+        states, request = self.states.pop(served, None), served.request
         if states is None or not request.finished or (text := states.text(request)) is None:
             return
         self.waiting.append(text)
@@ -191,7 +191,7 @@ class Learner:
 
     def _may_train(self) -> bool:
         """Beside texts; not while texts wait or half of the batch is taken."""
-        few = 2 * len(self.engine_thread.running) <= self.engine_thread.limits.max_batch
+        few = 2 * self.engine_thread.num_running <= self.engine_thread.limits.max_batch
         return few and not self.engine_thread.num_waiting and self.share > 0
 
     def _pause_training(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from saltus.engine.request import CallRecord
-from saltus.server.batching import EngineThread
+from saltus.server.engine_thread import EngineThread
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80)
 MAX_POSITIONS = 64  # of draft tokens that are counted one by one
@@ -46,7 +46,7 @@ class ServerMetrics:
         self._first_token = histogram("time_to_first_token_seconds", "seconds until a text's first token")
         self._between = histogram("inter_token_latency_seconds", "seconds between tokens of a text")
         self._whole = histogram("e2e_request_latency_seconds", "seconds of a text")
-        gauge("num_requests_running", "texts in the batch", lambda: len(engine_thread.running))
+        gauge("num_requests_running", "texts in the batch", lambda: engine_thread.num_running)
         gauge("num_requests_waiting", "texts that wait", lambda: engine_thread.num_waiting)
         gauge(
             "kv_cache_usage_perc", "share of the memory for keys and values, 0 to 1", lambda: engine_thread.cache_usage

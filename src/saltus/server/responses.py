@@ -173,7 +173,7 @@ class ResponseAnswer(Answer):
         read, written = len(choice.request.request.prompt), len(choice.tokens)
         return {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": choice.job.cached_tokens if choice.job is not None else 0},
+            "input_tokens_details": {"cached_tokens": choice.served.cached_tokens if choice.served is not None else 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read + written,

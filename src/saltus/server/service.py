@@ -12,11 +12,10 @@ from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
 from saltus.engine.text_bounds import require_fits
 from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
-from saltus.server.batching import EngineThread
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
+from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
 from saltus.server.infill import InfillAnswer, InfillRequest
-from saltus.server.jobs import Limits
 from saltus.server.metrics import ServerMetrics
 from saltus.server.preparation import Prepare, Workers
 from saltus.server.protocol import (
@@ -27,6 +26,7 @@ from saltus.server.protocol import (
     TokenizeRequest,
 )
 from saltus.server.responses import ResponseAnswer, response_messages
+from saltus.server.served_request import Limits
 from saltus.server.structured import Tools, checked_grammar, format_grammar
 from saltus.server.translation import (
     chosen_seeds,

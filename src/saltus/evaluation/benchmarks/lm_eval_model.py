@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from saltus.engine.method_options import DEFAULT_METHOD
+from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRequest, sampling_from_kwargs
 
 MODEL_NAME = "saltus"
@@ -321,14 +322,10 @@ class SaltusLMBase:
 
     def _generate(self, requests: Sequence[LmEvalRequest]) -> Iterator[LmEvalRequest]:
         """Yield each request as it finishes. Prompts are sorted, so that shared prefixes are read once."""
-        from saltus.engine.prefix_tree import PrefixTree
-
         waiting = sorted(requests, key=lambda job: list(job.request.prompt))
         by_request = {id(job.request): job for job in waiting}
-        prefix_tree = PrefixTree()  # prompts share their few-shot examples
-        for finished in self.engine.decoder.run(
-            [job.request for job in waiting], self.engine.method, batch_size=self.batch_size, prefix_cache=prefix_tree
-        ):
+        texts = [job.request for job in waiting]
+        for finished in run_requests(self.engine.decoder, texts, self.engine.method, batch_size=self.batch_size):
             yield from (by_request[id(request)] for request in finished)
 
     def _postprocess(self, request: LmEvalRequest) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from saltus.core.batch import SequenceState, run_batch
 from saltus.core.canvas import continuation
 from saltus.core.distributions import DecodeGenerator
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.protocols import Network
-from saltus.core.scheduler import SequenceState, run_batch
 
 MAX_NODES_PER_CALL, MIN_NODES_PER_TEXT = 200, 24  # nodes of one batched call, and of one text in it
 

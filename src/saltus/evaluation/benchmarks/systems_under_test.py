@@ -12,6 +12,7 @@ from saltus.engine.detokenizer import Detokenizer
 from saltus.engine.engine import Engine
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.results import Generation, Infilling
+from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.call_recorder import (
     CallRecorder,
     RecordedCall,
@@ -94,7 +95,7 @@ class MethodUnderTest:
     kind: str = "method"
 
     def generate(self, request: BenchmarkRequest) -> tuple[list[str], Generation | Infilling, list[RecordedCall]]:
-        self.engine.decoder.prefix_cache.clear()  # every system reads its prompts itself
+        self.engine.decoder.prefix_tree.clear()  # every system reads its prompts itself
         self.call_recorder.calls.clear()
         sampling = request.sampling
         if request.template is not None:
@@ -103,7 +104,7 @@ class MethodUnderTest:
                 temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                 coupling=sampling.coupling,
             )  # fmt: skip
-            for _ in self.engine.decoder.run([one.request], self.name):
+            for _ in run_requests(self.engine.decoder, [one.request], self.name):
                 pass
             infilling = one.infilling()
             return infilling.token_texts[0], infilling, list(self.call_recorder.calls)

@@ -37,7 +37,7 @@ def profile_step(
     settings = {"method": method, "max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
 
     def write(watch: PartTimer | None = None) -> tuple[float, int]:
-        engine.decoder.prefix_cache.clear()  # each round reads the prompt itself
+        engine.decoder.prefix_tree.clear()  # each round reads the prompt itself
         stream = engine.stream(PROMPT, **settings)
         next(stream)
         if watch:

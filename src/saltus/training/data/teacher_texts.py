@@ -15,6 +15,7 @@ from saltus.core.distributions import Step
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.engine import Engine
 from saltus.engine.request import Request
+from saltus.engine.scheduler import run_requests
 from saltus.loading.model_identity import model_fingerprint
 from saltus.models.protocols import DrafterHost
 from saltus.training.data.hidden_states import Sample
@@ -198,7 +199,7 @@ def write_shard(
         request_type = TrajectoryRequest if plan.block_size else Request
         requests.append(request_type(prompt, length, seed, sampling, engine.target.end_tokens.__contains__))
     ended, tokens = 0, 0
-    for _ in engine.decoder.run(requests, engine.method, batch_size=batch_size, prefix_cache=False):
+    for _ in run_requests(engine.decoder, requests, engine.method, batch_size=batch_size, prefix_tree=False):
         now = sum(one.finished for one in requests), sum(len(one.calls) for one in requests)
         yield now[0] - ended, now[1] - tokens
         ended, tokens = now

@@ -18,7 +18,7 @@ class BatchController(Controller):
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
         budget = setup.budget if budget is None else min(setup.budget, budget)
-        super().__init__(budget, setup.controller(1).adaptive, setup.acceptance, setup.call_cost)
+        super().__init__(budget, setup.chooses_sizes, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
         together = 1 << (max(self._num_running(), 1) - 1).bit_length()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
-from saltus.core.scheduler import SequenceState
 from saltus.engine.engine import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
+from saltus.engine.scheduled_request import ScheduledRequest
 from saltus.server.errors import ApiError
 
 
@@ -40,46 +40,39 @@ class Delta:
 
 
 @dataclass(eq=False)
-class Job:
+class ServedRequest(ScheduledRequest):
     """One text for the engine's thread. `deliver` gets Deltas, and at last one with a finish reason, or an error."""
 
-    request: AnyRequest
-    method: str
-    deliver: Callable[[Delta | ApiError], None]
-    budget: int | None = None  # draft tokens of a call, at most; None: the server's
-    prompt_scores: PromptScores | None = None  # to be filled while the prompt is read
-    client: str = ""  # who asks; clients take turns
-    request_number: int = 0  # of the request that the text belongs to, such as one for several choices; set by `submit`
-    cancelled: bool = False  # set by any thread: the text is dropped between two calls
-    cached_tokens: int = 0  # of the prompt, found in the tree of prefixes
-    sequence: SequenceState | None = None
-    unread: int = 0  # tokens of the prompt to be read before the text is decoded
-    num_delivered: int = 0  # of the request's calls
-    num_tokens_delivered: int = 0
-    failure: ApiError | None = None  # what ended its decoding, and no other text's
-
-    @property
-    def num_tokens(self) -> int:
-        """The longest that the text can get."""
-        return len(self.request.request.prompt) + self.request.request.max_new_tokens
+    text: AnyRequest = field(kw_only=True)  # whose `request` is decoded
+    deliver: Callable[[Delta | ApiError], None] = field(kw_only=True)
+    cancelled: bool = field(default=False, init=False)  # set by any thread: the text is dropped between two calls
+    num_delivered: int = field(default=0, init=False)  # of the request's calls
+    num_tokens_delivered: int = field(default=0, init=False)
 
 
-def next_delta(job: Job) -> Delta:
+def serve_text(
+    text: AnyRequest, method: str, deliver: Callable[[Delta | ApiError], None], **settings: Any
+) -> ServedRequest:
+    """A text for the engine's thread; `settings` are fields of `ScheduledRequest`."""
+    return ServedRequest(text.request, method, text=text, deliver=deliver, **settings)
+
+
+def next_delta(served: ServedRequest) -> Delta:
     """What the calls since the last delta have added."""
-    request, before, first = job.request.request, job.num_tokens_delivered, not job.num_delivered
-    calls = tuple(request.calls[job.num_delivered :])
-    job.num_delivered += len(calls)
-    job.num_tokens_delivered += sum(len(call.tokens) for call in calls)
+    request, before, first = served.request, served.num_tokens_delivered, not served.num_delivered
+    calls = tuple(request.calls[served.num_delivered :])
+    served.num_delivered += len(calls)
+    served.num_tokens_delivered += sum(len(call.tokens) for call in calls)
     logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
-    text = job.request.output.release(request.finished)
-    return Delta(text, calls, logprobs, top, request.finish_reason, job.prompt_scores if first else None)
+    text = served.text.output.release(request.finished)
+    return Delta(text, calls, logprobs, top, request.finish_reason, served.prompt_scores if first else None)
 
 
 @runtime_checkable
 class RequestCallbacks(Protocol):
     """Called as the texts of a server are decoded, by the engine's thread, which waits for it."""
 
-    def begins(self, job: Job) -> None:
+    def begins(self, served: ServedRequest) -> None:
         """Before a text's first call."""
         ...
 
@@ -87,7 +80,7 @@ class RequestCallbacks(Protocol):
         """After a call of the running texts, which took so long."""
         ...
 
-    def ends(self, job: Job) -> None:
+    def ends(self, served: ServedRequest) -> None:
         """After its last call, unless it was dropped or failed."""
         ...
 

@@ -1,0 +1,88 @@
+"""Read the prompts of texts piece by piece, and keep what was read for texts that begin alike."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from saltus.core.canvas import continuation
+from saltus.core.forward import TARGET, ForwardInputs
+from saltus.engine.prefix_tree import PrefixTree
+from saltus.engine.prompt_scores import PromptScores
+from saltus.engine.scheduled_request import ScheduledRequest, is_out_of_memory
+from saltus.models.protocols import TargetNetwork
+
+log = logging.getLogger("saltus")
+
+
+@dataclass(eq=False)
+class PromptReader:
+    """Reads prompts in pieces of so many tokens; without a number a text's first call reads what the tree has not.
+
+    Without a prefix tree a text's first call reads its whole prompt, since pieces may round otherwise than the whole.
+    """
+
+    target: TargetNetwork
+    tree: PrefixTree | None
+    piece_tokens: int | None
+
+    def needs_call(self, scheduled: ScheduledRequest) -> bool:
+        """True if a call should read a piece of the prompt; False if the text's first call can read what is left."""
+        if scheduled.prompt_scores is not None and scheduled.prompt_scores.num_unscored:
+            return True
+        return self.tree is not None and self.piece_tokens is not None and scheduled.unread > self.piece_tokens
+
+    def read_piece(self, scheduled: ScheduledRequest) -> None:
+        """Read the next tokens of a prompt into the text's cache; the last of them are left to its first call."""
+        assert scheduled.sequence is not None
+        assert scheduled.setup is not None
+        if scheduled.prompt_scores is not None and scheduled.prompt_scores.num_unscored:
+            self._score_piece(scheduled, scheduled.prompt_scores)
+            return
+        if self.tree is None:
+            scheduled.unread = 0
+            return
+        prompt, kv_caches = scheduled.request.prompt, scheduled.sequence.kv_caches
+        if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
+            setup = scheduled.setup
+            known = prompt[: -1 - setup.num_unread_states(scheduled.request)]
+            kv_caches |= self.tree.take(known, setup.networks)
+            kv_caches.setdefault(TARGET, self.target.new_kv_cache())
+            scheduled.cached_tokens = len(kv_caches[TARGET].tokens)
+            scheduled.unread -= scheduled.cached_tokens
+        if not self.needs_call(scheduled):
+            scheduled.unread = 0
+            return
+        assert self.piece_tokens is not None
+        end = len(prompt) - scheduled.unread + self.piece_tokens
+        self.target.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
+        scheduled.unread = len(prompt) - end
+
+    def _score_piece(self, scheduled: ScheduledRequest, scores: PromptScores) -> None:
+        """Read and score the next tokens of a prompt; what the tree of prefixes has of it is of no use."""
+        assert scheduled.sequence is not None
+        assert scheduled.setup is not None
+        kv_caches, prompt = scheduled.sequence.kv_caches, scheduled.request.prompt
+        kv_cache = kv_caches.setdefault(TARGET, self.target.new_kv_cache())
+        scores.score_piece(self.target, kv_cache)
+        if scores.num_unscored:
+            return
+        scheduled.unread = 0
+        if self.tree is None:
+            del kv_caches[TARGET]  # the text is that of a prompt that one call reads
+        else:  # the last tokens are left to the first call, as ever
+            unread = scheduled.setup.num_unread_states(scheduled.request)
+            kv_cache.reuse_prefix(np.asarray(prompt[: max(len(prompt) - unread, 1)], dtype=np.int64))
+
+    def keep(self, scheduled: ScheduledRequest) -> None:
+        """Copy what a text has read into the prefix tree; a tree that cannot take it is emptied."""
+        if self.tree is None or scheduled.sequence is None:
+            return
+        try:
+            self.tree.put(scheduled.request.prompt, scheduled.sequence.kv_caches, scheduled.sequence.pending is None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                log.exception("the prefix tree has failed and is empty now")
+            self.tree.clear()
