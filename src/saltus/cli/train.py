@@ -6,17 +6,32 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
 import typer
+from typer.core import TyperGroup
 
 from saltus.cli import options as o
 from saltus.cli.training_log import TrainingLog, summary_writer
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
-train = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+class TrainCommands(TyperGroup):
+    """The trainings of this package; those of other packages are found by name, since looking for all takes time."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and entry_points(group="saltus.objectives", name=cmd_name):
+            other = typer.Typer()
+            other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ...))
+            return typer.main.get_command(other)
+        return found
+
+
+train = typer.Typer(cls=TrainCommands, invoke_without_command=True, rich_markup_mode="rich")
 
 
 @train.callback()
@@ -189,8 +204,8 @@ ASSD_HELP = f"""Train a model that fills holes anywhere, from scratch or from we
     """
 
 
-def _add_command(method: str, default_recipe: str, help: str) -> None:
-    """Add `saltus train METHOD`, which trains by a recipe."""
+def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
+    """`saltus train METHOD`, which trains by a recipe; `...`: the recipe must be given."""
 
     def command(
         recipe: RecipeName = default_recipe,
@@ -220,12 +235,12 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
             raise ValueError(reason)
         _train(chosen, name, teachers, work, begin, out, device, sharded)
 
-    train.command(method, help=help)(command)
+    return command
 
 
-_add_command("ptp", "smollm2", PTP_HELP)
-_add_command("mtpc", "smollm2-heads", MTPC_HELP)
-_add_command("jacobi", "smollm2-jacobi", JACOBI_HELP)
+train.command("ptp", help=PTP_HELP)(_recipe_command("ptp", "smollm2"))
+train.command("mtpc", help=MTPC_HELP)(_recipe_command("mtpc", "smollm2-heads"))
+train.command("jacobi", help=JACOBI_HELP)(_recipe_command("jacobi", "smollm2-jacobi"))
 
 
 @train.command(help=ASSD_HELP)
