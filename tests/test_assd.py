@@ -20,7 +20,7 @@ from saltus.core.sampling import Distribution, Sampling, one_hot, probabilities,
 from saltus.core.speculate import speculate
 from saltus.methods import make_methods
 from saltus.methods.assd.hole_paths import with_kernel
-from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
+from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.assd.network import AnySubsetNetwork
 from saltus.methods.assd.xlnet import XlnetNetwork
 from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, grown_nodes
@@ -243,7 +243,7 @@ class HoleToy:
     def _reply(self, inputs: ForwardInputs) -> ForwardOutputs:
         rows = torch.stack([self._answer(inputs, node) for node in range(-1, len(inputs.tokens))])
         states = torch.stack([self.state(self._hole(inputs, node)) for node in range(-1, len(inputs.tokens))])
-        return ForwardOutputs(rows, states if self.links is not None else None, drafter_data=self.links)
+        return AnySubsetOutputs(rows, states if self.links is not None else None, correction=self.links)
 
     @staticmethod
     def state(hole: int) -> torch.Tensor:
@@ -422,7 +422,7 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
 
 def predicted(links: PairwiseCorrection, num_known: int) -> HoleLogits:
     """Logits 0…7 of a hole, and the correction of the model that predicted them."""
-    outputs = ForwardOutputs(torch.arange(8.0)[None], torch.ones(1, 3), drafter_data=links)
+    outputs = AnySubsetOutputs(torch.arange(8.0)[None], torch.ones(1, 3), correction=links)
     return HoleLogits(outputs, 0, num_known)
 
 
@@ -463,8 +463,8 @@ def predictions_in_bfloat16(vocab: int, unknown: list[int]) -> HolePredictions:
 
     tables = [rounded(name, vocab, 16).float().numpy() for name in ("left", "second_left", "right")]
     correction = with_kernel(PairwiseCorrection(*tables, gate=rounded("gate", 8, 17).float().numpy() * np.float32(0.1)))
-    outputs = [ForwardOutputs(2 * rounded(f"logits{i}", 3, vocab), rounded(f"states{i}", 3, 8)) for i in range(2)]
-    outputs = [replace(each, drafter_data=correction) for each in outputs]
+    rows = [(2 * rounded(f"logits{i}", 3, vocab), rounded(f"states{i}", 3, 8)) for i in range(2)]
+    outputs = [AnySubsetOutputs(*each, correction=correction) for each in rows]
     holes = [HoleLogits(outputs[0], 2, 0), HoleLogits(outputs[1], 1, 0), HoleLogits(outputs[1], 2, 0)]
     return HolePredictions(holes, unknown, correction, np.array([3, vocab + 7]), frozenset([5, 20]))
 

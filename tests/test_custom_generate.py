@@ -210,7 +210,9 @@ def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypa
 
 def test_what_was_learned_of_a_model_is_kept(model, monkeypatch):
     measured = []
-    monkeypatch.setattr("saltus.engine.decoder.call_seconds", lambda network: measured.append(1) or {1: 1.0, 8: 1.1})
+    monkeypatch.setattr(
+        "saltus.engine.decoding_setup.call_seconds", lambda network: measured.append(1) or {1: 1.0, 8: 1.1}
+    )
     generator = saltus.custom_generate("lookup")
     for _ in range(3):
         model.generate(TEXT, custom_generate=generator, max_new_tokens=4)

@@ -88,7 +88,7 @@ def test_the_kernel_pass_predicts_what_torch_predicts(dtype, packed: bool):
     bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.05}[dtype]
     torch.testing.assert_close(found.logits, expected.logits, rtol=bound, atol=bound)
     torch.testing.assert_close(found.hidden_states, expected.hidden_states, rtol=bound, atol=bound)
-    ours, theirs = found.drafter_data, expected.drafter_data
+    ours, theirs = found.predictions, expected.predictions
     assert isinstance(ours, PositionPredictions)
     assert isinstance(theirs, PositionPredictions)
     np.testing.assert_allclose(ours.position_inputs, theirs.position_inputs, rtol=bound, atol=bound)

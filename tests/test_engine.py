@@ -498,7 +498,7 @@ def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
 def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
     measured = []
     monkeypatch.setattr(
-        "saltus.engine.decoder.call_seconds",
+        "saltus.engine.decoding_setup.call_seconds",
         lambda network: measured.append(1) or measure_call_seconds(network),
     )
     fresh = saltus.load(engine.target.name)

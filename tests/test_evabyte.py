@@ -259,7 +259,7 @@ def test_its_own_heads_draft_what_the_definition_predicts(folder):
     inputs = with_query_chains(
         ForwardInputs(continuation(decided, 8), hidden_states=states), [(-1, [math.nan] * 8)], 0.0
     )
-    found = heads.forward([inputs], [heads.new_kv_cache()])[0].drafter_data
+    found = heads.forward([inputs], [heads.new_kv_cache()])[0].predictions
     wanted = reference(random_weights(CONFIG), tokens, CONFIG)[0][-1].log_softmax(-1)
     assert found.num_positions == 7  # the first head's byte is known
     for position in range(7):

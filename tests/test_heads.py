@@ -166,7 +166,7 @@ def test_each_path_has_the_conditionals_that_one_token_after_another_gives(kind,
     network, text, state = HeadNetwork(heads(kind, **settings), None), [3, 2], torch.ones(1, 8)
     kv_cache, count = network.new_kv_cache(), 3
     queries = with_query_chains(ask(text, state), [(-1, [math.nan] * count)], 0.0)
-    predictions = network.forward([queries], [kv_cache])[0].drafter_data
+    predictions = network.forward([queries], [kv_cache])[0].predictions
     assert predictions.num_positions == count
     for path in itertools.product(network.tokens.tolist(), repeat=count - 1):
         kv_cache = network.new_kv_cache()
@@ -218,7 +218,7 @@ def drawn(network: HeadNetwork, state: torch.Tensor, uniforms: Any, temperature:
         ask([3, 2], state[None]), tokens=(NO_TOKEN,) * len(uniforms), parents=tuple(range(-1, len(uniforms) - 1)),
         kinds=(NodeKind.UNIFORM_QUERY,) * len(uniforms), uniforms=tuple(uniforms), temperature=temperature,
     )  # fmt: skip
-    return network.forward([inputs], [network.new_kv_cache()])[0].drafter_data
+    return network.forward([inputs], [network.new_kv_cache()])[0].window
 
 
 @each_kind

@@ -27,9 +27,8 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.cpu import attention
 from saltus.models.cpu.attention import AttentionCall, SequenceRows
 from saltus.models.cpu.kv_cache import KVCache
-from saltus.storage import trusted_files
-from saltus.storage.cache_files import new_file_with_digest
-from saltus.storage.trusted_files import is_own_file, make_private_folder
+from saltus.storage import cache_files
+from saltus.storage.cache_files import is_own_file, make_private_folder, new_file_with_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # between numbers near one
@@ -528,7 +527,7 @@ def test_a_folder_that_others_may_write_to_is_closed(kept_file, monkeypatch):
     kept_file.parent.chmod(0o777)
     assert make_private_folder(kept_file.parent) is None
     assert kept_file.parent.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(trusted_files, "_trusted_owners", lambda: {kept_file.stat().st_uid + 1})
+    monkeypatch.setattr(cache_files, "_trusted_owners", lambda: {kept_file.stat().st_uid + 1})
     assert not is_own_file(kept_file)
     assert "belongs to another user; set SALTUS_CACHE" in make_private_folder(kept_file.parent)
 

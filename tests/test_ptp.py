@@ -153,7 +153,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
         torch.nn.init.normal_(layer.weight, std=0.3)
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
-    predictions = outputs.drafter_data
+    predictions = outputs.predictions
     branches = likely_paths(predictions, text[-2:].tolist(), Likeliest(3), SOURCE)
     assert len(branches) > 3
     for branch in branches:
@@ -180,7 +180,7 @@ def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
         torch.nn.init.normal_(layer.weight, std=0.3)
     network = DraftNetwork(network.model, target)
     outputs = network.forward([question(text, states(target, text)[:-1])], [network.new_kv_cache()])[0]
-    predictions = outputs.drafter_data
+    predictions = outputs.predictions
     if predictions.grow is None:
         pytest.skip("no compiled kernels")
 

@@ -18,7 +18,9 @@ from saltus.core.sampling import Sampling
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-METHODS = sorted(path.stem for path in (ROOT / "src/saltus/methods").glob("[!_]*.py"))
+FILES = (ROOT / "src/saltus/methods").glob("[!_]*.py")
+FOLDERS = (path.parent for path in (ROOT / "src/saltus/methods").glob("*/drafter.py"))
+METHODS = sorted(path.stem for path in (*FILES, *FOLDERS))
 
 
 def blocks(language: str, text: str) -> list[str]:

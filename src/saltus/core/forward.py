@@ -150,7 +150,7 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class ForwardOutputs:
-    """The outputs of one forward pass for one text."""
+    """The outputs of one forward pass for one text. A network whose drafter reads more has a subclass of its own."""
 
     logits: Float[Tensor, "rows vocab"]  # row 0 is for the position after the decided tokens, row i + 1 is of node i
     hidden_states: Float[Tensor, "states hidden"] | None = None  # [context tokens read + nodes]; any-subset: [rows]
@@ -158,8 +158,5 @@ class ForwardOutputs:
     context_tokens_read: int = 0  # decided tokens that were not in the KV cache: the prompt, at first
     num_rows: int = 0  # of the whole batched call
     token_ids: Int[Tensor, "vocab"] | None = None  # ascending ids of the columns, where a drafter knows only some
-    # What a drafter reads beyond logits: predictions (PTP, MtPC), a drawn window (MtPC), a pairwise correction (ASSD).
-    # Each drafter checks the type of its own: they are defined in `drafting`, which core must not import.
-    drafter_data: object | None = None
     # of each row the first greatest logit in float32, −1 where that is not finite; None: nobody looked for them yet
     likeliest: Int[np.ndarray, "rows"] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.tree import Tree
-from saltus.engine.decoder import DecodingSetup
+from saltus.engine.decoding_setup import DecodingSetup
 
 
 class BatchController(Controller):

@@ -21,7 +21,7 @@ from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenState
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Tree, grow_tree
-from saltus.engine.decoder import set_max_unread
+from saltus.engine.decoding_setup import set_max_unread
 from saltus.methods import Method
 
 TREE_NODES = 32  # of the tree that a text's drafters offer together

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ CLOSED_FOLDER = (
     errno.ENOENT,
     errno.ELOOP,
 )
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DamagedFile(ValueError):
@@ -207,3 +209,38 @@ def sha256_of_file(file: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as bytes_in:
         return hashlib.file_digest(bytes_in, "sha256").hexdigest()
+
+
+# Files of code, which nobody else may plant.
+
+
+def make_private_folder(folder: Path) -> str | None:
+    """Make a folder that only its owner can write to; a message where it belongs to somebody else."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid not in _trusted_owners():
+            return f"{folder} belongs to another user; set SALTUS_CACHE to a folder of your own"
+        if found.st_mode & WRITABLE_BY_OTHERS:
+            folder.chmod(0o700)
+    except OSError as error:
+        return str(error)
+
+
+def is_own_file(file: Path) -> bool:
+    """True for a whole file that `new_file_with_digest` wrote for this user, and that nobody else can change."""
+    try:
+        found = file.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid in _trusted_owners()
+        and not found.st_mode & WRITABLE_BY_OTHERS
+        and has_digest(file)
+    )
+
+
+def _trusted_owners() -> set[int]:
+    """This user and the administrator; systems without owners have one that fits all."""
+    return {0, getattr(os, "getuid", lambda: 0)()}

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from saltus.storage.cache_files import disk_errors, new_file_with_digest
+from saltus.storage.cache_files import disk_errors, is_own_file, make_private_folder, new_file_with_digest
 from saltus.storage.cache_folder import cache_folder
-from saltus.storage.trusted_files import is_own_file, make_private_folder
 
 log = logging.getLogger("saltus")
 

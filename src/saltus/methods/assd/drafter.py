@@ -31,7 +31,7 @@ from saltus.core.sampling import (
     token_distribution,
 )
 from saltus.core.tree import Branch
-from saltus.methods.assd.hole_predictions import HoleLogits, HolePredictions
+from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, likely_paths
 from saltus.methods.shared.ptp_queries import two_call_drafter, with_query_chains
 from saltus.methods.shared.token_correction import PairwiseCorrection
@@ -156,8 +156,7 @@ class SelfDrafter:
     def _store_logits(self, last: Step) -> None:
         """Keep what the step predicted for holes that are still open."""
         canvas, outputs = last.canvas, last.outputs
-        assert outputs.drafter_data is None or isinstance(outputs.drafter_data, PairwiseCorrection)
-        self.pairwise_correction = outputs.drafter_data
+        self.pairwise_correction = outputs.correction if isinstance(outputs, AnySubsetOutputs) else None
         if queries := last.inputs.query_chain(-1):
             for hole, query in zip(canvas.open_positions[: len(queries)].tolist(), queries, strict=True):
                 self.hole_logits[hole] = HoleLogits(outputs, query + 1, canvas.num_decided)

@@ -18,6 +18,13 @@ from saltus.methods.shared.token_correction import PairwiseCorrection, corrected
 NO_CANDIDATES = LikelyTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), 0.0)
 
 
+@dataclass(frozen=True)
+class AnySubsetOutputs(ForwardOutputs):
+    """The outputs of a call of an any-subset model, with the correction of what it predicts for several holes."""
+
+    correction: PairwiseCorrection | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class HoleLogits:
     """What a call predicted for a hole."""
@@ -33,15 +40,19 @@ class HoleLogits:
     @property
     def hidden_states(self) -> Tensor | None:
         """Of the call [rows, hidden]; None if it had no correction that needs them."""
-        return None if self.outputs.drafter_data is None else self.outputs.hidden_states
+        return None if self.correction is None else self.outputs.hidden_states
+
+    @property
+    def correction(self) -> PairwiseCorrection | None:
+        return self.outputs.correction if isinstance(self.outputs, AnySubsetOutputs) else None
 
     @cached_property
     def weights(self) -> np.ndarray | None:
         """Of the pairwise correction, if the call had one."""
-        correction, states = self.outputs.drafter_data, self.hidden_states
-        if not isinstance(correction, PairwiseCorrection) or states is None:
+        states = self.hidden_states
+        if self.correction is None or states is None:
             return None
-        return correction.position_inputs(states[self.row : self.row + 1])[0]
+        return self.correction.position_inputs(states[self.row : self.row + 1])[0]
 
     def num_unknown(self, order: Int[np.ndarray, "holes"], index: int) -> int:
         """How many of the two tokens to the left of new token `index` were decided since the call."""

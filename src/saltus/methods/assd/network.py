@@ -12,7 +12,7 @@ configuration states that it was trained for any subset.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from saltus.core.canvas import Canvas
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.hole_paths import with_kernel
+from saltus.methods.assd.hole_predictions import AnySubsetOutputs
 from saltus.methods.shared.token_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
 from saltus.models.cpu.attention import SequenceRows
@@ -98,15 +99,17 @@ class AnySubsetNetwork(CausalNetwork):
 
     def _select_outputs(self, inputs: ForwardInputs, outputs: ForwardOutputs) -> ForwardOutputs:
         """The outputs in the order of nodes; hidden states are of output rows, not of context tokens."""
-        if not inputs.query_nodes and outputs.hidden_states is None:
-            return replace(outputs, drafter_data=self.pairwise_correction)
-        required, rows = required_distributions(inputs)
-        states = outputs.hidden_states
-        states = None if states is None else states[len(states) - len(required) :]
-        if inputs.query_nodes:
-            states = None if states is None else select_rows(states, rows)
-            outputs = replace(outputs, logits=select_rows(outputs.logits, rows))
-        return replace(outputs, hidden_states=states, drafter_data=self.pairwise_correction)
+        states, logits = outputs.hidden_states, outputs.logits
+        if inputs.query_nodes or states is not None:
+            required, rows = required_distributions(inputs)
+            states = None if states is None else states[len(states) - len(required) :]
+            if inputs.query_nodes:
+                states = None if states is None else select_rows(states, rows)
+                logits = select_rows(logits, rows)
+        return AnySubsetOutputs(
+            logits, states, outputs.seconds, outputs.context_tokens_read, outputs.num_rows,
+            correction=self.pairwise_correction,
+        )  # fmt: skip
 
     def _reuse_kv_cache(self, kv_cache: Any, inputs: ForwardInputs) -> int:
         return kv_cache.reuse_known_tokens(inputs.canvas)

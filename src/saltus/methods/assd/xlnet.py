@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from saltus.core.forward import ForwardInputs, ForwardOutputs
+from saltus.methods.assd.hole_predictions import AnySubsetOutputs
 from saltus.methods.assd.network import required_distributions
 from saltus.methods.shared.token_correction import PairwiseCorrection
 
@@ -102,13 +103,13 @@ class XlnetNetwork:
             for (number, _), row in zip(one_pass.outputs, self._run_pass(inputs, one_pass), strict=False):
                 logits[number] = row
         seconds = time.perf_counter() - started
-        return ForwardOutputs(
+        return AnySubsetOutputs(
             torch.stack([logits[row] for row in rows]),
             None,
             seconds,
             1,
             len(found),
-            drafter_data=self.pairwise_correction,
+            correction=self.pairwise_correction,
         )
 
     def _run_pass(self, inputs: ForwardInputs, one_pass: _Pass) -> torch.Tensor:

@@ -19,6 +19,13 @@ class DrawnWindow:
     distributions: Sequence[Distribution]  # of each token given the tokens before it: what the rule compares
 
 
+@dataclass(frozen=True)
+class WindowOutputs(ForwardOutputs):
+    """The outputs of a draft call that drew a window."""
+
+    window: DrawnWindow | None = None
+
+
 def can_draw_window(sampling: Sampling) -> bool:
     """True if the settings are a temperature and no more; a truncated mixture is not a mixture of truncated parts."""
     return not sampling.greedy and not sampling.truncates and sampling.token_independent
@@ -29,7 +36,7 @@ def draft_drawn_window(
 ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
     """A branch of up to `num_draft_tokens` tokens from one call; it ends where the product of their peaks is too small.
 
-    The call has a uniform query for each position, and its outputs hold a `DrawnWindow` as `drafter_data`.
+    The call has a uniform query for each position, and its outputs are `WindowOutputs`.
     """
     canvas = inputs.canvas
     uniforms = noise.uniforms(f"{source}/{canvas.num_decided}", canvas.open_positions[:num_draft_tokens])
@@ -41,8 +48,9 @@ def draft_drawn_window(
         uniforms=tuple(uniforms.tolist()),
         temperature=sampling.temperature,
     )
-    window = outputs.drafter_data
-    assert isinstance(window, DrawnWindow)
+    assert isinstance(outputs, WindowOutputs)
+    window = outputs.window
+    assert window is not None
     peaks: list[float] = []
     value = 1.0
     for distribution in window.distributions:

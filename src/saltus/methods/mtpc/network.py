@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from saltus.core.sampling import Distribution, float_row
 from saltus.kernels import native
 from saltus.methods.mtpc.circuit_predictions import TINY, CircuitPredictions, StateDistributions
 from saltus.methods.mtpc.circuits import CircuitFilter
-from saltus.methods.mtpc.drawn_window import DrawnWindow
+from saltus.methods.mtpc.drawn_window import DrawnWindow, WindowOutputs
 from saltus.methods.mtpc.heads import CircuitParameters, HeadModel
 from saltus.methods.mtpc.window_sampling import LEAST, draw_window
 from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, select_hidden_states
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.row_candidates import row_candidates
 
 NO_LOGITS = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32)
@@ -76,19 +77,19 @@ class HeadNetwork:
         started = time.perf_counter()
         with native.kernel_threads_only() if self.device.type == "cpu" else nullcontext():
             self._start_windows(batch, kv_caches)
-            outputs = []
-            for inputs, kv_cache in zip(batch, kv_caches, strict=True):
-                if not inputs.query_nodes:
-                    outputs.append((*self._next_token_logits(inputs.canvas.decided_prefix, kv_cache), None))
-                elif inputs.uniforms and math.isnan(inputs.uniforms[0]):
-                    outputs.append((*NO_LOGITS, self._predict_window(inputs, kv_cache)))
-                else:
-                    outputs.append((*NO_LOGITS, self._draw_window(inputs, kv_cache)))
+            outputs = [self._text_outputs(*pair) for pair in zip(batch, kv_caches, strict=True)]
         seconds = time.perf_counter() - started
-        return [
-            ForwardOutputs(torch.from_numpy(logits), None, seconds, 0, len(batch), torch.from_numpy(tokens), window)
-            for tokens, logits, window in outputs
-        ]
+        return [replace(each, seconds=seconds, num_rows=len(batch)) for each in outputs]
+
+    def _text_outputs(self, inputs: ForwardInputs, kv_cache: WindowCache) -> ForwardOutputs:
+        """Logits of the next token, or of a window with mask queries its predictions, with uniform queries a draw."""
+        if not inputs.query_nodes:
+            tokens, logits = self._next_token_logits(inputs.canvas.decided_prefix, kv_cache)
+            return ForwardOutputs(torch.from_numpy(logits), token_ids=torch.from_numpy(tokens))
+        tokens, logits = map(torch.from_numpy, NO_LOGITS)
+        if inputs.uniforms and math.isnan(inputs.uniforms[0]):
+            return DraftOutputs(logits, token_ids=tokens, predictions=self._predict_window(inputs, kv_cache))
+        return WindowOutputs(logits, token_ids=tokens, window=self._draw_window(inputs, kv_cache))
 
     def _predict_window(self, inputs: ForwardInputs, kv_cache: WindowCache) -> CircuitPredictions:
         """The distributions of as many positions as there are mask queries, as far as the window goes."""

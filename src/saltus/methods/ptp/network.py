@@ -28,6 +28,7 @@ from saltus.methods.shared.context_layers import (
     DraftRows,
     unread_states,
 )
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.methods.shared.token_correction_model import TokenCorrectionModel, corrected_states, rms_normalized
@@ -236,7 +237,9 @@ class DraftNetwork:
         outputs, num_rows = [], sum(text.num_rows for text in texts)
         for (inputs, kv_cache), text, (logits, states), own in zip(pairs, texts, found, predictions, strict=True):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
-            outputs.append(ForwardOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, own))
+            outputs.append(
+                DraftOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predictions=own)
+            )
         return outputs
 
     def _rows(self, inputs: ForwardInputs, kv_cache: ContextKVCache) -> DraftRows:

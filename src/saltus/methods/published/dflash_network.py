@@ -17,6 +17,7 @@ from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode, linear
 from saltus.methods.published.dflash import DFlashModel
 from saltus.methods.shared.context_layers import ContextKVCache, ContextLayers, ContextRows, unread_states
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu.torch_decoder import normed, rotated
@@ -71,8 +72,8 @@ class DFlashNetwork:
             rows = 1 + min(len(inputs.uniforms), self.model.shape.window)
             predictions = self.predictor(logits[1:rows], hidden[1:rows])
             outputs.append(
-                ForwardOutputs(
-                    logits[:rows], hidden[:rows], 0.0, len(read), num_rows, self.model.tokens, predictions
+                DraftOutputs(
+                    logits[:rows], hidden[:rows], 0.0, len(read), num_rows, self.model.tokens, predictions=predictions
                 )
             )  # fmt: skip
         return outputs

@@ -21,6 +21,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.kernels.packed_weight import select_rows
 from saltus.methods.shared.context_layers import ContextKVCache, unread_states
+from saltus.methods.shared.draft_tree import DraftOutputs
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
 from saltus.models.cpu import attention
@@ -147,7 +148,7 @@ class Eagle3Network:
             logits, states_of_rows = (torch.stack(part) for part in zip(*kept, strict=True))
             predictions = self.predictor(logits[1:], states_of_rows[1:])
             outputs.append(
-                ForwardOutputs(logits, states_of_rows, 0.0, count, num_rows, self.model.tokens, predictions)
+                DraftOutputs(logits, states_of_rows, 0.0, count, num_rows, self.model.tokens, predictions=predictions)
             )  # fmt: skip
         return outputs
 

@@ -110,10 +110,17 @@ class DraftPredictions(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DraftOutputs(ForwardOutputs):
+    """The outputs of a draft call, with what its queries predict."""
+
+    predictions: DraftPredictions | None = None
+
+
 def position_predictions(outputs: ForwardOutputs) -> PositionPredictions:
     """What the queries of a draft call predict, as their network says or else by their logits."""
-    if isinstance(outputs.drafter_data, PositionPredictions):
-        return outputs.drafter_data
+    if isinstance(outputs, DraftOutputs) and isinstance(outputs.predictions, PositionPredictions):
+        return outputs.predictions
     ids = outputs.token_ids
     likely = [likely_tokens(row) for row in float_row(outputs.logits[1:])]
     return PositionPredictions(likely, None if ids is None else ids.cpu().numpy())
