@@ -142,10 +142,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("budget", [-1, 385])
-def test_a_budget_that_no_call_holds_is_refused_at_once(budget):
-    with pytest.raises(ValueError, match=rf"budget is {budget}, but must lie in 0…384"):
-        saltus.custom_generate("lookup", budget=budget)
+@pytest.mark.parametrize("max_draft_tokens", [-1, 385])
+def test_more_draft_tokens_than_a_call_holds_are_refused_at_once(max_draft_tokens):
+    with pytest.raises(ValueError, match=rf"max_draft_tokens is {max_draft_tokens}, but must lie in 0…384"):
+        saltus.custom_generate("lookup", max_draft_tokens=max_draft_tokens)
 
 
 @pytest.mark.parametrize("what", REFUSED)

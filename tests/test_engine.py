@@ -320,7 +320,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
         ({"device": "tpu"}, "one of auto, cpu, cuda"),
         ({"device": "cpu:x"}, "torch does not have that; use cpu"),
         ({"rule": "typical"}, "one of match, reject"),
-        ({"budget": -1}, "0…384"),
+        ({"max_draft_tokens": -1}, "0…384"),
         ({"batch_size": 0}, "1 or more"),
     ],
 )

@@ -106,7 +106,7 @@ InitialFolder = Annotated[
         help="Start with the weights of an earlier result, in another work folder; for example with more texts.",
     ),
 ]
-Shard = Annotated[
+Fsdp = Annotated[
     bool,
     o.in_panel(
         WORK_PANEL,
@@ -217,7 +217,7 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
         teacher: Teachers = None,
         work: Work = None,
         begin: InitialFolder = None,
-        shard: Shard = False,
+        fsdp: Fsdp = False,
         out: Out = None,
         show: ListRecipes = False,
     ) -> None:
@@ -229,8 +229,8 @@ def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
         from saltus.training.objectives import OBJECTIVES
 
         work = work or Path("runs", name)
-        teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]
-        sharded = shards_weights(shard)
+        teachers = [_teacher_path(path, work, chosen) for path in teacher or (None,)]
+        sharded = shards_weights(fsdp)
         if sharded and (reason := OBJECTIVES[chosen.kind].why_not_sharded(chosen)):
             raise ValueError(reason)
         _train(chosen, name, teachers, work, begin, out, device, sharded)

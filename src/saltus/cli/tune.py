@@ -69,9 +69,9 @@ def tune(
 ) -> None:
     """Find the fastest settings of the method jacobi for a model on this machine.
 
-    It measures the cost of calls by nodes; then, within an affordable budget, tokens
+    It measures the cost of calls by nodes; then, with as many draft tokens as are affordable, tokens
     per second by block size and number of recycled n-grams; then, with the best of
-    these, by the length of n-grams; then by live blocks and spawn. Plain decoding
+    these, by the length of n-grams; then by live blocks and spawn ratio. Plain decoding
     runs beside them. No setting changes a text.
 
     [bold]Examples[/bold]
@@ -89,7 +89,7 @@ def tune(
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
         model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, budget=MAX_DEPTH, tuned_settings=False,
+        chat_template=chat_template, max_draft_tokens=MAX_DEPTH, tuned_settings=False,
     )  # fmt: skip
     inputs = _select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -121,10 +121,10 @@ def _select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
         import saltus.evaluation
 
         prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
-    found = read_prompts_file(prompts)
-    count = min(num_prompts, len(found))
-    chosen = [found[number * len(found) // count] for number in range(count)]
-    return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
+    available = read_prompts_file(prompts)
+    count = min(num_prompts, len(available))
+    chosen = [available[number * len(available) // count] for number in range(count)]
+    return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in chosen]
 
 
 def _search_settings(
@@ -155,8 +155,8 @@ def _search_settings(
             advance()
     calls = [{"nodes": cell.nodes, **steps.time_statistics(timings.call_seconds[cell])} for cell in grid.call_shapes]
     times = [row["ms"] for row in calls]
-    budget = affordable_draft_tokens(nodes, times, max_cost_ratio)
-    search, complete = JacobiSearch(engine, prompts, budget, settings, rounds, fixed_options), False
+    max_draft_tokens = affordable_draft_tokens(nodes, times, max_cost_ratio)
+    search, complete = JacobiSearch(engine, prompts, max_draft_tokens, settings, rounds, fixed_options), False
     try:
         with progress_bar(search.num_texts, "searching") as advance:
             for _ in search.run():
@@ -165,7 +165,7 @@ def _search_settings(
     except KeyboardInterrupt:
         if not search.seconds:
             raise
-    named = ("block", "candidates", "speedup")
+    named = ("block_size", "candidates", "speedup")
     return {
         **run_info(
             engine,
@@ -174,7 +174,7 @@ def _search_settings(
         "complete": complete,
         "calls": calls,
         "knee": measured_knee(nodes, times),
-        "budget": budget,
+        "max_draft_tokens": max_draft_tokens,
         "settings": search.table_rows(),
         "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.speedup_points()]},
         "chosen": search.best_setting() if complete else {},
@@ -190,7 +190,7 @@ def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fix
     made["speedup"] = next(row["speedup"] for row in result["settings"] if chosen <= row.items())
     return TunedSettings(
         "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
-        model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
+        model_fingerprint(engine.network.model), result["chosen"], result["max_draft_tokens"], made,
     ).save()  # fmt: skip
 
 
@@ -202,12 +202,14 @@ def _show(result: Mapping[str, Any]) -> None:
 
     console = terminal(soft_wrap=False)
     knee = f"knee at {result['knee']:.0f} nodes" if result["knee"] else "no knee"
-    console.print(f"calls: {knee}; the search may use {result['budget']}")
+    console.print(f"calls: {knee}; the search may use {result['max_draft_tokens']}")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block", "candidates", "n-gram", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
-        named = [str(row.get(name, "")) for name in ("block", "candidates", "ngram", "blocks", "spawn")]
+        named = [
+            str(row.get(name, "")) for name in ("block_size", "candidates", "ngram_size", "max_blocks", "spawn_ratio")
+        ]
         if "plain" in row:
             named[0] = "plain"
         rates = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f} ×", f"{row['tokens_per_call']:.2f}"

@@ -22,9 +22,9 @@ from saltus.methods import LoadsNetwork, Method, UsesTrainedModel, make_methods,
 from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
-DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
-DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not
-MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
+DEFAULT_MAX_DRAFT_TOKENS = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
+DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it pays or not
+MAX_DRAFT_TOKENS = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
 def assemble_networks(
@@ -64,7 +64,7 @@ class Decoder:
     load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method
     rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
@@ -100,14 +100,14 @@ class Decoder:
                 setup.networks = {**setup.networks, name: network}
 
     def _new_setup(self, method: str) -> DecodingSetup:
-        options, budget = self.options, self.budget
+        options, max_draft_tokens = self.options, self.max_draft_tokens
         if self.tuned_settings is not None and "jacobi" in method.split("+"):
             tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
-            options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
+            options, max_draft_tokens = {**options, "jacobi": tuned}, self.tuned_settings.max_draft_tokens
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
         networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
-        return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
+        return DecodingSetup(made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost)
 
 
 def check_rule(name: str) -> str:
@@ -117,13 +117,13 @@ def check_rule(name: str) -> str:
     return name
 
 
-def default_budget(adaptive: bool, rule: str) -> int:
+def default_max_draft_tokens(adaptive: bool, rule: str) -> int:
     """The draft tokens of a call, at most, where none are given."""
-    return DEFAULT_BUDGET if adaptive and rule == "match" else DEFAULT_WHOLE_BUDGET
+    return DEFAULT_MAX_DRAFT_TOKENS if adaptive and rule == "match" else DEFAULT_WHOLE_TREE_TOKENS
 
 
-def check_budget(budget: int) -> int:
+def check_max_draft_tokens(max_draft_tokens: int) -> int:
     """A number of draft tokens that calls can verify, or a ValueError."""
-    if not 0 <= budget <= MAX_BUDGET:
-        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
-    return budget
+    if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but must lie in 0…{MAX_DRAFT_TOKENS}")
+    return max_draft_tokens

@@ -26,7 +26,7 @@ class DecodingSetup:
     methods: Sequence[Method]
     networks: Mapping[str, Network]  # "target", and the draft models by their names
     rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
     call_cost: CallCost = field(default_factory=CallCost)
@@ -77,7 +77,7 @@ class DecodingSetup:
         tree decides which tokens are sampled, so its size is fixed.
         """
         if not self.chooses_sizes:
-            return Controller(self.budget, adaptive=False)
+            return Controller(self.max_draft_tokens, adaptive=False)
         if not self.call_cost.seconds:
             self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
         if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
@@ -86,7 +86,9 @@ class DecodingSetup:
                 if batch_size == 1
                 else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
             )
-            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs, batch_size=batch_size)
+            self.controllers[batch_size] = Controller(
+                self.max_draft_tokens, True, self.acceptance, costs, batch_size=batch_size
+            )
         return self.controllers[batch_size]
 
 
@@ -99,6 +101,6 @@ def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Netw
 
 def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
     """The drafter, without drafts once the text outgrows what its draft model reads."""
-    return lambda canvas, last, room: (
-        drafter(canvas, last, room) if len(canvas.decided_prefix) + room <= context_length else ()
+    return lambda canvas, last, max_depth: (
+        drafter(canvas, last, max_depth) if len(canvas.decided_prefix) + max_depth <= context_length else ()
     )

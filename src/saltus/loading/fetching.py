@@ -13,7 +13,7 @@ from urllib.error import HTTPError, URLError
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import TEMPORARY, disk_errors, remove_leftovers, sync
 from saltus.storage.cache_folder import cache_folder
 
@@ -25,7 +25,7 @@ class SourceError(ValueError):
 
 
 @contextmanager
-def exclusive_lock(name: str, progress: Progress) -> Iterator[None]:
+def exclusive_lock(name: str, progress: ProgressCallback) -> Iterator[None]:
     """Let one process at a time make the model of this name; the lock of a process that dies is released."""
     file = cache_folder() / "locks" / f"{name}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,9 @@ def as_source_errors(folder: Path, name: str, env_variable: str) -> AbstractCont
     return disk_errors(folder, name, env_variable, SourceError)
 
 
-def download(url: str, file: Path, size: int, name: str, progress: Progress, *, retry_delay: float = 1.0) -> None:
+def download(
+    url: str, file: Path, size: int, name: str, progress: ProgressCallback, *, retry_delay: float = 1.0
+) -> None:
     """Download `file` of `size` bytes from `url`, resuming where an earlier run stopped.
 
     Proxies are those of the environment. Three attempts in a row without a new byte end it with the network's error.
@@ -101,7 +103,7 @@ def download(url: str, file: Path, size: int, name: str, progress: Progress, *, 
             time.sleep(retry_delay)
 
 
-def _download_rest(url: str, file: Path, size: int, name: str, progress: Progress) -> None:
+def _download_rest(url: str, file: Path, size: int, name: str, progress: ProgressCallback) -> None:
     have = _file_size(file)
     if have > size:  # another file, or a damaged one
         file.unlink()

@@ -21,22 +21,22 @@ from saltus.loading.model_folders import (
     WEIGHT_FILE_PATTERNS,
     check_folder,
 )
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import DamagedFile, find_damage, is_whole, read_json, report_damage, write_manifest
 from saltus.storage.cache_folder import cache_folder
 
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
 
 
-def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` in the cache that Transformers uses too; downloaded where it lacks."""
-    if found := completed_download(name):
-        return found
+    if folder := completed_download(name):
+        return folder
     hub_id, _, revision = name.partition("@")
     damaged = _damaged_files(name)
     if offline:
-        if not damaged and (found := _cached_snapshot(hub_id, revision or None)):
-            return found
+        if not damaged and (folder := _cached_snapshot(hub_id, revision or None)):
+            return folder
         raise SourceError(_lacking(name, damaged))
     progress(Stage(f"asking the hub for {name}"))
     try:
@@ -50,7 +50,7 @@ def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
     return folder
 
 
-def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Progress) -> Path:
+def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: ProgressCallback) -> Path:
     """A file of `owner/name@revision` in the cache that Transformers uses too; downloaded if it is not there."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -59,9 +59,9 @@ def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Pro
     name = f"{repository}:{file}"
     damaged = _damaged_files(name)
     try:
-        found = hf_hub_download(hub_id, file, revision=revision or None, local_files_only=True)
+        path = hf_hub_download(hub_id, file, revision=revision or None, local_files_only=True)
         if not damaged:
-            return Path(found)
+            return Path(path)
     except (LocalEntryNotFoundError, EntryNotFoundError):
         pass
     if offline:
@@ -91,17 +91,17 @@ def _lacking(name: str, damaged: list[Path]) -> str:
 def _cached_although(silence: _HubUnreachable, name: str, damaged: Sequence[Path] = ()) -> Path:
     """What another tool has fetched, where the hub does not answer. Errors: SourceError."""
     hub_id, _, revision = name.partition("@")
-    if not damaged and (found := _cached_snapshot(hub_id, revision or None)):
-        return found
+    if not damaged and (folder := _cached_snapshot(hub_id, revision or None)):
+        return folder
     raise SourceError(
         f"the hub does not answer for {name} ({silence}); check the network or HF_ENDPOINT, or give a local folder"
     ) from silence
 
 
-def fetch_tokenizer_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_tokenizer_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """A folder with the settings and the tokenizer of `owner/name@revision`, perhaps without weights."""
-    if found := completed_download(name):
-        return found
+    if folder := completed_download(name):
+        return folder
     if offline:
         return fetch_from_hub(name, offline, progress)
     hub_id, _, revision = name.partition("@")
@@ -240,7 +240,7 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     raise answer
 
 
-def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -> Path:
+def _download_files(name: str, file_sizes: dict[str, int], progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` with these files."""
     from huggingface_hub import constants, snapshot_download
 
@@ -253,19 +253,19 @@ def _download_files(name: str, file_sizes: dict[str, int], progress: Progress) -
             if _cached_snapshot(hub_id, revision or None) is None:
                 require_disk_space(cache, sum(file_sizes.values()), name, "HF_HOME")
             files = sorted(file_sizes)
-            found = snapshot_download(hub_id, revision=revision or None, allow_patterns=files, tqdm_class=reports)
+            downloaded = snapshot_download(hub_id, revision=revision or None, allow_patterns=files, tqdm_class=reports)
     except SourceError:
         raise
     except Exception as error:  # whatever the client's network library raises
         raise SourceError(f"the download of {name} broke off ({first_line(error)}); {again}") from error
-    folder = Path(found)
+    folder = Path(downloaded)
     # an interrupted client may return an incomplete snapshot
     if lacking := [file for file in file_sizes if not (folder / file).exists()]:
         raise SourceError(f"the download of {name} broke off before {lacking[0]}; {again}")
     return folder
 
 
-def _progress_bar_class(name: str, total: int, progress: Progress) -> type:
+def _progress_bar_class(name: str, total: int, progress: ProgressCallback) -> type:
     """A class of progress bars for the hub's client: it draws nothing and reports bytes to `progress`."""
     from tqdm import tqdm
 

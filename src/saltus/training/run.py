@@ -15,7 +15,7 @@ from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.processes import ONE_PROCESS, Processes
-from saltus.training.loop.training_loop import Progress, Schedule
+from saltus.training.loop.training_loop import Schedule, TrainingProgress
 from saltus.training.objective import Objective, TrainingInputs
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
@@ -76,7 +76,10 @@ class TrainingRun(TrainingInputs):
             task = self.objective.next_task(self, task)
 
     def train(
-        self, task: TrainingTask, on_checkpoint: Callable[[Progress], None], on_step: Callable[[int, float], None]
+        self,
+        task: TrainingTask,
+        on_checkpoint: Callable[[TrainingProgress], None],
+        on_step: Callable[[int, float], None],
     ) -> dict[str, Any]:
         """Train to the end, from the last checkpoint on; returns the results for the card. Errors: ValueError."""
         recipe = json.loads(json.dumps(self.identity))

@@ -44,7 +44,7 @@ class JacobiSearch:
 
     engine: Engine
     prompts: Sequence[PromptLike]
-    budget: int  # nodes of a call
+    max_draft_tokens: int  # nodes of a call
     generate_settings: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
@@ -56,12 +56,12 @@ class JacobiSearch:
 
     @property
     def grid(self) -> list[Setting]:
-        """Block × candidates, those within the budget."""
+        """Block × candidates, those that fit into `max_draft_tokens`."""
         rows = (
-            self.budget // 2 if "model" in self.fixed_options else self.budget
+            self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         )  # an adapter reads the guesses in extra rows
         blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
-        return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
+        return [{"block_size": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
 
     @property
     def num_texts(self) -> int:
@@ -84,15 +84,17 @@ class JacobiSearch:
     @property
     def ngram_stage(self) -> list[Setting]:
         """Lengths of recycled n-grams; none if the best setting offers none."""
-        return [{"ngram": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
+        return [{"ngram_size": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
 
     @property
     def block_stage(self) -> list[Setting]:
         """Live blocks × spawn; a single block does not spawn."""
         several = [
-            {"blocks": live, "spawn": spawn} for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS) if live > 1
+            {"max_blocks": live, "spawn_ratio": spawn}
+            for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS)
+            if live > 1
         ]
-        return [{"blocks": 1}, *several]
+        return [{"max_blocks": 1}, *several]
 
     def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
         """Each round decodes every text with all settings, in alternating order; the first text is a warm-up."""
@@ -107,15 +109,15 @@ class JacobiSearch:
     def _generate(self, setting: Setting, text: int, warm_up: bool = False) -> None:
         key = tuple(setting.items())
         if key not in self.engines:
-            own = {name: value for name, value in setting.items() if name != PLAIN}
-            options = {"jacobi": {**self.fixed_options, **own}}
-            self.engines[key] = self.engine.copy_with(options=options, budget=self.budget)
+            searched = {name: value for name, value in setting.items() if name != PLAIN}
+            options = {"jacobi": {**self.fixed_options, **searched}}
+            self.engines[key] = self.engine.copy_with(options=options, max_draft_tokens=self.max_draft_tokens)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
-        found = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
+        generation = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
         if not warm_up:
             self.seconds.setdefault(key, {}).setdefault(text, []).append(self.clock() - began)
-            self.tokens.setdefault(key, {})[text] = (found.statistics.tokens, found.statistics.calls)
+            self.tokens.setdefault(key, {})[text] = (generation.statistics.tokens, generation.statistics.calls)
 
     def tokens_per_second(self, setting: Setting) -> float:
         """Tokens per second over all texts, by the median time of each; prefill included."""
@@ -134,15 +136,20 @@ class JacobiSearch:
             heights = SpeedupSurface.fit(self.speedup_points())
             return max(
                 settings,
-                key=lambda one: (float(heights.evaluate(one["block"], one["candidates"])), self.tokens_per_second(one)),
+                key=lambda setting: (
+                    float(heights.evaluate(setting["block_size"], setting["candidates"])),
+                    self.tokens_per_second(setting),
+                ),
             )
         return max(settings, key=self.tokens_per_second)
 
     def speedup_points(self) -> list[tuple[int, int, float]]:
         """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
         plain = self.tokens_per_second({PLAIN: True})
-        known = [one for one in self.grid if tuple(one.items()) in self.seconds]
-        return [(one["block"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
+        known = [setting for setting in self.grid if tuple(setting.items()) in self.seconds]
+        return [
+            (setting["block_size"], setting["candidates"], self.tokens_per_second(setting) / plain) for setting in known
+        ]
 
     def best_setting(self) -> Setting:
         """The best of all settings."""
@@ -186,7 +193,7 @@ class SpeedupSurface:
                     weights = np.linalg.lstsq(terms[others], values[others], rcond=None)[0]
                     errors.append(float(terms[left_out] @ weights - values[left_out]) ** 2)
             fitted[degree] = sum(errors), np.linalg.lstsq(terms, values, rcond=None)[0]
-        degree = min(fitted, key=lambda one: fitted[one][0])
+        degree = min(fitted, key=lambda candidate: fitted[candidate][0])
         return SpeedupSurface(degree, fitted[degree][1])
 
     def evaluate(self, block: Any, candidates: Any) -> Any:

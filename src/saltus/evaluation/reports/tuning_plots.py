@@ -1,4 +1,4 @@
-"""Plot what `saltus tune` measured: calls by nodes with the budget, and the surface of speed-ups."""
+"""Plot what `saltus tune` measured: calls by nodes with the most draft tokens, and the surface of speed-ups."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
     axes.set_xticks(nodes, list(map(str, nodes)))
     axes.minorticks_off()
     axes.plot(nodes, times, "o-", color=INK, lw=1.8, ms=4.5)
-    axes.axvline(result["budget"], color=ALARM, ls="--", lw=1.4)
+    axes.axvline(result["max_draft_tokens"], color=ALARM, ls="--", lw=1.4)
     if result["knee"]:
         axes.axvline(result["knee"], color=MUTED, ls=":", lw=1.4)
         axes.annotate("knee", (result["knee"], 0.96), xycoords=("data", "axes fraction"), xytext=(4, 0),
@@ -70,7 +70,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
 
 
 def _plot_surface(result: Mapping[str, Any]) -> Any:
-    points = [(row["block"], row["candidates"], row["speedup"]) for row in result["surface"]["points"]]
+    points = [(row["block_size"], row["candidates"], row["speedup"]) for row in result["surface"]["points"]]
     surface = SpeedupSurface.fit(points)
     blocks, counts = sorted({point[0] for point in points}), sorted({point[1] for point in points})
     figure, axes = _new_figure(
@@ -91,8 +91,10 @@ def _plot_surface(result: Mapping[str, Any]) -> Any:
         axes.plot(*at, "o", color=INK, ms=3)
         axes.annotate(f"{value:.2f}", at, xytext=(0, 9), textcoords="offset points", ha="center", size=8, color=INK)
     best = result["chosen"]
-    if "block" in best:
-        axes.plot(np.log2(best["block"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8)
+    if "block_size" in best:
+        axes.plot(
+            np.log2(best["block_size"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8
+        )
     axes.set_xticks(np.log2(blocks), list(map(str, blocks)))
     axes.set_yticks(np.log2(1 + np.array(counts)), list(map(str, counts)))
     axes.set_xlim(x[0] - 0.2, x[-1] + 0.2)

@@ -124,7 +124,7 @@ class FixedShapeKVCache:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
         if self.token_history.pending_tree is not None:
             base = len(self.token_history.tokens)
-            nodes = self.token_history.pending_tree.match_tokens(tokens[base:])
+            nodes = self.token_history.pending_tree.matching_nodes(tokens[base:])
             self.pending_copies += [(base + depth, base + node) for depth, node in enumerate(nodes) if node != depth]
         return self.token_history.reuse_prefix(tokens)
 

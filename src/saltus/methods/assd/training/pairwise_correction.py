@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saltus.methods.assd.network import CORRECTION_TENSORS, save_pairwise_correction
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask, lattice_ranks
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.training_loop import Schedule
 from saltus.training.training_task import TrainingTask
