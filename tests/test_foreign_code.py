@@ -9,7 +9,7 @@ import pytest
 
 import saltus
 from saltus.evaluation.benchmarks.lm_eval_model import _tokenizer_with_bos_setting
-from saltus.methods.assd.training.command import _load_model as load_any_subset_model
+from saltus.methods.assd.training.objectives import AnySubsetSettings, _load_model
 
 CLASSES = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
 
@@ -43,7 +43,7 @@ def test_code_in_the_folder_of_a_known_architecture_is_left_alone(folder, tiny_f
     assert engine.generate("the cat", max_new_tokens=4).tokens == own.generate("the cat", max_new_tokens=4).tokens
     assert len(_tokenizer_with_bos_setting(engine.tokenizer, False)) == len(own.tokenizer)
     with pytest.raises(ValueError, match="causal model"):
-        load_any_subset_model(folder)
+        _load_model(folder, AnySubsetSettings())
     assert not (folder.parent / "mark").exists()
 
 

@@ -344,11 +344,13 @@ def test_other_settings_and_other_texts_are_refused(recipe, folder, tiny_folder,
 
 
 def test_a_step_that_draws_no_context_position_has_a_loss(folder, teacher, recipe, monkeypatch):
-    from saltus.training.run import TrainingRun, select_teacher_texts
+    from saltus.training.run import TrainingRun
 
     chosen = recipes.read_recipe(recipe)
     engine = saltus.load(str(folder), "plain")
-    run = TrainingRun(chosen, select_teacher_texts(chosen, teacher), engine.network, "tiny", recipe.parent)
+    run = TrainingRun(
+        chosen, OBJECTIVES[chosen.kind].select_texts(chosen, [teacher]), engine.network, "tiny", recipe.parent
+    )
     for _ in run.collect():
         pass
     task = run.make_task()
@@ -357,11 +359,13 @@ def test_a_step_that_draws_no_context_position_has_a_loss(folder, teacher, recip
 
 
 def test_all_answers_to_a_held_out_prompt_are_held_out(folder, teacher, recipe):
-    from saltus.training.run import TrainingRun, select_teacher_texts
+    from saltus.training.run import TrainingRun
 
     chosen = recipes.read_recipe(recipe)
     engine = saltus.load(str(folder), "plain")
-    run = TrainingRun(chosen, select_teacher_texts(chosen, teacher), engine.network, "tiny", recipe.parent)
+    run = TrainingRun(
+        chosen, OBJECTIVES[chosen.kind].select_texts(chosen, [teacher]), engine.network, "tiny", recipe.parent
+    )
     for _ in run.collect():
         pass
     dataset = run.make_task().window_dataset
@@ -415,7 +419,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ("hidden_state_layers = [1]", "hidden_state_layers = 1", "must be a list, each a whole number"),
         ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "must be a whole number"),
         ('"thermometer"', '"tt"', "must be one of bits"),
-        ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
+        ('kind = "drafter"', 'kind = "draft"', "must be one of adapter, any-subset, dflash, drafter"),
         ('kind = "drafter"', "", "lacks kind"),
         ("steps = 12", "", "lacks steps"),
         ("[data]", "[adapter]\n[data]", "leave that out"),
@@ -479,13 +483,15 @@ def test_only_a_recipe_of_jacobi_needs_no_temperatures():
 
 
 def test_shipped_recipes_are_valid_and_listed():
-    output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi")}
+    output = {method: saltus_("train", method, "--list").stdout for method in ("ptp", "mtpc", "jacobi", "assd")}
     assert {"smollm2", "smollm2-adapter", "smollm2-code", "smollm2-heads", "vicuna-7b"} <= set(
         recipes.shipped_recipes()
     )
     for name in recipes.shipped_recipes():
         found = recipes.read_recipe(recipes.find_recipe(name))
-        assert [method for method in output if f"{name} " in output[method]] == [OBJECTIVES[found.kind].method]
+        assert [method for method in output if re.search(rf"^\s*{re.escape(name)} ", output[method], re.M)] == [
+            OBJECTIVES[found.kind].method
+        ]
         assert found.about
         assert found.time
     assert "did you mean smollm2" in complaint("train", "ptp", "-r", "smolm2")
@@ -493,40 +499,51 @@ def test_shipped_recipes_are_valid_and_listed():
 
 
 def test_all_objectives_have_one_interface():
-    assert OBJECTIVES.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi"}
-    assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi"}
+    assert OBJECTIVES.keys() == {"drafter", "adapter", "dflash", "heads", "jacobi", "any-subset"}
+    assert {objective.method for objective in OBJECTIVES.values()} == {"ptp", "mtpc", "jacobi", "assd"}
     tasks = DrafterTrainingTask, DFlashTrainingTask, HeadsTrainingTask, AdapterTrainingTask, JacobiTrainingTask
     for task in (*tasks, AnySubsetTrainingTask, PairwiseCorrectionTrainingTask):
         assert issubclass(task, TrainingTask)
         assert not task.__abstractmethods__
 
 
-def test_any_subset_models_are_trained_without_a_clone(tmp_path, monkeypatch):
+def test_training_of_any_subset_models_says_in_a_line_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.txt").write_text("one two three four five six seven eight nine")
-    assert "only 1 stories or functions" in complaint("train", "assd", "--", "--text", "few.txt")
-    assert "holds no programs" in complaint("train", "assd", "--", "--code", "nowhere")
+    assert "only 1 stories or functions; give 200 or more, by --text or --code" in complaint(
+        "train", "assd", "--text", "few.txt"
+    )
+    assert "only 0 stories" in complaint("train", "assd")
+    assert "nowhere: No such file" in complaint("train", "assd", "--code", "nowhere")
+    (tmp_path / "few.jsonl").write_text("3")
+    assert "few.jsonl holds no programs" in complaint("train", "assd", "--code", "few.jsonl")
     (tmp_path / "tales.csv").write_text("document,text\n1,once\n")
-    said = complaint("train", "assd", "--", "--text", "tales.csv")
+    said = complaint("train", "assd", "--text", "tales.csv")
     assert "tales.csv holds no stories (there is no column 'document_id'); give a table" in said
-    assert "give one of --from" in complaint("train", "assd", "--", "--xlnet", "--left-to-right")
-    assert "there is no program nowhere.py" in complaint("train", "assd", "--recipe", "nowhere.py")
+    assert "recipe smollm2 is for ptp; give it to saltus train ptp" in complaint("train", "assd", "-r", "smollm2")
 
 
-def test_a_recipe_in_python_gets_the_arguments_after_the_dashes(recipe, tmp_path):
-    (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
-    file = tmp_path / "own.py"
-    file.write_text("import sys, beside\nprint(__name__, beside.WORD, sys.argv[1:])\n")
-    before = sys.argv, sys.path[:]
-    assert saltus_("train", "ptp", "-r", file, "--", "a", "--help").stdout == "__main__ beside ['a', '--help']\n"
-    assert (sys.argv, sys.path) == before
-    assert "after --" in complaint("train", "ptp", "-r", file, "--steps", 3)
-    assert "recipe in Python" in complaint("train", "ptp", "-r", recipe, "--", "methods")
-    file.write_text("{}['absent']\n")
-    said = complaint("train", "ptp", "-r", file)
-    assert said.endswith("own.py failed: KeyError('absent'); SALTUS_DEBUG=1 shows where")
-    file.write_text("raise ValueError('seven is too many; take six')\n")
-    assert complaint("train", "ptp", "-r", file) == "saltus: seven is too many; take six"
+@pytest.mark.parametrize(
+    ("change", "cure"),
+    [
+        ("temperatures=[1]", "training of an any-subset model has no temperatures; leave it out"),
+        ("windows_per_text=3", "has no windows_per_text; leave it out"),
+        ("spread=few", "a recipe has no setting spread"),
+        ("length=48", "did you mean max_length?"),
+        ("mask_ratio=broad", "must be one of few, narrow"),
+        ("weights=q7", "must be one of bf16, q"),
+        ("hidden=200", "attention heads have 64; take a multiple of that"),
+        ("span_probability=2", "is a probability"),
+        ("architecture=xlnet", "an XLNet is trained by adamw alone; set optimizer=adamw"),
+    ],
+)
+def test_a_wrong_override_of_an_any_subset_recipe_is_one_line_with_the_cure(change, cure):
+    assert cure in complaint("train", "assd", "--set", change)
+
+
+def test_a_program_is_no_recipe(tmp_path):
+    (tmp_path / "own.py").write_text("print(1)")
+    assert "a file of yours ends in .toml" in complaint("train", "ptp", "-r", tmp_path / "own.py")
 
 
 def test_training_without_tensorboard_names_the_package_to_install(recipe, folder, teacher, tmp_path, monkeypatch):
@@ -537,7 +554,7 @@ def test_training_without_tensorboard_names_the_package_to_install(recipe, folde
 def test_the_help_s_examples_use_options_that_exist():
     assert "Train a drafter" in saltus_("train").stdout
     groups = get_command(app).commands
-    for group, name in (("train", "ptp"), ("collect", "text")):
+    for group, name in (("train", "ptp"), ("train", "assd"), ("collect", "text")):
         command = groups[group].commands[name]
         known = {option for parameter in command.params for option in parameter.opts}
         examples = re.findall(rf"saltus {group} {name}(.*)", command.help)

@@ -18,7 +18,7 @@ from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
-from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft_models
+from saltus.methods import LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
@@ -33,10 +33,12 @@ def assemble_networks(
     """The networks of methods by name, "target" first, and the context lengths of draft models. Errors: ValueError."""
     networks: dict[str, Network] = {TARGET: target}
     context_lengths: dict[str, int | None] = {}
-    for name, spec in (pair for method in methods for pair in method.draft_models.items()):
+    for method, name, spec in ((each, *pair) for each in methods for pair in each.draft_models.items()):
         if name in networks:
             raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
-        if not is_drafter_spec(spec):
+        if isinstance(method, LoadsNetwork):
+            networks[name] = method.load_network(target, target_name)
+        elif not is_drafter_spec(spec):
             draft_model = load_draft_model(spec)
             networks[name] = with_vocabulary_of(target, draft_model.network)
             context_lengths[name] = draft_model.context_length
