@@ -3,8 +3,8 @@
     python benchmarks/exactness.py --prompts spec_bench.jsonl --every 12 --drafter path/to/a/smaller/model
 
 Plain decoding answers each prompt alone, with expanded weights if those of the file are packed; every method answers
-all prompts as a batch with a fixed budget of nodes, so that trees are large and calls are shared. Exits with 1 if any
-text differs.
+all prompts as a batch with a fixed number of draft tokens, so that trees are large and calls are shared. Exits with
+1 if any text differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> None:
     drafter = {"small_model": {"model": args.drafter}} if args.drafter else {}
     differing = 0
     for dtype in args.dtypes.split(","):
-        engine = saltus.load(args.model, dtype=dtype, method="plain", adaptive=False, budget=8, options=drafter)
+        engine = saltus.load(
+            args.model, dtype=dtype, method="plain", adaptive=False, max_draft_tokens=8, options=drafter
+        )
         expanded = saltus.load(args.model, dtype=dtype, method="plain", weights="bf16")
         for temperature in (0.0, 0.8):
             settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "seed": 1}

@@ -95,10 +95,12 @@ def main() -> None:
     options.add_argument("--methods", default="lookup,ptp,ptp+lookup")
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--max-new-tokens", type=int, default=64)
-    options.add_argument("--budget", type=int, metavar="N", help="verify N draft tokens a call, whether it pays or not")
+    options.add_argument(
+        "--max-draft-tokens", type=int, metavar="N", help="verify N draft tokens a call, whether it pays or not"
+    )
     args = options.parse_args()
     prompts = first_turns(options, args)
-    tree = {} if args.budget is None else {"budget": args.budget, "adaptive": False}
+    tree = {} if args.max_draft_tokens is None else {"max_draft_tokens": args.max_draft_tokens, "adaptive": False}
     engine = saltus.load(args.model, "plain", tuned_settings=False, **tree)
     add_price(engine.network, CausalNetwork(random_qwen3(args.shape, args.weights)))
     engine.decoder.call_cost = CallCost(measure_call_seconds(engine.network))

@@ -45,20 +45,20 @@ class Run:
 
 
 @contextmanager
-def own_server(method: str, model: str, max_batch: int, more: Sequence[str] = ()) -> Iterator[str]:
+def own_server(method: str, model: str, max_num_seqs: int, more: Sequence[str] = ()) -> Iterator[str]:
     """The address of a server that is started for this method."""
     port = _free_port()
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "--model", model]
-    settings = ["--method", method, "--port", str(port), "--max-batch", str(max_batch), *more]
+    settings = ["--method", method, "--port", str(port), "--max-num-seqs", str(max_num_seqs), *more]
     with _process([*command, *settings], port) as url:
         yield url
 
 
 @contextmanager
-def llama_server(program: str, gguf: str, max_batch: int) -> Iterator[str]:
+def llama_server(program: str, gguf: str, max_num_seqs: int) -> Iterator[str]:
     """The address of llama.cpp's server, with as many slots as texts of Saltus are decoded at once."""
     port = _free_port()
-    command = [program, "-m", gguf, "--port", str(port), "-np", str(max_batch), "-c", str(2048 * max_batch)]
+    command = [program, "-m", gguf, "--port", str(port), "-np", str(max_num_seqs), "-c", str(2048 * max_num_seqs)]
     with _process([*command, "-t", str(os.cpu_count()), "--jinja"], port) as url:
         yield url
 
@@ -160,7 +160,7 @@ def main() -> None:
     options.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server, to be measured beside")
     options.add_argument("--clients", default="1,4,16", help="numbers of clients, by commas")
     options.add_argument("--rate", type=float, help="prompts a second that come, in place of --clients")
-    options.add_argument("--max-batch", type=int, default=16, help="texts that a server decodes at once")
+    options.add_argument("--max-num-seqs", type=int, default=16, help="texts that a server decodes at once")
     options.add_argument("--max-new-tokens", type=int, default=64)
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--repeats", type=int, default=3)
@@ -170,13 +170,13 @@ def main() -> None:
     counts = [len(prompts)] if args.rate else [int(count) for count in args.clients.split(",")]
     with ExitStack() as stack:
         servers = {
-            method: stack.enter_context(own_server(method, args.model, args.max_batch))
+            method: stack.enter_context(own_server(method, args.model, args.max_num_seqs))
             for method in filter(None, args.servers.split(","))
         }
         own = set(servers)
         if args.llama_server:
             gguf = str(resolve(args.model) / "model.gguf")
-            servers["llama.cpp"] = stack.enter_context(llama_server(args.llama_server, gguf, args.max_batch))
+            servers["llama.cpp"] = stack.enter_context(llama_server(args.llama_server, gguf, args.max_num_seqs))
         servers |= dict(pair.split("=", 1) for pair in args.endpoint)
         print(f"{len(prompts)} prompts, {args.max_new_tokens} tokens each at most, medians of {args.repeats} in turns")
         print(f"{'clients':>7}  {'server':16} {'tokens/s':>8}  {'first token':>11}  {'95th':>9}  {'between':>8}")

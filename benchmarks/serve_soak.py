@@ -166,13 +166,13 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=1000)
     options.add_argument("--clients", type=int, default=64)
     options.add_argument("--max-new-tokens", type=int, default=16)
-    options.add_argument("--max-batch", type=int, default=16)
+    options.add_argument("--max-num-seqs", type=int, default=16)
     options.add_argument("--max-queue", type=int, default=24, help="so that some clients are asked to wait")
     options.add_argument("--method", default="auto")
     args = options.parse_args()
     good = good_requests([one for one in first_turns(options, args) if isinstance(one, str)], args.max_new_tokens)
-    more = ["--max-queue", str(args.max_queue), "--ngram-cache", "8MB", "--kv-memory", "0.5"]
-    with own_server(args.method, args.model, args.max_batch, more) as url:
+    more = ["--max-queue", str(args.max_queue), "--ngram-cache", "8MB", "--kv-cache-memory-bytes", "500MB"]
+    with own_server(args.method, args.model, args.max_num_seqs, more) as url:
         with httpx.Client(timeout=600) as http:
             expected = {}
             for number, (route, body) in enumerate(good):

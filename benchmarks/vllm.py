@@ -76,8 +76,8 @@ def saltus_decoder(arguments: argparse.Namespace, method: str, top_k: int | None
     options: dict[str, dict[str, Any]] = {}
     if method.startswith("ptp"):
         options["ptp"] = {"model": str(arguments.drafter), **({} if top_k is None else {"top_k": top_k})}
-    budget = None if adaptive else arguments.draft_tokens
-    engine = saltus.load(arguments.model, method, options=options, adaptive=adaptive, budget=budget)
+    max_draft_tokens = None if adaptive else arguments.draft_tokens
+    engine = saltus.load(arguments.model, method, options=options, adaptive=adaptive, max_draft_tokens=max_draft_tokens)
 
     def decode(messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
         began = time.perf_counter()

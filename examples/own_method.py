@@ -16,8 +16,8 @@ class Echo:
     draft_models: dict[str, str] = field(default_factory=dict, init=False)  # no draft models
 
     def drafter(self, noise, sampling, rule):
-        def draft(canvas, last, room):
-            tokens = canvas.decided_prefix[-self.num_draft_tokens :][:room].tolist()
+        def draft(canvas, last, max_depth):
+            tokens = canvas.decided_prefix[-self.num_draft_tokens :][:max_depth].tolist()
             return [Branch(tokens, [0.5] * len(tokens), source="echo")]
 
         return draft

@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     count = min(arguments.limit, len(tasks))
     chosen = [tasks[number * len(tasks) // count] for number in range(count)]
     prompts = [one.turns[0] if one.turns else list(one.messages) for one in chosen]
-    whole = {"adaptive": False, "budget": arguments.budget, "tuned_settings": False}
+    whole = {"adaptive": False, "max_draft_tokens": arguments.max_draft_tokens, "tuned_settings": False}
     draft_model = without_layers(
         saltus.load(arguments.model, weights="bf16", **whole), arguments.without_layers, folder
     )
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--couplings", nargs="+", default=list(COUPLINGS))
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--without-layers", type=int, nargs="+", default=[20], help="left out of the draft model")
-    parser.add_argument("--budget", type=int, default=16)
+    parser.add_argument("--max-draft-tokens", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -2,7 +2,7 @@
 
     python experiments/forcing.py BASE TUNED … --prompts held_out.jsonl [--text enwik8.xz] [--adapter DIR …] --out DIR
 
-Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--blocks`)
+Each model is decoded greedily and at a temperature: plainly, and by Jacobi decoding of 1, 2, … blocks (`--max-blocks`)
 without rejection recycling, and with it, of tails and of diagonals. Every text is written by all ways in turn,
 forwards and backwards, and by all models before the next text. `--whole` asks for every guess that there is, so that
 tokens a call are those of the method; without it a controller asks for those that pay. Speed-ups are over plain
@@ -30,7 +30,7 @@ import torch
 import saltus
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.engine import MAX_BUDGET
+from saltus.engine.engine import MAX_DRAFT_TOKENS
 from saltus.evaluation.reports.environment import git_commit, machine_info
 
 PLAIN, RECYCLED = "plain", 4  # candidates
@@ -102,8 +102,8 @@ def main() -> None:
         "--graded", type=int, default=200, help="prompts whose answers are graded, where they have some"
     )
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--block", type=int, default=16)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2], help="how many decode at once")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-blocks", type=int, nargs="+", default=[1, 2], help="how many decode at once")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--whole", action="store_true")
@@ -126,14 +126,18 @@ def main() -> None:
         sides.append((folder, saltus.load(given.models[0], "plain", tuned_settings=False)))
     engines: dict[tuple[str, str], saltus.Engine] = {}
     for name, engine in sides:
-        for blocks, (way, recycle) in itertools.product(given.blocks, POOLS.items()):
-            chosen = {"block": given.block, "blocks": blocks, "candidates": RECYCLED if recycle else 0}
+        for max_blocks, (way, recycle) in itertools.product(given.max_blocks, POOLS.items()):
+            chosen = {
+                "block_size": given.block_size,
+                "max_blocks": max_blocks,
+                "candidates": RECYCLED if recycle else 0,
+            }
             chosen |= {"model": name} if name in given.adapter else {}
             chosen |= {"recycle": recycle} if recycle else {}
-            recycled = {"": 0, "tails": given.block, "diagonals": 3}[recycle] * RECYCLED
-            budget = min(given.block * blocks + recycled, MAX_BUDGET) if given.whole else 32
-            engines[name, f"{blocks} blocks{way}"] = engine.copy_with(
-                options={"jacobi": chosen}, budget=budget, adaptive=not given.whole
+            recycled = {"": 0, "tails": given.block_size, "diagonals": 3}[recycle] * RECYCLED
+            max_draft_tokens = min(given.block_size * max_blocks + recycled, MAX_DRAFT_TOKENS) if given.whole else 32
+            engines[name, f"{max_blocks} blocks{way}"] = engine.copy_with(
+                options={"jacobi": chosen}, max_draft_tokens=max_draft_tokens, adaptive=not given.whole
             )
         engines[name, PLAIN] = engine
     rows: dict[tuple[str, str, float], list[tuple[int, int, float]]] = {}

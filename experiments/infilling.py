@@ -13,8 +13,8 @@ a hole's tokens, those included that follow from a blank and have none: a sharpe
 
 The wrong ways: *one step* draws every hole from its own law in one call; *no residual* (the procedure of σ-GPT) draws
 from the whole law after a rejection. Neither is a method of Saltus. *no cache* is plain decoding that reads all anew;
-*without links* drafts do not know the tokens to their left. A causal model (`--causal`), for whole sentences, continues
-the left side by as many sentences as are missing.
+*without correction* drafts do not know the tokens to their left. A causal model (`--causal`), for whole sentences,
+continues the left side by as many sentences as are missing.
 """
 
 import argparse
@@ -48,14 +48,14 @@ from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.loglikelihood import score_continuations
 from saltus.evaluation.reports.environment import git_commit, machine_info
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 
 PLAIN, NO_RESIDUAL = "plain", "no residual"
 SENTENCE = 48  # tokens of a hole for each sentence that is missing, whatever its length
 LONG = 512
 ROUGE = ("rouge1", "rouge2", "rougeL")
 LEFT_TO_RIGHT = "left to right"
-WITHOUT_LINKS = "one call without links"
+WITHOUT_CORRECTION = "one call without correction"
 BY_DEFAULT = "assd by default"
 SENTENCE_END = re.compile(r"[.!?][\"'”’]*(?=\s|$)")
 
@@ -135,7 +135,7 @@ def filled(
     canvas: Canvas,
     seed: int,
     distribution: Sampling,
-    links: bool = True,
+    correct: bool = True,
     own: bool = False,
 ) -> Request:
     wrong = mock.patch(
@@ -150,7 +150,7 @@ def filled(
         canvas=canvas,
     )
     without = mock.patch.object(engine.network, "pairwise_correction", None)
-    with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if links else without:
+    with wrong if engine.decoder.rule == NO_RESIDUAL else nullcontext(), nullcontext() if correct else without:
         for _ in run_requests(engine.decoder, [job], method, batch_size=1):
             pass
     return job
@@ -158,8 +158,10 @@ def filled(
 
 def continued(engine: saltus.Engine, task: Task, seed: int, temperature: float) -> str:
     """What a causal model writes after the left side: as many sentences as are missing."""
-    room = SENTENCE * task.sentences
-    text = engine.generate(task.before, max_new_tokens=room, temperature=temperature, seed=seed, raw=True).text
+    max_new_tokens = SENTENCE * task.sentences
+    text = engine.generate(
+        task.before, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, raw=True
+    ).text
     ends = [found.end() for found in SENTENCE_END.finditer(text)]
     return text[: ends[task.sentences - 1]] if len(ends) >= task.sentences else text
 
@@ -173,7 +175,7 @@ def one_step(engine: saltus.Engine, canvas: Canvas, seed: int, distribution: Sam
     )
     uniforms = Noise(seed).uniforms("text", canvas.order).tolist()
     tokens = [sample(u, distributions[query]) for u, query in zip(uniforms, inputs.query_chain(-1), strict=True)]
-    end = next((i for i, token in enumerate(tokens) if distribution.num_forced_after(i, token)), count)
+    end = next((i for i, token in enumerate(tokens) if distribution.num_padding_after(i, token)), count)
     return tokens[:end] + [engine.network.blank_token] * (count - end)
 
 
@@ -250,10 +252,10 @@ def main() -> None:
         for name, options in (
             (f"Algorithm 1, k = {length}", {"num_draft_tokens": length, "two_calls": True}),
             (f"one call, k = {length}", {"num_draft_tokens": length}),
-            (f"{WITHOUT_LINKS}, k = {length}", {"num_draft_tokens": length}),
+            (f"{WITHOUT_CORRECTION}, k = {length}", {"num_draft_tokens": length}),
             (f"Algorithm 2 (bigram), k = {length}", {"num_draft_tokens": length, "draft": "bigram"}),
         ):
-            own = engine.copy_with(options={"assd": options}, budget=length, adaptive=False)
+            own = engine.copy_with(options={"assd": options}, max_draft_tokens=length, adaptive=False)
             ways[name] = own
     table: list[dict[str, Any]] = []
     scorer = RougeScorer(list(ROUGE), use_stemmer=True)
@@ -288,8 +290,8 @@ def main() -> None:
                 for name in list(engines) if seed % 2 == 0 else list(engines)[::-1]:
                     method = PLAIN if name in (PLAIN, "no cache") else "assd"
                     began = time.perf_counter()
-                    linked = not name.startswith(WITHOUT_LINKS)
-                    job = filled(engines[name], method, canvas, seed, distribution, linked, given.own)
+                    correct = not name.startswith(WITHOUT_CORRECTION)
+                    job = filled(engines[name], method, canvas, seed, distribution, correct, given.own)
                     taken = time.perf_counter() - began
                     said = job.tokens if said is None else said
                     if rule == "match" and job.tokens != said:
@@ -297,7 +299,7 @@ def main() -> None:
                     found.setdefault(name, []).append(
                         {
                             "tokens": job.tokens,
-                            "said": sum(len(call.tokens) - call.num_forced_tokens for call in job.calls),
+                            "said": sum(len(call.tokens) - call.num_padding_tokens for call in job.calls),
                             "calls": job.calls_by_network["target"],
                             "seconds": 0.0 if given.own else taken,
                             "own": -float(np.mean(job.log_probabilities)) if given.own else 0.0,

@@ -53,7 +53,7 @@ class JacobiSearch:
 
     engine: Engine
     prompts: Sequence[PromptLike]
-    budget: int  # nodes of a call
+    max_draft_tokens: int  # nodes of a call
     generate_settings: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
@@ -65,12 +65,12 @@ class JacobiSearch:
 
     @property
     def grid(self) -> list[Setting]:
-        """Block × candidates, those within the budget."""
+        """Block × candidates, those that fit into `max_draft_tokens`."""
         rows = (
-            self.budget // 2 if "model" in self.fixed_options else self.budget
+            self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         )  # an adapter reads the guesses in extra rows
         blocks = [block for block in BLOCK_SIZES if block <= max(rows + 1, BLOCK_SIZES[0])]
-        return [{"block": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
+        return [{"block_size": block, "candidates": count} for block, count in product(blocks, CANDIDATE_COUNTS)]
 
     @property
     def num_texts(self) -> int:
@@ -93,15 +93,17 @@ class JacobiSearch:
     @property
     def ngram_stage(self) -> list[Setting]:
         """Lengths of recycled n-grams; none if the best setting offers none."""
-        return [{"ngram": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
+        return [{"ngram_size": length} for length in NGRAM_LENGTHS if self.best_so_far.get("candidates") != 0]
 
     @property
     def block_stage(self) -> list[Setting]:
         """Live blocks × spawn; a single block does not spawn."""
         several = [
-            {"blocks": live, "spawn": spawn} for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS) if live > 1
+            {"max_blocks": live, "spawn_ratio": spawn}
+            for live, spawn in product(LIVE_BLOCK_COUNTS, SPAWN_THRESHOLDS)
+            if live > 1
         ]
-        return [{"blocks": 1}, *several]
+        return [{"max_blocks": 1}, *several]
 
     def _measure(self, settings: Sequence[Setting]) -> Iterator[None]:
         """Each round decodes every text with all settings, in alternating order; the first text is a warm-up."""
@@ -118,7 +120,7 @@ class JacobiSearch:
         if key not in self.engines:
             own = {name: value for name, value in setting.items() if name != PLAIN}
             options = {"jacobi": {**self.fixed_options, **own}}
-            self.engines[key] = self.engine.copy_with(options=options, budget=self.budget)
+            self.engines[key] = self.engine.copy_with(options=options, max_draft_tokens=self.max_draft_tokens)
         method = PLAIN if PLAIN in setting else "jacobi"
         began = self.clock()
         found = self.engines[key].generate(self.prompts[text], method=method, **self.generate_settings)
@@ -143,7 +145,10 @@ class JacobiSearch:
             heights = SpeedupSurface.fit(self.speedup_points())
             return max(
                 settings,
-                key=lambda one: (float(heights.evaluate(one["block"], one["candidates"])), self.tokens_per_second(one)),
+                key=lambda one: (
+                    float(heights.evaluate(one["block_size"], one["candidates"])),
+                    self.tokens_per_second(one),
+                ),
             )
         return max(settings, key=self.tokens_per_second)
 
@@ -151,7 +156,7 @@ class JacobiSearch:
         """(block, candidates, speed-up over plain decoding) of the grid, as far as it is measured."""
         plain = self.tokens_per_second({PLAIN: True})
         known = [one for one in self.grid if tuple(one.items()) in self.seconds]
-        return [(one["block"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
+        return [(one["block_size"], one["candidates"], self.tokens_per_second(one) / plain) for one in known]
 
     def best_setting(self) -> Setting:
         """The best of all settings."""
@@ -243,7 +248,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
     axes.set_xticks(nodes, list(map(str, nodes)))
     axes.minorticks_off()
     axes.plot(nodes, times, "o-", color=INK, lw=1.8, ms=4.5)
-    axes.axvline(result["budget"], color=ALARM, ls="--", lw=1.4)
+    axes.axvline(result["max_draft_tokens"], color=ALARM, ls="--", lw=1.4)
     if result["knee"]:
         axes.axvline(result["knee"], color=MUTED, ls=":", lw=1.4)
         axes.annotate("knee", (result["knee"], 0.96), xycoords=("data", "axes fraction"), xytext=(4, 0),
@@ -256,7 +261,7 @@ def _plot_calls(result: Mapping[str, Any]) -> Any:
 
 
 def _plot_surface(result: Mapping[str, Any]) -> Any:
-    points = [(row["block"], row["candidates"], row["speedup"]) for row in result["surface"]["points"]]
+    points = [(row["block_size"], row["candidates"], row["speedup"]) for row in result["surface"]["points"]]
     surface = SpeedupSurface.fit(points)
     blocks, counts = sorted({point[0] for point in points}), sorted({point[1] for point in points})
     figure, axes = _new_figure(
@@ -277,8 +282,10 @@ def _plot_surface(result: Mapping[str, Any]) -> Any:
         axes.plot(*at, "o", color=INK, ms=3)
         axes.annotate(f"{value:.2f}", at, xytext=(0, 9), textcoords="offset points", ha="center", size=8, color=INK)
     best = result["chosen"]
-    if "block" in best:
-        axes.plot(np.log2(best["block"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8)
+    if "block_size" in best:
+        axes.plot(
+            np.log2(best["block_size"]), np.log2(1 + best["candidates"]), "o", mfc="none", mec=ALARM, ms=13, mew=1.8
+        )
     axes.set_xticks(np.log2(blocks), list(map(str, blocks)))
     axes.set_yticks(np.log2(1 + np.array(counts)), list(map(str, counts)))
     axes.set_xlim(x[0] - 0.2, x[-1] + 0.2)
@@ -302,7 +309,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     fixed = {"model": given.adapter} if given.adapter else {}
-    engine = saltus.load(given.model, "jacobi", options={"jacobi": fixed}, budget=MAX_DEPTH, tuned_settings=False)
+    engine = saltus.load(
+        given.model, "jacobi", options={"jacobi": fixed}, max_draft_tokens=MAX_DEPTH, tuned_settings=False
+    )
     prompts = select_prompts(given.prompts, given.texts)
     settings = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature, "seed": given.seed}
     result = measure(engine, prompts, settings, given.rounds, given.max_cost_ratio, fixed)
@@ -333,8 +342,8 @@ def measure(
         pass
     calls = [{"nodes": cell.nodes, **steps.time_statistics(timings.call_seconds[cell])} for cell in grid.call_shapes]
     times = [row["ms"] for row in calls]
-    budget = affordable_draft_tokens(nodes, times, max_cost_ratio)
-    search, complete = JacobiSearch(engine, prompts, budget, settings, rounds, fixed_options), False
+    max_draft_tokens = affordable_draft_tokens(nodes, times, max_cost_ratio)
+    search, complete = JacobiSearch(engine, prompts, max_draft_tokens, settings, rounds, fixed_options), False
     try:
         for _ in search.run():
             pass
@@ -342,7 +351,7 @@ def measure(
     except KeyboardInterrupt:
         if not search.seconds:
             raise
-    named = ("block", "candidates", "speedup")
+    named = ("block_size", "candidates", "speedup")
     return {
         **run_info(
             engine,
@@ -351,7 +360,7 @@ def measure(
         "complete": complete,
         "calls": calls,
         "knee": measured_knee(nodes, times),
-        "budget": budget,
+        "max_draft_tokens": max_draft_tokens,
         "settings": search.table_rows(),
         "surface": {"points": [dict(zip(named, point, strict=True)) for point in search.speedup_points()]},
         "chosen": search.best_setting() if complete else {},

@@ -174,13 +174,13 @@ def sample_window_starts(
 
     Errors: ValueError for a text shorter than `first` + window tokens.
     """
-    room = length - window_size - first + 1
-    if room < 1:
+    num_starts = length - window_size - first + 1
+    if num_starts < 1:
         raise ValueError(
             f"a text of {length} tokens has no room for a window of {window_size} after {first}; take longer texts"
         )
     places = (np.arange(num_windows) + generator.random((batch_size, num_windows))) / num_windows
-    return torch.from_numpy(first + (places * room).astype(np.int64))
+    return torch.from_numpy(first + (places * num_starts).astype(np.int64))
 
 
 def prepend_start_position(

@@ -1,4 +1,4 @@
-"""What are uniforms worth to a drafter? Count its right drafts, told the text's own uniforms and told others.
+"""What are uniforms worth to a drafter? Count its right drafts, given the text's own uniforms and given others.
 
     python experiments/uniforms.py --teacher held_out.jsonl.gz --out uniforms.json
     python experiments/uniforms.py --teacher held_out.jsonl.gz --coupling token-order --adapter adapter
@@ -47,12 +47,12 @@ LIKELY = 64  # tokens that can be nearest to a blurred uniform
 Drafts = Callable[[Tensor, Tensor], Tensor]  # from logits and uniforms
 
 
-def told(uniforms: Tensor, edges: Tensor) -> dict[str, Tensor]:
-    """What queries may be told, by name."""
+def query_uniforms(uniforms: Tensor, intervals: Tensor) -> dict[str, Tensor]:
+    """What queries may get as uniforms, by name."""
     other = torch.from_numpy(seeded_generator(0, "others").random(tuple(uniforms.shape)))
     return {
         "the text's uniforms": uniforms,
-        "the middle of each token's interval": edges.mean(-1),
+        "the middle of each token's interval": intervals.mean(-1),
         "0.5 for each": torch.full_like(uniforms, 0.5),
         "other uniforms": other,
         "none": torch.full_like(uniforms, torch.nan),
@@ -64,7 +64,7 @@ def likeliest(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def picked(sharpness: float, coupling: Coupling) -> Drafts:
-    """By the uniform, from the drafter's own law; sharpness 1 is independent prediction in the paper's sense."""
+    """By the uniform, from the drafter's own distribution; sharpness 1 is the paper's independent prediction."""
     return lambda logits, uniforms: pick_tokens(uniforms, logits * sharpness, coupling=coupling)
 
 
@@ -113,8 +113,8 @@ class Examination:
             part = chosen[number : number + texts]
             yield self.curriculum.make_batch(part, seeded_generator(1, "exam", number), windows, float(greedy))
 
-    def edges(self, cut: Batch) -> Tensor:
-        """Of the windows' tokens, at the temperature of each."""
+    def intervals(self, cut: Batch) -> Tensor:
+        """The uniform intervals of the windows' tokens, at the temperature of each."""
         temperatures = torch.tensor(self.states.temperatures, dtype=torch.float64)
         which = (cut.temperatures[..., None] - temperatures).abs().argmin(-1)
         starts = cut.window_starts.clamp_max(cut.corpus_rows.shape[1] - 1)  # windows after the last slot do not count
@@ -125,22 +125,22 @@ class Examination:
         nothing = (right(model, self.states, cut, likeliest, cut.uniforms) for cut in self.cuts(True))
         return summary(torch.cat(list(nothing)))
 
-    def told(self, model: DraftModel) -> dict[str, dict[str, Any]]:
-        """By what the queries are told, of texts that were sampled."""
+    def by_uniforms(self, model: DraftModel) -> dict[str, dict[str, Any]]:
+        """By the uniforms that queries get, of texts that were sampled."""
         found: dict[str, list[Tensor]] = {}
         for cut in self.cuts(False):
-            for name, given in told(cut.uniforms, self.edges(cut)).items():
+            for name, given in query_uniforms(cut.uniforms, self.intervals(cut)).items():
                 counts = right(model, self.states, replace(cut, uniforms=given), likeliest, cut.uniforms)
                 found.setdefault(name, []).append(counts)
         return {name: summary(torch.cat(counts)) for name, counts in found.items()}
 
-    def drafted(self, model: DraftModel) -> dict[str, dict[str, Any]]:
-        """By what is drafted from the laws of queries that are told nothing."""
+    def by_draft_rule(self, model: DraftModel) -> dict[str, dict[str, Any]]:
+        """By what is drafted from the distributions of queries without uniforms."""
         found: dict[str, list[Tensor]] = {}
         for cut in self.cuts(False):
-            untold = replace(cut, uniforms=torch.full_like(cut.uniforms, torch.nan))
+            without = replace(cut, uniforms=torch.full_like(cut.uniforms, torch.nan))
             for name, drafts in ways_to_draft(self.states.coupling).items():
-                found.setdefault(name, []).append(right(model, self.states, untold, drafts, cut.uniforms))
+                found.setdefault(name, []).append(right(model, self.states, without, drafts, cut.uniforms))
         return {name: summary(torch.cat(counts)) for name, counts in found.items()}
 
 
@@ -168,9 +168,9 @@ class AdapterExamination(Examination):
             for cut in self.cuts(
                 greedy, self.task.window_settings.batch_size, self.task.window_settings.windows_per_text
             ):
-                given = {"greedy texts": cut.uniforms} if greedy else told(cut.uniforms, self.edges(cut))
+                given = {"greedy texts": cut.uniforms} if greedy else query_uniforms(cut.uniforms, self.intervals(cut))
                 for name, uniforms in given.items():
-                    if name != "none":  # its queries have always been told something
+                    if name != "none":  # its queries have always had uniforms
                         found.setdefault(name, []).append(self.right(cut, uniforms))
         counts = {name: torch.cat(parts) for name, parts in found.items()}
         own, other = (counts[name].sum(-1).double() for name in ("the text's uniforms", "other uniforms"))
@@ -180,13 +180,13 @@ class AdapterExamination(Examination):
 
 def examine_adapter(options: argparse.Namespace, model: Any, samples: Any) -> dict[str, Any]:
     """What an adapter makes of uniforms; prints it."""
-    with TemporaryDirectory() as room:
-        for done in collect_uniform_intervals(model, samples, Path(room), coupling=options.coupling):
+    with TemporaryDirectory() as temporary:
+        for done in collect_uniform_intervals(model, samples, Path(temporary), coupling=options.coupling):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
         name = options.student or options.model
         student = saltus.load(name, "plain", dtype="float32", exact=False).network.model if options.student else model
-        found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(room))).report()
+        found = AdapterExamination(student, name, options.adapter, load_uniform_intervals(Path(temporary))).report()
     for name, one in found.items():
         print(f"{name:44} {one.get('tokens_per_call', one.get('tokens')):+.3f} ± {one['error']:.3f}")
     return found
@@ -205,16 +205,16 @@ def summary(counts: Tensor) -> dict[str, Any]:
 
 
 def plot(curves: list[dict[str, Any]], path: Path) -> None:
-    """Tokens a call against query tokens of training, for what queries are told."""
+    """Tokens a call against query tokens of training, by the uniforms that queries get."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for name in curves[0]["told"]:
-        values = [one["told"][name]["tokens_per_call"] for one in curves]
+    for name in curves[0]["by_uniforms"]:
+        values = [one["by_uniforms"][name]["tokens_per_call"] for one in curves]
         axes.plot([one["queries"] / 1e6 for one in curves], values, marker="o", markersize=3, label=name)
     axes.set(xlabel="query tokens of training, millions", ylabel="tokens a call, sampled texts")
-    axes.legend(title="queries are told", frameon=False)
+    axes.legend(title="uniforms of queries", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
@@ -247,26 +247,28 @@ def main() -> None:
         parser.error(f"no drafter comes with Saltus for {options.model}; give one by --drafter")
     model = load_drafter(folder, network.model, options.model, trainable=True).float()
     network.add_hidden_state_layers(model.shape.hidden_state_layers)
-    with TemporaryDirectory() as room:
-        for done in collect_hidden_states(network, samples, options.states or Path(room), coupling=options.coupling):
+    with TemporaryDirectory() as temporary:
+        for done in collect_hidden_states(
+            network, samples, options.states or Path(temporary), coupling=options.coupling
+        ):
             print(f"\rread {done} of {len(samples)} texts", end="", flush=True)
         print()
-        examination = Examination(load_hidden_states(options.states or Path(room)), model.shape.window)
+        examination = Examination(load_hidden_states(options.states or Path(temporary)), model.shape.window)
     found = {"texts": len(samples), "drafter": str(folder)}
     found["greedy"] = examination.greedy(model)
-    found["told"], found["drafted"] = examination.told(model), examination.drafted(model)
-    for title in ("told", "drafted"):
+    found["by_uniforms"], found["by_draft_rule"] = examination.by_uniforms(model), examination.by_draft_rule(model)
+    for title in ("by_uniforms", "by_draft_rule"):
         for name, one in found[title].items():
-            print(f"{title:8} {name:56} {one['tokens_per_call']:.3f} ± {one['error']:.3f}")
+            print(f"{title:13} {name:56} {one['tokens_per_call']:.3f} ± {one['error']:.3f}")
     print(f"greedy {found['greedy']['tokens_per_call']:.3f} ± {found['greedy']['error']:.3f}")
     found["curve"] = []
     for file in options.checkpoints:
         state = load_checkpoint(file)
         assert state is not None
         model.load_state_dict(state["module"])
-        one = {"queries": state["step"] * options.queries, "told": examination.told(model)}
+        one = {"queries": state["step"] * options.queries, "by_uniforms": examination.by_uniforms(model)}
         found["curve"].append(one)
-        print(state["step"], {name: value["tokens_per_call"] for name, value in one["told"].items()}, flush=True)
+        print(state["step"], {name: value["tokens_per_call"] for name, value in one["by_uniforms"].items()}, flush=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     if options.plot:

@@ -187,7 +187,7 @@ def tiny_heads(tiny_folder, tmp_path_factory) -> Callable[..., Path]:
 
     def folder(model: LlamaForCausalLM | None = None, **changes) -> Path:
         target = model or LlamaForCausalLM.from_pretrained(tiny_folder())
-        shape = HeadShape(**{"hidden": 32, "circuit": "hmm", "window": 4, "rank": 3, "directions": 3} | changes)
+        shape = HeadShape(**{"hidden": 32, "circuit": "hmm", "window": 4, "rank": 3, "subspace_dim": 3} | changes)
         heads = new_head_model(shape, torch.arange(2, 290), target, seeded_generator(5, "weights"))
         out = tmp_path_factory.mktemp("heads")
         save_drafter("heads", heads, out, "tiny", target, {})

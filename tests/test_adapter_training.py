@@ -18,7 +18,7 @@ from saltus.loading.metadata import read_metadata
 from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.models.gated_lora import Gate, GatedLoraSettings, gated_adapter
 from saltus.training.data.hidden_states import Sample, collect_hidden_states, load_hidden_states
@@ -271,14 +271,19 @@ def school(folder: Path, work: Path, form: str, temperature: float) -> tuple[Ada
     written = texts_of(engine, PROMPTS, temperature)
     model = engine.network.model
     again = [Sample([*one.prompt, one.completion[0]], one.completion[1:], temperature) for one in written]
-    for _ in collect_uniform_intervals(model, written + again, work / "edges", (1.0,)):
+    for _ in collect_uniform_intervals(model, written + again, work / "intervals", (1.0,)):
         pass
     window_settings = WindowSettings(
         batch_size=4, windows_per_text=12, greedy_fraction=0.8, validation_fraction=0.1, discount=0.9
     )
     objective = DistillationSettings(form, window=5)
     task = AdapterTrainingTask(
-        model, load_uniform_intervals(work / "edges"), GatedLoraSettings(16, 16.0), objective, window_settings, "tiny"
+        model,
+        load_uniform_intervals(work / "intervals"),
+        GatedLoraSettings(16, 16.0),
+        objective,
+        window_settings,
+        "tiny",
     )
     return task, train(task.module, task.loss, SCHEDULE, work / "run.pt", {"form": form})
 
@@ -344,7 +349,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path):
     schedule = Schedule(12, 0.02, checkpoint_steps=4)
 
     def begun() -> AdapterTrainingTask:
-        return make_task(tiny("Llama"), tmp_path / "edges", gating=GatedLoraSettings(4, 4.0, dropout=0.1))
+        return make_task(tiny("Llama"), tmp_path / "intervals", gating=GatedLoraSettings(4, 4.0, dropout=0.1))
 
     whole, interrupted, resumed = begun(), begun(), begun()
     expected = train(whole.module, whole.loss, schedule, tmp_path / "whole.pt", {})

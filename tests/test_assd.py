@@ -23,9 +23,9 @@ from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
 from saltus.methods.assd.network import AnySubsetNetwork
 from saltus.methods.assd.xlnet import XlnetNetwork
-from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, grown_nodes
-from saltus.methods.shared.ptp_queries import with_query_chains
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, grown_nodes
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.training.data.seeded_generator import seeded_generator
 
 MASK = 2
@@ -36,7 +36,7 @@ def tiny_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -
     return AnySubsetNetwork(tiny_llama(seed, any_subset={"mask": MASK}, **changes).to(dtype))
 
 
-def random_links(vocab: int = 300, scale: float = 1.0, hidden: int = 32, told: float = 0.1) -> PairwiseCorrection:
+def random_correction(vocab: int = 300, scale: float = 1.0, hidden: int = 32, told: float = 0.1) -> PairwiseCorrection:
     """Of rank 2."""
 
     def table(name: str, *shape: int) -> np.ndarray:
@@ -164,7 +164,7 @@ WAYS = [
 def test_assd_fills_the_holes_that_plain_fills_with_the_same_tokens(options: dict, sampling: Sampling, dtype):
     network = tiny_network(dtype=dtype)
     for seed in range(3):
-        network.pairwise_correction = random_links() if seed else None
+        network.pairwise_correction = random_correction() if seed else None
         canvas = text_with_holes(seed=seed, holes=25 - 10 * seed)
         plain, calls = fill(canvas, network, None, seed, sampling)
         assert calls == len(canvas.order)
@@ -225,8 +225,8 @@ def test_xlnet_fills_the_same_whatever_the_method(options: dict, sampling: Sampl
 class HoleToy:
     """A law of a hole's nearest decided neighbours on both sides: small enough to enumerate all texts."""
 
-    def __init__(self, vocab: int = 3, seed: int = 0, links: PairwiseCorrection | None = None) -> None:
-        self.links = links
+    def __init__(self, vocab: int = 3, seed: int = 0, correction: PairwiseCorrection | None = None) -> None:
+        self.correction = correction
         self.logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(vocab + 1, vocab + 1, vocab)) * 1.5)
 
     def new_kv_cache(self) -> object:
@@ -243,11 +243,11 @@ class HoleToy:
     def _reply(self, inputs: ForwardInputs) -> ForwardOutputs:
         rows = torch.stack([self._answer(inputs, node) for node in range(-1, len(inputs.tokens))])
         states = torch.stack([self.state(self._hole(inputs, node)) for node in range(-1, len(inputs.tokens))])
-        return AnySubsetOutputs(rows, states if self.links is not None else None, correction=self.links)
+        return AnySubsetOutputs(rows, states if self.correction is not None else None, correction=self.correction)
 
     @staticmethod
     def state(hole: int) -> torch.Tensor:
-        """What the links are told of a hole."""
+        """What the correction reads of a hole."""
         return torch.from_numpy(seeded_generator(0, "hole", hole).normal(size=3).astype(np.float32))
 
     def _hole(self, inputs: ForwardInputs, node: int) -> int:
@@ -270,7 +270,7 @@ def joint(toy: HoleToy, canvas: Canvas, sampling: Sampling) -> np.ndarray:
     for filling in itertools.product(range(vocab), repeat=len(canvas.order)):
         chance, now = 1.0, canvas
         for token in filling:
-            closed = now.num_decided > 0 and sampling.num_forced_after(now.num_decided - 1, int(now.new_tokens[-1]))
+            closed = now.num_decided > 0 and sampling.num_padding_after(now.num_decided - 1, int(now.new_tokens[-1]))
             said = (
                 one_hot(int(now.new_tokens[-1]))
                 if closed
@@ -287,10 +287,10 @@ def p_value(
     rule: Rule,
     sampling: Sampling = SAMPLED,
     texts: int = 3000,
-    links: PairwiseCorrection | None = None,
+    correction: PairwiseCorrection | None = None,
 ) -> float:
     """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
-    toy, canvas = HoleToy(links=links), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
+    toy, canvas = HoleToy(correction=correction), infilling([1, HOLE, HOLE, 2, HOLE, 0, HOLE])
     expected = joint(toy, canvas, sampling)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(texts):
@@ -317,8 +317,8 @@ def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Samp
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 2, "ahead": 3}], ids=str)
-def test_links_leave_the_law_as_it_is(options: dict):
-    assert p_value(options, reject, links=random_links(3, hidden=3)) > 1e-4
+def test_a_correction_leaves_the_law_as_it_is(options: dict):
+    assert p_value(options, reject, correction=random_correction(3, hidden=3)) > 1e-4
 
 
 CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends both holes of two tokens
@@ -328,13 +328,13 @@ CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("options", [None, {}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
 def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
-    assert p_value(options, reject, CLOSING, links=random_links(3, hidden=3)) > 1e-4
+    assert p_value(options, reject, CLOSING, correction=random_correction(3, hidden=3)) > 1e-4
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 def test_closed_holes_are_filled_with_the_same_tokens_and_take_no_calls(options: dict):
     network = tiny_network()
-    network.pairwise_correction = random_links()
+    network.pairwise_correction = random_correction()
     tokens = np.array([5, 6, *[HOLE] * 12, 7, 8, *[HOLE] * 9, 9])
     for seed in range(8):
         first = fill(infilling(tokens), network, None, seed)[0][2]  # this token shall close holes
@@ -365,7 +365,7 @@ class WaveringToy:
     forward, _reply, _answer, _hole, state = (
         HoleToy.forward, HoleToy._reply, HoleToy._answer, HoleToy._hole, staticmethod(HoleToy.state)
     )  # fmt: skip
-    links = None
+    correction = None
 
 
 @pytest.mark.slow
@@ -386,32 +386,34 @@ def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
 def test_drafts_that_are_told_another_law_are_caught(monkeypatch: pytest.MonkeyPatch):
     """As were it forgotten that a draft is linked to the one before it."""
 
-    def reject_unlinked(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:
+    def reject_uncorrected(inputs: ForwardInputs, distributions) -> tuple[np.ndarray, int]:
         flat = tuple(
             None if one is None else Distribution(None, np.ones(3)) for one in inputs.draft_distributions or ()
         )
         return reject(replace(inputs, draft_distributions=flat or None), distributions)
 
-    monkeypatch.setattr("saltus.methods.assd.drafter.reject", reject_unlinked)
-    assert p_value({}, reject_unlinked, links=random_links(3, hidden=3)) < 1e-6
+    monkeypatch.setattr("saltus.methods.assd.drafter.reject", reject_uncorrected)
+    assert p_value({}, reject_uncorrected, correction=random_correction(3, hidden=3)) < 1e-6
 
 
 class ChainToy(HoleToy):
-    """Each token depends on its place and the two to its left, by just what the links say."""
+    """Each token depends on its place and the two to its left, by just what the correction says."""
 
     def __init__(self) -> None:
-        self.links = random_links(8, 1.5, hidden=3, told=1.0)
-        self.links.gate[:, -1] = 0  # what is known already is as sharp as what is added
+        self.correction = random_correction(8, 1.5, hidden=3, told=1.0)
+        self.correction.gate[:, -1] = 0  # what is known already is as sharp as what is added
 
     def row(self, tokens: np.ndarray, hole: int) -> torch.Tensor:
         said = np.zeros(2, dtype=np.float32)
-        for table, token in ((self.links.left, tokens[hole - 1]), (self.links.second_left, tokens[hole - 2])):
+        for table, token in ((self.correction.left, tokens[hole - 1]), (self.correction.second_left, tokens[hole - 2])):
             said += 0 if token == HOLE else table[token]
-        return torch.from_numpy(self.links.right @ (said * self.links.position_inputs(self.state(hole)[None])[0, :-1]))
+        return torch.from_numpy(
+            self.correction.right @ (said * self.correction.position_inputs(self.state(hole)[None])[0, :-1])
+        )
 
 
 @pytest.mark.parametrize("rule", [match, reject])
-def test_where_links_say_all_every_draft_is_right(rule: Rule):
+def test_where_the_correction_says_all_every_draft_is_right(rule: Rule):
     """Of three drafts a call, asked for together and some of them calls ago; the first call has none."""
     toy = ChainToy()
     for ahead in (8, 30):
@@ -420,16 +422,16 @@ def test_where_links_say_all_every_draft_is_right(rule: Rule):
         assert calls == 1 + 10, "41 holes, of which the first call fills one"
 
 
-def predicted(links: PairwiseCorrection, num_known: int) -> HoleLogits:
+def predicted(correction: PairwiseCorrection, num_known: int) -> HoleLogits:
     """Logits 0…7 of a hole, and the correction of the model that predicted them."""
-    outputs = AnySubsetOutputs(torch.arange(8.0)[None], torch.ones(1, 3), correction=links)
+    outputs = AnySubsetOutputs(torch.arange(8.0)[None], torch.ones(1, 3), correction=correction)
     return HoleLogits(outputs, 0, num_known)
 
 
 def test_a_correction_adds_what_a_distribution_did_not_know():
     """New tokens 0, 1, 2, 3 stand at 1, 2, 4, 5: between the second and the third one is given."""
-    links, order = random_links(8, hidden=3), np.array([1, 2, 4, 5])
-    weights, logits = links.position_inputs(torch.ones(1, 3))[0], torch.arange(8.0)
+    correction, order = random_correction(8, hidden=3), np.array([1, 2, 4, 5])
+    weights, logits = correction.position_inputs(torch.ones(1, 3))[0], torch.arange(8.0)
     for index, knew, new, wanted in (
         (1, 1, [6], None),  # the token to its left is known
         (1, 0, [6], (6, None)),  # what stands before that is given
@@ -437,22 +439,22 @@ def test_a_correction_adds_what_a_distribution_did_not_know():
         (3, 2, [6, 7, 5], (5, None)),
         (3, 0, [6, 7, 5], (5, None)),  # two to its left one is given
     ):
-        hole = predicted(links, knew)
-        found = hole.corrected(links, hole.num_unknown(order, index), new[-2:])
-        expected = logits.numpy() if wanted is None else corrected_logits(links, logits.numpy(), weights, *wanted)
+        hole = predicted(correction, knew)
+        found = hole.corrected(correction, hole.num_unknown(order, index), new[-2:])
+        expected = logits.numpy() if wanted is None else corrected_logits(correction, logits.numpy(), weights, *wanted)
         np.testing.assert_array_equal(found, expected)
     row = np.arange(5)
     for knew, wanted in ((2, (7, None)), (1, (7, 6)), (0, (7, 6))):
-        hole = predicted(links, knew)
-        found = hole.corrected(links, hole.num_unknown(row, 3), [6, 7])
-        np.testing.assert_array_equal(found, corrected_logits(links, logits.numpy(), weights, *wanted))
+        hole = predicted(correction, knew)
+        found = hole.corrected(correction, hole.num_unknown(row, 3), [6, 7])
+        np.testing.assert_array_equal(found, corrected_logits(correction, logits.numpy(), weights, *wanted))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_correction_that_is_not_finite_is_left_out():
-    links = random_links(8, hidden=3)
-    links.left[6] = np.inf
-    assert predicted(links, 0).corrected(links, 1, [6]).tolist() == [*range(8)]
+    correction = random_correction(8, hidden=3)
+    correction.left[6] = np.inf
+    assert predicted(correction, 0).corrected(correction, 1, [6]).tolist() == [*range(8)]
 
 
 def predictions_in_bfloat16(vocab: int, unknown: list[int]) -> HolePredictions:
@@ -474,8 +476,8 @@ def predictions_in_bfloat16(vocab: int, unknown: list[int]) -> HolePredictions:
 @pytest.mark.parametrize("unknown", [[0, 1, 2], [2, 0, 1]], ids=str)
 @pytest.mark.parametrize(
     "choose",
-    [Likeliest(3), Coupled(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30))],
-    ids=["likeliest", "coupled"],
+    [Likeliest(3), SharedNoise(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30))],
+    ids=["likeliest", "shared noise"],
 )
 def test_the_kernel_grows_the_paths_of_holes(vocab: int, text: list[int], unknown: list[int], choose: Chooser):
     predictions = predictions_in_bfloat16(vocab, unknown)
@@ -486,7 +488,7 @@ def test_the_kernel_grows_the_paths_of_holes(vocab: int, text: list[int], unknow
     assert len(found) > 3
     assert [node[:2] for node in found] == [node[:2] for node in expected]
     assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=0.01)
-    assert predictions.grow(text, Coupled(3, Sampling(0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
+    assert predictions.grow(text, SharedNoise(3, Sampling(0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
 
 
 def test_nothing_banned_is_drafted_and_nothing_after_the_end_of_a_hole():
@@ -519,5 +521,5 @@ def without_resampling(inputs: ForwardInputs, distributions) -> tuple[np.ndarray
 @pytest.mark.parametrize("wrong", [independent, without_resampling], ids=lambda rule: rule.__name__)
 def test_a_wrong_rule_is_caught(wrong: Rule, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("saltus.methods.assd.drafter.reject", wrong)
-    monkeypatch.setattr("saltus.methods.shared.ptp_queries.reject", wrong)
+    monkeypatch.setattr("saltus.methods.shared.query_chains.reject", wrong)
     assert p_value({}, wrong) < 1e-6

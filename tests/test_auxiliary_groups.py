@@ -24,8 +24,8 @@ from saltus.core.speculate import speculate
 from saltus.evaluation.benchmarks.call_recorder import CallRecorder, tokens_decided_by_call, verification_problems
 from saltus.methods.ptp.drafter import AdapterPtp, Ptp
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter, concave_steps, path_end_probabilities, query_chain_lengths
-from saltus.methods.shared import ptp_queries
-from saltus.methods.shared.ptp_queries import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
+from saltus.methods.shared import query_chains
+from saltus.methods.shared.query_chains import most_central, offset, query_uniforms, two_call_drafter, with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, perfect_adapter, random_adapter, text_probabilities, toy_network
 from test_gated import adapter_for
@@ -113,8 +113,8 @@ def test_a_query_is_never_taken_for_a_token():
     )
     assert inputs.tokens == (3, 4, NO_TOKEN, NO_TOKEN, NO_TOKEN)
     assert (inputs.num_draft_tokens, list(inputs.query_nodes), inputs.depths) == (2, [2, 3, 4], (0, 1, 0, 1, 2))
-    assert inputs.match_tokens([3, 4, NO_TOKEN]) == [0, 1]
-    assert inputs.match_tokens([NO_TOKEN]) == []
+    assert inputs.matching_nodes([3, 4, NO_TOKEN]) == [0, 1]
+    assert inputs.matching_nodes([NO_TOKEN]) == []
     assert [inputs.children(node) for node in range(-1, 5)] == [[0], [1], [], [], [], []]
     assert (inputs.query_chain(-1), inputs.query_chain(0), inputs.query_chain(1)) == ([2, 3], [], [4])
 
@@ -451,7 +451,9 @@ def test_drafts_of_a_student_leave_the_law_as_it_is(unchecked):
 @pytest.mark.slow
 def test_choosing_by_what_a_draft_says_is_found_out(monkeypatch, unchecked):
     """The test above has the power to see a bias: here the draft of the smallest ids is taken."""
-    monkeypatch.setattr(ptp_queries, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens])
+    monkeypatch.setattr(
+        query_chains, "_branch_offsets", lambda uniforms, branch: [0.5 + 0.1 * t for t in branch.tokens]
+    )
     assert p_value(4, "categorical") < 1e-6
 
 

@@ -206,7 +206,7 @@ def invented(speedup: float, tasks: int = 40, seed: int = 0, noise: float = 0.2)
                     "task": str(task), "category": "xy"[task % 2], "turn": 0, "system": system, "kind": "method",
                     "prompt_tokens": 5, "tokens": list(range(tokens)), "new_tokens": tokens, "pieces": ["a"] * tokens,
                     "finish_reason": "length", "seconds": seconds, "prefill_seconds": 0.0, "draft_calls": 0,
-                    "calls": calls, "problems": [], "score": None, "accuracy_of": None, "other_dice": False,
+                    "calls": calls, "problems": [], "score": None, "accuracy_of": None, "other_rng": False,
                 }
             )  # fmt: skip
     return found

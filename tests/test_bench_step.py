@@ -298,7 +298,7 @@ def test_a_drafter_is_timed_without_losing_what_the_loop_asks_it_for():
     assert drafter.output_hidden_states
     assert drafter(continuation([1], 4), None, 2) == ()
     assert timer.seconds == {step_profile.DRAFTING: 1}
-    assert step_profile._timed_drafter(timer, lambda canvas, last, room: room)(None, None, 2) == 2
+    assert step_profile._timed_drafter(timer, lambda canvas, last, max_depth: max_depth)(None, None, 2) == 2
     assert timer.seconds == {step_profile.DRAFTING: 2}
 
 

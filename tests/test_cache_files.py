@@ -161,17 +161,17 @@ def test_call_costs_are_measured_again(cache, monkeypatch, lines):
 
     make()
     check_made_again([file], make, make, lines)
-    for content in ('{"1": null}', "[]", "{}", '{"seconds": [[1, null]], "seal": 0}', "null"):
+    for content in ('{"1": null}', "[]", "{}", '{"seconds": [[1, null]], "digest": 0}', "null"):
         file.write_text(content)
         assert make() == measured
         assert len(lines()) == 1
 
 
 def test_tuned_settings_that_are_damaged_are_not_used_and_the_line_says_what_to_do(cache, lines):
-    tuned = TunedSettings("jacobi", "tiny", "machine", options={"block": 5}, made={"calls": {10: 1.0, 9: 2.0}})
+    tuned = TunedSettings("jacobi", "tiny", "machine", options={"block_size": 5}, made={"calls": {10: 1.0, 9: 2.0}})
     for damage in DAMAGES:
         file = tuned.save()
-        assert find_tuned_settings("jacobi", "tiny", "machine").options == {"block": 5}
+        assert find_tuned_settings("jacobi", "tiny", "machine").options == {"block_size": 5}
         file.write_bytes(damage(file.read_bytes()))
         assert find_tuned_settings("jacobi", "tiny", "machine") is None
         [line] = lines()

@@ -221,16 +221,21 @@ def test_method_options_reach_the_method(folder, tmp_path, monkeypatch):
     drafter = tmp_path / "a=b"
     drafter.symlink_to(folder)
     monkeypatch.setattr("saltus.engine.engine.load", lambda model, method, **settings: made.update(settings) or exit(0))
-    assigned = ["lookup.max_ngram_size=7", "jacobi.spawn=0.5", "jacobi.running=yes", f"small_model.model={drafter}"]
+    assigned = [
+        "lookup.max_ngram_size=7",
+        "jacobi.spawn_ratio=0.5",
+        "jacobi.sliding=yes",
+        f"small_model.model={drafter}",
+    ]
     options = [part for each in assigned for part in ("--option", each)]
-    saltus_("generate", "a", "-m", folder, "--method", "jacobi+lookup+small_model", "--budget", 9, *options)
+    saltus_("generate", "a", "-m", folder, "--method", "jacobi+lookup+small_model", "--max-draft-tokens", 9, *options)
     expected = {
         "lookup": {"max_ngram_size": 7},
-        "jacobi": {"spawn": 0.5, "running": True},
+        "jacobi": {"spawn_ratio": 0.5, "sliding": True},
         "small_model": {"model": str(drafter)},
     }
     assert made["options"] == expected
-    assert made["budget"] == 9
+    assert made["max_draft_tokens"] == 9
 
 
 def test_the_prompt_may_come_from_stdin(engine, folder):
@@ -498,7 +503,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--method", "lokup"], "did you mean lookup"),
         (["a", "--method", "lookup+"], "there are"),
         (["a", "--option", "lookup.max_ngram_siz=5"], "did you mean lookup.max_ngram_size?"),
-        (["a", "--option", "jacobi.block=5"], "the method is auto"),
+        (["a", "--option", "jacobi.block_size=5"], "the method is auto"),
         (["a", "--option", "assd.num_draft_token=5"], "did you mean assd.num_draft_tokens?"),
         (["a", "--option", "lookup.max_ngram_size=five"], "'five' is not a whole number"),
         (["a", "--option", "max_ngram_size=5"], "write METHOD.FIELD=VALUE"),
@@ -561,7 +566,7 @@ def test_prompt_files_are_utf_8_and_hold_something(tmp_path):
 def test_settings_that_only_a_model_can_refuse_are_one_line_too(folder, tiny_folder, tmp_path):
     assert "must be one of auto, float32" in complaint("generate", "a", "-m", folder, "--dtype", "float8")
     assert "must be one of auto, cpu, cuda" in complaint("generate", "a", "-m", folder, "--device", "tpu")
-    assert "must lie in 0…384" in complaint("generate", "a", "-m", folder, "--budget", 999)
+    assert "must lie in 0…384" in complaint("generate", "a", "-m", folder, "--max-draft-tokens", 999)
     assert "shorten it" in complaint("generate", "x" * 2000, "-m", folder)
     assert "small_model needs a draft model; give --draft-model" in complaint(
         "generate", "a", "--method", "small_model"

@@ -77,8 +77,8 @@ def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     )
     collect("-f", file, "-m", folder, "--out", tmp_path / "json", "-t", 0)
     assert [row["source"] for row in rows(tmp_path / "json")] == ["talk", "pets"]
-    (tmp_path / "asked.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
-    collect("-f", tmp_path / "asked.txt", "-m", folder, "--out", tmp_path / "text", "-t", 0)
+    (tmp_path / "prompts.txt").write_text("the cat\n\nthe dog\n", encoding="utf-8")
+    collect("-f", tmp_path / "prompts.txt", "-m", folder, "--out", tmp_path / "text", "-t", 0)
     assert [row["prompt"] for row in rows(tmp_path / "text")] == [row["prompt"] for row in rows(tmp_path / "json")]
 
 

@@ -95,15 +95,15 @@ def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
         for controller in (
             Controller(adaptive=True),
             Controller(adaptive=True, call_cost=stairs()),
-            Controller(budget=0),
-            Controller(budget=1),
-            Controller(budget=3, adaptive=True),
+            Controller(max_draft_tokens=0),
+            Controller(max_draft_tokens=1),
+            Controller(max_draft_tokens=3, adaptive=True),
             Reckless(seed=seed),
-            Reckless(budget=40, seed=seed + 100),
+            Reckless(max_draft_tokens=40, seed=seed + 100),
         ):
             written = write(method, seed=seed, sampling=sampling, controller=controller)
             assert written.tokens == plain_text(sampling, seed)
-            assert written.networks["target"].max_draft_tokens <= controller.budget
+            assert written.networks["target"].max_draft_tokens <= controller.max_draft_tokens
 
 
 @every_method
@@ -193,7 +193,7 @@ def test_nothing_unverified_leaves(method: str, sampling: Sampling, rule):
         path = step.inputs.path_tokens(step.last_node)
         assert step.tokens.tolist()[:-1] == path
         distributions = TargetDistributions(step.inputs, step.outputs, sampling, step.distributions.noise)
-        for node, token in zip([-1, *step.inputs.match_tokens(path)], step.tokens.tolist(), strict=True):
+        for node, token in zip([-1, *step.inputs.matching_nodes(path)], step.tokens.tolist(), strict=True):
             assert probability(token, distributions[node]) > 0
             if rule is match:
                 assert token == distributions.pick(node)
@@ -288,7 +288,7 @@ def test_reject_keeps_the_law_under_a_controller(method: str):
     acceptance = Controller().acceptance
 
     def controller(seed: int) -> Controller:
-        return Controller(budget=3, adaptive=True, call_cost=jump(), acceptance=acceptance)
+        return Controller(max_draft_tokens=3, adaptive=True, call_cost=jump(), acceptance=acceptance)
 
     assert p_value(method, controller=controller, error=2.5) > ALPHA
 
@@ -308,7 +308,7 @@ def test_looking_ahead_before_dropping_drafts_is_caught():
             return int(np.argmax(rates))
 
     def controller(seed: int) -> Controller:
-        return Farsighted(budget=3, adaptive=True, call_cost=jump())
+        return Farsighted(max_draft_tokens=3, adaptive=True, call_cost=jump())
 
     options = {"small_model": {"min_probability": 0.0}}
     assert p_value("small_model", controller=controller, options=options, error=2.5) < ALPHA

@@ -81,11 +81,12 @@ def test_a_machine_under_load_slows_calls_of_all_sizes_and_their_ratio_is_learne
 
 
 @given(values, seconds, st.integers(0, 10))
-def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seconds, budget: int):
-    controller = Controller(budget=budget, call_cost=CallCost(seconds))
+def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seconds, max_draft_tokens: int):
+    controller = Controller(max_draft_tokens=max_draft_tokens, call_cost=CallCost(seconds))
     size = controller.num_nodes(chain(values))
     rates = [
-        (1 + sum(values[:n])) / controller.call_cost.seconds_for(n + 1) for n in range(min(len(values), budget) + 1)
+        (1 + sum(values[:n])) / controller.call_cost.seconds_for(n + 1)
+        for n in range(min(len(values), max_draft_tokens) + 1)
     ]
     assert rates[size] == pytest.approx(max(rates))
 
@@ -93,7 +94,7 @@ def test_the_size_is_the_one_with_the_most_expected_tokens_a_second(values, seco
 @given(values, st.lists(st.floats(0.01, 1), max_size=4), seconds)
 def test_with_drafts_of_their_own_laws_no_node_is_dropped_for_what_comes_after_it(values, later, seconds):
     """Whether node n stays is a function of the nodes up to n."""
-    controller = Controller(budget=99, call_cost=CallCost(seconds))
+    controller = Controller(max_draft_tokens=99, call_cost=CallCost(seconds))
     more = [*values, *sorted((value * min(values, default=1.0) for value in later), reverse=True)]
     short, long = (controller.num_nodes(chain(some, drawn=True)) for some in (values, more))
     assert min(long, len(values)) == short
@@ -132,7 +133,7 @@ def test_free_nodes_are_all_taken_and_dear_ones_are_not():
     assert Controller(call_cost=CallCost({1: 1.0, 4: 1.0})).num_nodes(tree) == 3
     assert Controller(call_cost=CallCost({1: 1.0, 4: 10.0})).num_nodes(tree) == 0
     assert Controller(call_cost=CallCost({1: 1.0, 4: 10.0}), adaptive=False).num_nodes(tree) == 3
-    assert Controller(adaptive=False, budget=2).num_nodes(tree) == 2
+    assert Controller(adaptive=False, max_draft_tokens=2).num_nodes(tree) == 2
 
 
 # --------------------------------------------------------------------------------------------------------- acceptance
@@ -180,7 +181,7 @@ def test_old_records_fade():
 
 def step(tree: Tree, inputs: int, decided: list[int]) -> Step:
     forward = ForwardInputs(continuation(PROMPT, 20), tree.tokens[:inputs], tree.parents[:inputs])
-    nodes = forward.match_tokens(decided)
+    nodes = forward.matching_nodes(decided)
     outputs = toy_network(vocab=10).forward([forward], [toy_network().new_kv_cache()])[0]
     distributions = TargetDistributions(forward, outputs, Sampling(), Noise(0))
     return Step(forward.canvas, forward, outputs, distributions, np.array(decided), nodes[-1] if nodes else -1)
@@ -384,8 +385,8 @@ def test_reading_a_prompt_is_not_held_against_a_drafter():
     assert len(made.steps) <= 7
 
 
-def test_no_budget_asks_no_drafter():
-    def offended(canvas, last, room):
+def test_without_draft_tokens_no_drafter_is_called():
+    def offended(canvas, last, max_depth):
         raise AssertionError("asked")
 
     steps: list[Step] = []

@@ -14,11 +14,11 @@ from saltus.core import noise as noise_module
 from saltus.core.coupling import (
     PARALLEL_ERROR,
     SEQUENTIAL_ERROR,
-    _Race,
+    _GumbelMaxSearch,
     best_tokens,
     draft_tokens,
+    gumbel_max_token,
     pick_token,
-    race_winner,
 )
 from saltus.core.noise import GROUP_SIZE, GROUP_STRIDE, Noise, TokenNoise, groups_of
 from saltus.core.sampling import (
@@ -59,7 +59,7 @@ def ranking(law: Distribution, noise: Noise, position: int) -> list[int]:
 
 
 @given(laws(), st.integers(0, 100), st.integers(1, 5))
-def test_the_best_tokens_are_those_of_the_whole_race(law, position, count):
+def test_the_best_tokens_are_those_of_the_whole_search(law, position, count):
     law, noise = replace(law, coupling="gumbel"), Noise(5)
     found = best_tokens(law, noise, "text", position, count)
     assert [token for token, _ in found] == ranking(law, noise, position)[:count]
@@ -80,7 +80,7 @@ def test_no_vocabulary_is_too_large_or_too_odd(vocab, sharp):
         assert pick_token(sparse, noise, "text", position) == next(token for token in expected if token % 3 == 0)
 
 
-# the compiled race
+# the compiled search
 
 
 needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
@@ -89,24 +89,24 @@ needs_kernels = pytest.mark.skipif(native.load_kernels() is None, reason="no com
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 7, 300, 1_024, 1_041, 49_152, 70_000])
-def test_the_compiled_race_has_the_same_winners(vocab, dtype):
+def test_the_compiled_search_has_the_same_winners(vocab, dtype):
     for seed, (sharp, temperature) in enumerate([(0.0, 1.0), (1.0, 0.7), (3.0, 1.0), (3.0, 1e-3), (1.0, 5.0)]):
         logits = rows(vocab, dtype, seed, sharp)
         logits[1::3] = -math.inf
         law = token_distribution(logits, Sampling(temperature))
         for position in range(5):
-            token = race_winner(logits, temperature, Noise(seed), "text", position)
+            token = gumbel_max_token(logits, temperature, Noise(seed), "text", position)
             assert token == pick_token(law, Noise(seed), "text", position)
 
 
 @needs_kernels
-def test_the_compiled_race_leaves_open_what_rounding_may_decide():
+def test_the_compiled_search_leaves_open_what_rounding_may_decide():
     close = 0
     for position in range(400):
         values = np.log(exponentials(Noise(0), position, 2))
         logits = torch.tensor([0.0, values[1] - values[0]], dtype=torch.float32)
         margin = abs(float(logits[1]) - (values[1] - values[0]))
-        token = race_winner(logits, 1.0, Noise(0), "text", position)
+        token = gumbel_max_token(logits, 1.0, Noise(0), "text", position)
         close += margin < 9e-10
         assert token is None if margin < 9e-10 else token is not None or margin < 1.1e-9
     assert close > 2
@@ -114,11 +114,11 @@ def test_the_compiled_race_leaves_open_what_rounding_may_decide():
 
 @needs_kernels
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_compiled_race_is_not_run_on_broken_logits(value):
+def test_the_compiled_search_is_not_run_on_broken_logits(value):
     logits = torch.zeros(3_000)
     logits[2_999] = value
-    assert race_winner(logits, 1.0, Noise(0), "text", 0) is None
-    assert race_winner(torch.full((40,), -math.inf), 1.0, Noise(0), "text", 0) is None
+    assert gumbel_max_token(logits, 1.0, Noise(0), "text", 0) is None
+    assert gumbel_max_token(torch.full((40,), -math.inf), 1.0, Noise(0), "text", 0) is None
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ def test_of_equal_values_the_lower_id_comes_first():
         def exponential(self, token):
             return 0.5
 
-    race = _Race(Equal((1, 2), *(np.ones(1),) * 3), 2)
+    search = _GumbelMaxSearch(Equal((1, 2), *(np.ones(1),) * 3), 2)
     for token in (7, 3, 5):
-        race.add(token, 0.25)
-    assert [token for _, token in race.found] == [3, 5]
+        search.add(token, 0.25)
+    assert [token for _, token in search.best] == [3, 5]
 
 
 def test_token_order_sums_the_probabilities_of_ids():

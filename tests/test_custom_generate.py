@@ -142,10 +142,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("budget", [-1, 385])
-def test_a_budget_that_no_call_holds_is_refused_at_once(budget):
-    with pytest.raises(ValueError, match=rf"budget is {budget}, but must lie in 0…384"):
-        saltus.custom_generate("lookup", budget=budget)
+@pytest.mark.parametrize("max_draft_tokens", [-1, 385])
+def test_more_draft_tokens_than_a_call_holds_are_refused_at_once(max_draft_tokens):
+    with pytest.raises(ValueError, match=rf"max_draft_tokens is {max_draft_tokens}, but must lie in 0…384"):
+        saltus.custom_generate("lookup", max_draft_tokens=max_draft_tokens)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -210,7 +210,9 @@ def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypa
 
 def test_what_was_learned_of_a_model_is_kept(model, monkeypatch):
     measured = []
-    monkeypatch.setattr("saltus.engine.decoder.call_seconds", lambda network: measured.append(1) or {1: 1.0, 8: 1.1})
+    monkeypatch.setattr(
+        "saltus.engine.decoding_setup.call_seconds", lambda network: measured.append(1) or {1: 1.0, 8: 1.1}
+    )
     generator = saltus.custom_generate("lookup")
     for _ in range(3):
         model.generate(TEXT, custom_generate=generator, max_new_tokens=4)

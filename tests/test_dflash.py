@@ -199,7 +199,7 @@ def dflash_folder(tiny_folder, tmp_path_factory):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "coupling": "probability"}])
 def test_a_text_is_that_of_plain_decoding_alone_and_in_a_batch(tiny_folder, dflash_folder, method, sampling):
     options = {"ptp": {"model": str(dflash_folder)}}
-    engine = saltus.load(str(tiny_folder()), method, options=options, adaptive=False, budget=8)
+    engine = saltus.load(str(tiny_folder()), method, options=options, adaptive=False, max_draft_tokens=8)
     prompts = ["the cat sat on the mat", "a dog " * 40, "x"]
     settings = {"max_new_tokens": 24, "ignore_eos": True, "raw": True, "seed": 3, **sampling}
     plain = engine.copy_with().generate(prompts, method="plain", **settings)

@@ -133,7 +133,7 @@ def test_each_text_of_a_batch_has_the_bits_that_it_has_alone(tmp_path, dtype):
 def test_a_text_is_that_of_plain_decoding(tiny_folder, tmp_path, form):
     published_head(tmp_path, form)
     folder, options = str(tiny_folder(num_hidden_layers=6)), {"ptp": {"model": str(tmp_path)}}
-    engine = saltus.load(folder, "ptp+lookup", options=options, adaptive=False, budget=8)
+    engine = saltus.load(folder, "ptp+lookup", options=options, adaptive=False, max_draft_tokens=8)
     for temperature in (0.0, 1.0):
         given = {"max_new_tokens": 24, "temperature": temperature, "ignore_eos": True}
         found = engine.generate(["the cat", "a dog " * 30], **given)

@@ -320,7 +320,7 @@ def test_a_gpu_that_there_is_not_is_refused_with_those_that_there_are(monkeypatc
         ({"device": "tpu"}, "one of auto, cpu, cuda"),
         ({"device": "cpu:x"}, "torch does not have that; use cpu"),
         ({"rule": "typical"}, "one of match, reject"),
-        ({"budget": -1}, "0…384"),
+        ({"max_draft_tokens": -1}, "0…384"),
         ({"batch_size": 0}, "1 or more"),
     ],
 )
@@ -498,7 +498,7 @@ def test_by_rejection_a_text_depends_on_its_seed_alone(engine, method):
 def test_costs_are_measured_once_and_only_for_drafts(engine, monkeypatch):
     measured = []
     monkeypatch.setattr(
-        "saltus.engine.decoder.call_seconds",
+        "saltus.engine.decoding_setup.call_seconds",
         lambda network: measured.append(1) or measure_call_seconds(network),
     )
     fresh = saltus.load(engine.target.name)

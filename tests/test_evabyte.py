@@ -21,7 +21,7 @@ from saltus.engine.scheduler import run_requests
 from saltus.engine.target_drafters import load_drafter_for_target
 from saltus.kernels import native
 from saltus.methods.mtpc.heads import HeadShape, new_head_model, own_heads
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.cpu.eva_kv_cache import EvaKVCache
 from saltus.models.evabyte import EvaByteNetwork
 from saltus.training.data.seeded_generator import seeded_generator
@@ -281,14 +281,16 @@ def test_its_own_heads_draft_and_do_not_change_the_text(folder, method, settings
 
 def test_new_heads_that_read_the_state_start_as_its_own(folder):
     model = load_checkpoint(str(folder()), "cpu").network.model
-    shape = HeadShape(CONFIG["hidden_size"], "cp", 4, 3, own=True, embeds_last_token=False, features="state")
+    shape = HeadShape(
+        CONFIG["hidden_size"], "cp", 4, 3, untied_unembedding=True, embeds_last_token=False, features="state"
+    )
     new = new_head_model(shape, torch.arange(320), model, seeded_generator(0, "weights"))
     own, state = own_heads(model), torch.randn(CONFIG["hidden_size"])
     with torch.inference_mode():
         for position in range(4):
             found, wanted = (heads.log_probabilities(heads(state, torch.tensor(0)), position) for heads in (new, own))
             assert torch.allclose(found, wanted.expand(3, -1), atol=1e-5)
-    for wrong in ({"embeds_last_token": True}, {"own": False}, {"features": "norm"}):
+    for wrong in ({"embeds_last_token": True}, {"untied_unembedding": False}, {"features": "norm"}):
         with pytest.raises(ValueError, match=r"state itself|must be learned or state"):
             replace(shape, **wrong)
 

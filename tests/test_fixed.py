@@ -13,7 +13,7 @@ import saltus
 from architectures import VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
-from saltus.engine.engine import MAX_BUDGET
+from saltus.engine.engine import MAX_DRAFT_TOKENS
 from saltus.models.causal import CausalNetwork
 from saltus.models.cuda import fixed_shape_attention, fixed_shape_calls
 from saltus.models.cuda.fixed_shape_calls import FixedShapeKVCache, FixedShapeSettings
@@ -218,17 +218,17 @@ def test_a_failed_call_leaves_a_memory_that_still_tells_the_truth(monkeypatch):
     assert torch.equal(read(network, grown, *tree, kv_cache), read(network, grown, *tree))
 
 
-def test_a_tree_of_the_largest_budget_gets_the_bits_of_its_branches_alone():
-    network, decided, tree = small("Llama"), text(20), random_tree(MAX_BUDGET)
+def test_a_tree_of_the_largest_size_gets_the_bits_of_its_branches_alone():
+    network, decided, tree = small("Llama"), text(20), random_tree(MAX_DRAFT_TOKENS)
     tree = tree[0], tuple(parent % 8 - 1 if node >= 8 else -1 for node, parent in enumerate(tree[1]))  # not deep
     rows, inputs = read(network, decided, *tree), ForwardInputs(continuation(decided, 99), *tree)
-    for node in (0, 255, 256, MAX_BUDGET - 1):
+    for node in (0, 255, 256, MAX_DRAFT_TOKENS - 1):
         assert torch.equal(rows[node + 1], read(network, [*decided, *inputs.path_tokens(node)])[0])
 
 
 def test_a_tree_deeper_than_a_call_is_refused():
     network = small("Llama")
-    with pytest.raises(ValueError, match=r"17 deep.*larger budget"):
+    with pytest.raises(ValueError, match=r"17 deep.*larger max_draft_tokens"):
         chain(network, text(18))
 
 

@@ -10,7 +10,7 @@ from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine import checkpoints
 from saltus.methods.shared.adapter_files import save_adapter
-from saltus.methods.shared.ptp_queries import with_query_chains, with_token_queries
+from saltus.methods.shared.query_chains import with_query_chains, with_token_queries
 from saltus.models.causal import CausalNetwork
 from test_fixed import replayed, small  # noqa: F401
 from test_gated import adapter_for

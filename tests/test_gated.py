@@ -17,7 +17,7 @@ from saltus.engine.checkpoints import load_checkpoint, load_model, make_network
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.methods.shared.adapter_files import load_adapter, save_adapter
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import MAX_ROWS_PER_CALL, CausalNetwork
 from saltus.models.gated_lora import (
     Adapter,
@@ -320,7 +320,7 @@ def load(folder, model=None):
     return load_adapter(folder, model or tiny("Llama"), "mine")
 
 
-@pytest.mark.parametrize("embedding", ["bits", "fl+nn", "th", "ar"])
+@pytest.mark.parametrize("embedding", ["bits", "scalar+nn", "thermometer", "arithmetic"])
 @pytest.mark.parametrize("told", [True, False])
 def test_an_adapter_comes_back_as_it_was_saved(tmp_path, embedding, told):
     model = tiny("GPT2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saltus
-from saltus.core.constraint import FORCED_PROBABILITY, SOURCE, constrained_branches, restricted
+from saltus.core.constraint import FAST_FORWARD_PROBABILITY, SOURCE, constrained_branches, restricted
 from saltus.core.tree import Branch
 from saltus.engine.grammar import BYTES_PER_TOKEN, Grammar
 from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, readable_messages, tool_grammar
@@ -74,13 +74,13 @@ def test_a_constraint_depends_on_the_text_alone(engine):
     for count in [5, 2, len(tokens), 0, 7]:
         fresh = GRAMMARS["schema"][0].constraint(engine.tokenizer, end)
         np.testing.assert_array_equal(constraint.allowed(tokens[:count]), fresh.allowed(tokens[:count]))
-        assert constraint.forced(tokens[:count], 64) == fresh.forced(tokens[:count], 64)
+        assert constraint.fast_forward(tokens[:count], 64) == fresh.fast_forward(tokens[:count], 64)
         assert constraint.num_allowed(tokens[:count], tokens[count:]) == len(tokens) - count
         with pytest.raises(ValueError, match="the grammar cannot be followed"):
             constraint.allowed([tokens[-1], *tokens[:count]])
         assert constraint.num_allowed(tokens[:count], [tokens[0]]) == (count == 0)
     assert set(np.flatnonzero(constraint.allowed(tokens))) == set(end)
-    assert constraint.forced(tokens, 1) == [min(end)]
+    assert constraint.fast_forward(tokens, 1) == [min(end)]
     assert constraint.allowed([*tokens, min(end)]) is None
 
 
@@ -95,15 +95,15 @@ class _OnlyAscending:
         falls = [place for place in range(1, len(chain)) if chain[place] <= chain[place - 1]]
         return (falls[0] if falls else len(chain)) - len(text[-1:])
 
-    def forced(self, text, room):
-        return [7][:room] if len(text) and text[-1] == 5 else []
+    def fast_forward(self, text, max_tokens):
+        return [7][:max_tokens] if len(text) and text[-1] == 5 else []
 
 
 def test_branches_end_before_what_is_forbidden_and_go_on_with_what_is_forced():
     branches = [Branch([3, 5], [0.5, 0.4], "a"), Branch([4, 4, 6], [0.3, 0.2, 0.1], "b"), Branch([1], [0.9], "c")]
     found = constrained_branches(branches, _OnlyAscending(), [2], 3)
     assert [list(one.tokens) for one in found] == [[3, 5], [4], [], [3, 5, 7]]
-    assert (found[3].source, list(found[3].acceptance_probabilities)) == (SOURCE, [0.0, 0.0, FORCED_PROBABILITY])
+    assert (found[3].source, list(found[3].acceptance_probabilities)) == (SOURCE, [0.0, 0.0, FAST_FORWARD_PROBABILITY])
     assert [list(one.tokens) for one in constrained_branches([], _OnlyAscending(), [5], 1)] == [[7]]
     assert [list(one.tokens) for one in constrained_branches(branches, _OnlyAscending(), [2], 2)] == [[3, 5], [4], []]
 
@@ -123,13 +123,13 @@ class _CountingTokenizer:
 def test_only_as_much_of_what_is_forced_is_read_as_a_call_verifies(engine, letters):
     text = letters * (3000 // len(letters))
     constraint = Grammar.choice([text]).constraint(engine.tokenizer, engine.target.end_tokens)
-    usual = constraint.forced([], 10_000)
+    usual = constraint.fast_forward([], 10_000)
     assert engine.tokenizer.decode(usual[:-1]) == text
     constraint.tokenizer = _CountingTokenizer(constraint.tokenizer)
-    for room in (1, 2, 7, 16):
-        assert constraint.forced([], room) == usual[:room]
+    for max_tokens in (1, 2, 7, 16):
+        assert constraint.fast_forward([], max_tokens) == usual[:max_tokens]
     assert constraint.tokenizer.num_bytes <= (1 + 2 + 7 + 16) * BYTES_PER_TOKEN
-    assert constraint.forced(usual[:-3], 16) == usual[-3:]
+    assert constraint.fast_forward(usual[:-3], 16) == usual[-3:]
 
 
 def test_restricted_logits_keep_what_is_allowed_and_nothing_beyond_the_vocabulary():
@@ -152,7 +152,7 @@ class _Vanishing:
     def num_allowed(self, text, tokens):
         return 0
 
-    def forced(self, text, room):
+    def fast_forward(self, text, max_tokens):
         return ()
 
 
@@ -202,7 +202,7 @@ def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
     end = engine.target.end_tokens
     endless = Grammar.regex("(a{1000}){1000}").constraint(engine.tokenizer, end)
     assert len(endless.matcher.compute_ff_bytes()) < 150_000
-    assert len(endless.forced([], 8)) == 8
+    assert len(endless.fast_forward([], 8)) == 8
     words = [f"{number:05} the cat sat on the mat" for number in range(3000)]
     choice = Grammar.choice(words).constraint(engine.tokenizer, end)
     assert choice.num_allowed([], tokens := engine.tokenizer(words[-1]).input_ids) == len(tokens)

@@ -340,11 +340,11 @@ def test_wrong_arguments_are_refused_in_a_line(folder):
 
 def test_options_and_devices_of_a_command_line_reach_the_engine(folder):
     made = model_class().create_from_arg_string(
-        f"pretrained={folder},method=lookup,lookup.max_ngram_size=3,budget=5,dtype=float32",
+        f"pretrained={folder},method=lookup,lookup.max_ngram_size=3,max_draft_tokens=5,dtype=float32",
         {"batch_size": "auto:4", "max_batch_size": 8, "device": None if torch.cuda.is_available() else "cuda:0"},
     )
     assert made.engine.decoder.options == {"lookup": {"max_ngram_size": 3}}
-    assert (made.engine.decoder.budget, made.batch_size) == (5, 8)
+    assert (made.engine.decoder.max_draft_tokens, made.batch_size) == (5, 8)
     assert made.get_model_info()["saltus_method"] == "lookup"
 
 

@@ -43,7 +43,7 @@ def task(target, states, **settings) -> HeadsTrainingTask:
         validation_fraction=0.3,
         distillation_weight=settings.pop("distillation_weight", 0.0),
     )
-    shape = HeadShape(**{"hidden": 32, "circuit": "btree", "window": 4, "rank": 3, "directions": 4} | settings)
+    shape = HeadShape(**{"hidden": 32, "circuit": "btree", "window": 4, "rank": 3, "subspace_dim": 4} | settings)
     made = HeadsTrainingTask(target, states, shape, vocabulary_size=40, window_settings=window_settings)
     with torch.no_grad():
         for name, weight in made.module.named_parameters():
@@ -52,10 +52,10 @@ def task(target, states, **settings) -> HeadsTrainingTask:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("untied", [False, True], ids=["shared", "untied"])
 @pytest.mark.parametrize("circuit", ["ff", "cp", "hmm", "btree"])
-def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told, own):
-    made = task(target, states, circuit=circuit, embeds_last_token=told, own=own)
+def test_the_loss_is_that_of_each_window_by_itself(target, states, circuit, told, untied):
+    made = task(target, states, circuit=circuit, embeds_last_token=told, untied_unembedding=untied)
     batch = made.window_dataset.training_batch(3)
     structure, model = made.shape.circuit_structure, made.module
     total, weights = 0.0, 0.0

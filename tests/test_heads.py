@@ -30,7 +30,7 @@ from saltus.methods.mtpc.heads import HeadModel, HeadShape, new_head_model
 from saltus.methods.mtpc.network import HeadNetwork
 from saltus.methods.shared import autoregressive, row_candidates
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, save_drafter
-from saltus.methods.shared.ptp_queries import with_query_chains
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.models.causal import CausalNetwork
 from saltus.testing import ToyNetwork, text_probabilities, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
@@ -53,7 +53,7 @@ def heads(
     dice = seeded_generator(seed, "heads")
     embeddings, unembedding = (torch.from_numpy(dice.normal(size=(vocab, hidden))).float() for _ in range(2))
     drafted = torch.arange(vocab) if tokens is None else torch.tensor(tokens)
-    shape = HeadShape(**{"hidden": hidden, "circuit": kind, "window": 4, "rank": 3, "directions": 5} | settings)
+    shape = HeadShape(**{"hidden": hidden, "circuit": kind, "window": 4, "rank": 3, "subspace_dim": 5} | settings)
     model = HeadModel(shape, drafted, embeddings, unembedding)
     with torch.no_grad():
         for weight in model.parameters():
@@ -85,11 +85,11 @@ def table(model: HeadModel, state: torch.Tensor, last: int) -> dict[tuple[int, .
 
 
 @each_kind
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("untied", [False, True], ids=["shared", "untied"])
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
-def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told, own):
+def test_it_says_the_law_of_the_next_token_given_the_window_s_tokens_so_far(kind, told, untied):
     model, state = (
-        heads(kind, embeds_last_token=told, own=own, vocab=4),
+        heads(kind, embeds_last_token=told, untied_unembedding=untied, vocab=4),
         torch.randn(8, generator=torch.Generator().manual_seed(0)),
     )
     known = table(model, state, 2)
@@ -159,7 +159,9 @@ def test_of_many_tokens_the_likeliest_of_a_position_are_drafted_and_others_tell_
 
 
 @each_kind
-@pytest.mark.parametrize("settings", [{}, {"embeds_last_token": False}, {"own": True}, {"tokens": [0, 2, 5]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"embeds_last_token": False}, {"untied_unembedding": True}, {"tokens": [0, 2, 5]}]
+)
 def test_each_path_has_the_conditionals_that_one_token_after_another_gives(kind, settings, monkeypatch):
     """All paths of a window from one call, against the circuit observed token by token."""
     monkeypatch.setattr(row_candidates, "MAX_GAP", 1e4)  # no token is too unlikely
@@ -252,11 +254,11 @@ def test_a_drawn_window_follows_the_joint_law_given_what_is_decided(kind, told, 
 
 @each_kind
 @pytest.mark.parametrize("told", [True, False], ids=["told", "known"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind, told, own, monkeypatch):
+@pytest.mark.parametrize("untied", [False, True], ids=["shared", "untied"])
+def test_a_drawn_windows_distributions_are_those_of_drafting_token_by_token(kind, told, untied, monkeypatch):
     """Given the same tokens; also where positions draft likely tokens of their own."""
     model, state = (
-        heads(kind, embeds_last_token=told, own=own, vocab=4),
+        heads(kind, embeds_last_token=told, untied_unembedding=untied, vocab=4),
         torch.randn(8, generator=torch.Generator().manual_seed(3)),
     )
     monkeypatch.setattr("saltus.methods.mtpc.network.MAX_CANDIDATE_TOKENS", 3)
@@ -311,7 +313,7 @@ def test_reject_keeps_the_law_where_positions_have_likely_tokens_of_their_own(mo
         ("hmm", {"embeds_last_token": False}, Sampling(1.5, top_k=2)),
         ("btree", {"tokens": [0, 2]}, Sampling(1.0, top_p=0.7)),
         ("cp", {"embeds_last_token": False, "tokens": [1, 2]}, Sampling(0.8, banned=(1,))),
-        ("btree", {"own": True}, Sampling(1.0, top_k=2)),
+        ("btree", {"untied_unembedding": True}, Sampling(1.0, top_k=2)),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -414,12 +416,12 @@ def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
     set_seed(1)
     states, last, tokens = torch.randn(7, 32), torch.randint(0, 280, (7,)), torch.randint(0, 280, (7, 5))
     alone = said(begun(target, "ff"), states, last, tokens)
-    for kind, own in itertools.product(("cp", "hmm", "btree"), (False, True)):
-        model = begun(target, kind, own=own)
+    for kind, untied in itertools.product(("cp", "hmm", "btree"), (False, True)):
+        model = begun(target, kind, untied_unembedding=untied)
         found = said(model, states, last, tokens)
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
         found.sum().backward()
-        learned = model.own if own else model.codes.weight
+        learned = model.untied_unembedding if untied else model.codes.weight
         assert learned.grad is not None
         parts = learned.grad.view(5, 4, -1)
         assert (parts[:, 0] - parts[:, 1]).abs().max() > 0.01 * parts.abs().max(), "components learn different things"
@@ -427,7 +429,7 @@ def test_all_circuits_begin_as_the_independent_one_and_part_from_there(target):
 
 @pytest.mark.parametrize("kind", ["hmm", "btree"])
 def test_states_may_begin_without_favour(target, kind):
-    model = begun(target, kind, stay=0.0)
+    model = begun(target, kind, self_transition_init=0.0)
     with torch.no_grad():
         model.sums.weight.zero_()
     found = model(torch.randn(32), torch.tensor(5))
@@ -456,24 +458,26 @@ class ManyBytes(torch.nn.Module):
 def test_heads_of_a_target_that_says_several_bytes_itself_begin_as_its_own(told):
     target, state = ManyBytes(), torch.randn(16, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(64, 320)  # bytes: 64 special tokens stand before them
-    shape = HeadShape(16, "cp", window=8 - told, rank=3, own=True, embeds_last_token=told)
+    shape = HeadShape(16, "cp", window=8 - told, rank=3, untied_unembedding=True, embeds_last_token=told)
     model = new_head_model(shape, tokens, target, seeded_generator(0, "begun"))
     with torch.no_grad():
         model.fuse.weight.zero_()[:, :16] += torch.eye(16)  # without the noise that it begins with
         found = model(state, torch.tensor(70))
         distributions = all_laws(model, found).logsumexp(-2) - math.log(3)
         normed = state / (state.square().mean() + 1e-5).sqrt() * (1 + target.norm.weight)
-        own = target.outputs(normed).view(8, 320)[told:, 64:].log_softmax(-1)
-    torch.testing.assert_close(distributions, own, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match="the target predicts 8 tokens by matrices of their own; set own=true"):
-        new_head_model(replace(shape, own=False), tokens, target, seeded_generator(0, "begun"))
+        expected = target.outputs(normed).view(8, 320)[told:, 64:].log_softmax(-1)
+    torch.testing.assert_close(distributions, expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(
+        ValueError, match="the target predicts 8 tokens by matrices of their own; set untied_unembedding=true"
+    ):
+        new_head_model(replace(shape, untied_unembedding=False), tokens, target, seeded_generator(0, "begun"))
 
 
 def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp_path):
     folder = tiny_folder()
     engine = saltus.load(str(folder), "plain")
-    own = engine.network.model
-    save_drafter("heads", begun(own, "hmm", directions=3), tmp_path, "tiny", own, {"steps": 0})
+    target = engine.network.model
+    save_drafter("heads", begun(target, "hmm", subspace_dim=3), tmp_path, "tiny", target, {"steps": 0})
     made = saltus.load(
         str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path), "min_probability": 0.0}}, adaptive=False
     )
@@ -491,11 +495,11 @@ def test_saved_and_loaded_heads_draft_and_are_refused_elsewhere(tiny_folder, tmp
         load_drafter_for_target("heads:auto", other, "another")
     (tmp_path / WEIGHTS_FILES["heads"]).write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"is damaged .*train the heads again"):
-        load_heads(tmp_path, own, "tiny")
+        load_heads(tmp_path, target, "tiny")
     papers = json.loads((tmp_path / METADATA_FILE).read_text())
     (tmp_path / METADATA_FILE).write_text(json.dumps(papers | {"kind": "drafter"}))
     with pytest.raises(ValueError, match=r"holds no heads, but something else; give a folder that saltus train mtpc"):
-        load_heads(tmp_path, own, "tiny")
+        load_heads(tmp_path, target, "tiny")
 
 
 def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, tiny_heads):
@@ -508,7 +512,7 @@ def test_a_window_longer_than_trained_is_drafted_as_far_as_it_goes(tiny_folder, 
 @pytest.mark.parametrize(("settings", "cure"), [
     ({"rank": 0}, "rank is 0, but must be 1 or more"),
     ({"window": 0}, "window is 0, but must be 1 or more"),
-    ({"directions": 0}, "directions is 0"),
+    ({"subspace_dim": 0}, "subspace_dim is 0"),
     ({"circuit": "tensor"}, "circuit is 'tensor', but must be one of ff, cp, hmm, btree"),
     ({"window": 1, "embeds_last_token": False}, "its first token is known; take 2 or more"),
 ])  # fmt: skip

@@ -37,7 +37,7 @@ from saltus.methods.assd.training.any_subset import (
 from saltus.methods.assd.training.infill_texts import read_programs
 from saltus.methods.assd.training.pairwise_correction import PairwiseCorrectionTrainingTask, consecutive_holes
 from saltus.methods.assd.xlnet import XlnetNetwork
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 from saltus.training.data.packed_forward import packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from tiny_server import serving
@@ -201,7 +201,7 @@ def test_behind_a_blank_an_open_hole_is_empty(filler: str, rule: str):
             assert found.logprobs[place + 1 :] == [0.0] * (39 - place)
             ended += 0 < place < 39
             last = found.calls[-1]
-            drafted += len(last.tokens) - last.num_forced_tokens <= last.num_draft_tokens
+            drafted += len(last.tokens) - last.num_padding_tokens <= last.num_draft_tokens
         if rule == "match":
             plain = engine.infill("a [[…]] b", method="plain", **settings)
             assert (found.tokens, found.statistics.tokens) == (plain.tokens, plain.statistics.tokens)
@@ -390,7 +390,7 @@ def test_a_course_learns():
 
 
 @pytest.mark.slow
-def test_links_learn_what_stands_behind_what(tmp_path):
+def test_a_pairwise_correction_learns_what_stands_behind_what(tmp_path):
     """Texts of pairs: of two holes asked together, the second does not know how its pair began."""
     dice = seeded_generator(0, "pairs")
     texts = [np.append(1, np.stack([first, first + 20], -1)) for first in dice.integers(10, 30, size=(60, 12))]
@@ -406,35 +406,35 @@ def test_links_learn_what_stands_behind_what(tmp_path):
     learn(taught, 120, 1e-2)
     course = PairwiseCorrectionTrainingTask(taught, rank=24)
     before = course.evaluate()
-    assert before["with"] == pytest.approx(before["accepted without links"])
+    assert before["with correction"] == pytest.approx(before["accepted without correction"])
     learn(course, 50, 3e-2)
     after = course.evaluate()
-    assert after["accepted without links"] == before["with"], "the model stays as it is"
-    assert after["with"] > before["with"] + 0.1
+    assert after["accepted without correction"] == before["with correction"], "the model stays as it is"
+    assert after["with correction"] > before["with correction"] + 0.1
     tokens, ranks = taught.make_batch(texts[:4], [0.5] * 4, dice)
     _own, (logits, states, *_tokens) = course._batch_logits(tokens, ranks, 3)
     torch.testing.assert_close(model.lm_head(states), logits, rtol=1e-4, atol=1e-4)
-    links = course.module.correction()
+    correction = course.module.correction()
     logits, states = (torch.from_numpy(dice.normal(size=(3, size))).float() for size in (300, 32))
     rows = course.module(logits, states, torch.tensor([11, 12, 13]), torch.tensor([10, -1, 12]))
-    weights = links.position_inputs(states)
+    weights = correction.position_inputs(states)
     for number, (left, two) in enumerate(((11, 10), (12, None), (13, 12))):
-        row = corrected_logits(links, logits[number].numpy(), weights[number], left, two)
+        row = corrected_logits(correction, logits[number].numpy(), weights[number], left, two)
         np.testing.assert_allclose(row, rows[number].detach().numpy(), rtol=1e-4, atol=1e-5)
 
-    save_pairwise_correction(links, tmp_path)
+    save_pairwise_correction(correction, tmp_path)
     again = load_pairwise_correction(tmp_path, 300, 32)
-    assert np.allclose(again.left, links.left, rtol=1e-2)
+    assert np.allclose(again.left, correction.left, rtol=1e-2)
     with pytest.raises(ValueError, match="of another model; delete it"):
         load_pairwise_correction(tmp_path, 299, 32)
     with pytest.raises(ValueError, match="of another model; delete it"):
         load_pairwise_correction(tmp_path, 300, 64)
-    (tmp_path / "links.safetensors").write_bytes(b"none")
+    (tmp_path / "pairwise.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match="damaged"):
         load_pairwise_correction(tmp_path, 300, 32)
 
 
-def test_the_model_that_comes_with_saltus_fills_holes_by_its_links():
+def test_the_model_that_comes_with_saltus_fills_holes_by_its_pairwise_correction():
     engine = saltus.load("stories", "assd", tuned_settings=False, rule="reject", adaptive=False)
     assert engine.network.pairwise_correction is not None
     text = "Once upon a time there was a [[8]] who lived in [[24]]."

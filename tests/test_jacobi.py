@@ -32,12 +32,14 @@ from saltus.testing import ToyNetwork, recording_noise, toy_decoding, toy_networ
 
 PROMPT = [1, 2, 3, 4]
 SAMPLED = Sampling(temperature=1.0)
-ALONE = {"candidates": 0, "blocks": 1}  # one block, no recycling: the iteration of Eq. 3 itself
+ALONE = {"candidates": 0, "max_blocks": 1}  # one block, no recycling: the iteration of Eq. 3 itself
 
 
-def write(length: int = 30, target: ToyNetwork | None = None, budget: int = 64, method: str = "jacobi", **options):
+def write(
+    length: int = 30, target: ToyNetwork | None = None, max_draft_tokens: int = 64, method: str = "jacobi", **options
+):
     settings = {name: options.pop(name) for name in ("seed", "sampling", "rule", "controller") if name in options}
-    settings.setdefault("controller", Controller(budget, adaptive=False))
+    settings.setdefault("controller", Controller(max_draft_tokens, adaptive=False))
     options = {"jacobi": options}
     return toy_decoding(method, PROMPT, length, target=target or toy_network(), options=options, **settings).run()
 
@@ -64,7 +66,7 @@ def blind() -> ToyNetwork:
 def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: Sampling):
     """Against Eq. 3 done by hand: all guesses of a block are corrected at once, each from the guesses before it."""
     target, noise, holes = toy_network(logit_scale=1.0), Noise(7), 3 * block + 1
-    written = write(holes, toy_network(logit_scale=1.0), seed=7, sampling=sampling, block=block, **ALONE)
+    written = write(holes, toy_network(logit_scale=1.0), seed=7, sampling=sampling, block_size=block, **ALONE)
     text, guess, inputs = list(PROMPT), [], []
     while (done := len(text) - len(PROMPT)) < holes:
         end = (done // block + 1) * block
@@ -87,7 +89,7 @@ def test_the_chain_is_the_iterate_of_the_papers_equation(block: int, sampling: S
 def test_a_block_takes_at_most_as_many_calls_as_it_has_tokens(sampling: Sampling):
     for seed in range(10):
         for block in (1, 3, 8):
-            written = write(24, toy_network(logit_scale=1.0), seed=seed, sampling=sampling, block=block)
+            written = write(24, toy_network(logit_scale=1.0), seed=seed, sampling=sampling, block_size=block)
             starts = np.array([step.canvas.num_decided for step in written.steps])
             assert all(
                 ((starts >= first) & (starts < first + block)).sum() <= block + 1 for first in range(0, 24, block)
@@ -95,7 +97,7 @@ def test_a_block_takes_at_most_as_many_calls_as_it_has_tokens(sampling: Sampling
 
 
 def test_guesses_that_do_not_depend_on_the_text_settle_in_one_call():
-    written = write(31, blind(), sampling=SAMPLED, block=10, seed=3, **ALONE)
+    written = write(31, blind(), sampling=SAMPLED, block_size=10, seed=3, **ALONE)
     per_block = [sum(first <= step.canvas.num_decided < first + 10 for step in written.steps) for first in (0, 10, 20)]
     assert max(per_block) <= 3
 
@@ -103,17 +105,17 @@ def test_guesses_that_do_not_depend_on_the_text_settle_in_one_call():
 def test_every_block_beyond_the_second_is_live_too():
     """The published code loses blocks beyond K = 2; a chain of K blocks holds K blocks."""
     for blocks in (1, 2, 3, 5):
-        written = write(60, blind(), sampling=SAMPLED, block=6, blocks=blocks, spawn=0.0, candidates=0)
+        written = write(60, blind(), sampling=SAMPLED, block_size=6, max_blocks=blocks, spawn_ratio=0.0, candidates=0)
         assert max(map(len, chains(written))) == 6 * blocks
     calls = [
-        len(write(120, blind(), sampling=SAMPLED, block=6, blocks=blocks, spawn=0.0, candidates=0).steps)
+        len(write(120, blind(), sampling=SAMPLED, block_size=6, max_blocks=blocks, spawn_ratio=0.0, candidates=0).steps)
         for blocks in (1, 2, 3)
     ]
     assert calls[0] > calls[1] > calls[2]
 
 
 def test_a_block_starts_when_enough_of_the_one_before_is_decided_or_settled():
-    window = BlockWindow(size=10, max_blocks=3, spawn_threshold=9, running=False)
+    window = BlockWindow(size=10, max_blocks=3, spawn_threshold=9, sliding=False)
     assert window.end(0, [False] * 10) == 10
     assert window.end(4, [True] * 4 + [False] * 2) == 10, "8 of 10"
     assert window.end(4, [True] * 5 + [False]) == 20, "9 of 10"
@@ -133,10 +135,10 @@ def test_a_window_always_covers_the_next_hole_and_at_most_its_blocks(steps, size
 
 
 def test_a_running_window_keeps_its_length():
-    written = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, running=True, **ALONE)
-    rooms = [len(step.canvas.open_positions) - 1 for step in written.steps]
-    assert [len(chain) for chain in chains(written)] == [min(7, room) for room in rooms]
-    shrinking = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block=7, **ALONE)
+    written = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block_size=7, sliding=True, **ALONE)
+    max_depths = [len(step.canvas.open_positions) - 1 for step in written.steps]
+    assert [len(chain) for chain in chains(written)] == [min(7, max_depth) for max_depth in max_depths]
+    shrinking = write(60, toy_network(logit_scale=1.0), sampling=SAMPLED, block_size=7, **ALONE)
     assert min(len(chain) for chain in chains(shrinking)[:-7]) < 7
 
 
@@ -172,31 +174,37 @@ def test_frozen_blocks_write_the_text_of_plain_decoding(blocks: int, recycle: st
     for seed in range(3):
         settings = {"sampling": sampling, "seed": seed}
         plain = write(60, toy_network(logit_scale=1.0), method="plain", **settings)
-        options = {"multi_block": "frozen", "blocks": blocks, "block": 6, "spawn": 0.5, "recycle": recycle}
+        options = {
+            "multi_block": "frozen",
+            "max_blocks": blocks,
+            "block_size": 6,
+            "spawn_ratio": 0.5,
+            "recycle": recycle,
+        }
         frozen = write(60, toy_network(logit_scale=1.0), **settings, **options)
         assert frozen.tokens == plain.tokens
         assert len(frozen.steps) < len(plain.steps)
-    options |= {"spawn": 0.0, "candidates": 0}
+    options |= {"spawn_ratio": 0.0, "candidates": 0}
     live = write(60, toy_network(logit_scale=1.0), sampling=sampling, **options)
     assert 6 * (blocks - 1) < max(map(len, chains(live))) <= 6 * blocks
 
 
 def test_a_frozen_guess_stays_until_its_block_is_the_first_one():
     """Where nothing depends on the text, the second block is accepted at once, and verified in one call."""
-    settings = {"sampling": SAMPLED, "block": 10, "spawn": 0.0, "candidates": 0}
-    frozen, one = (len(write(101, blind(), multi_block="frozen", blocks=n, **settings).steps) for n in (2, 1))
+    settings = {"sampling": SAMPLED, "block_size": 10, "spawn_ratio": 0.0, "candidates": 0}
+    frozen, one = (len(write(101, blind(), multi_block="frozen", max_blocks=n, **settings).steps) for n in (2, 1))
     assert frozen < one
 
 
 def test_first_guesses_come_from_the_text_and_its_seed_alone():
-    first = [chains(write(20, seed=seed, block=12, **ALONE))[0] for seed in (0, 0, 1)]
+    first = [chains(write(20, seed=seed, block_size=12, **ALONE))[0] for seed in (0, 0, 1)]
     assert first[0] == first[1] != first[2]
     assert set(first[0]) | set(first[2]) <= set(PROMPT)
 
 
 def test_a_chain_that_was_cut_short_goes_on_where_it_was():
     """Holes behind the last answer keep their guesses."""
-    iterate = Iterate(ngram=4)
+    iterate = Iterate(ngram_size=4)
     iterate.guesses = [Guess((token,)) for token in (5, 6, 7, 8)]
     iterate.correct([5, 6], [5, 9, 1])
     assert iterate.tokens == [5, 9, 1, 8]
@@ -206,7 +214,7 @@ def test_a_chain_that_was_cut_short_goes_on_where_it_was():
 
 def test_a_drafter_that_was_not_asked_for_some_calls_goes_on_at_the_right_hole():
     """Its guesses for holes that were decided meanwhile are gone; the last call has answered the next ones."""
-    drafter = Jacobi(block=6, **ALONE).drafter(Noise(0), SAMPLED, match)
+    drafter = Jacobi(block_size=6, **ALONE).drafter(Noise(0), SAMPLED, match)
     guesses = drafter(continuation(PROMPT, 20), None, 6)[0].tokens
     written = write(3, toy_network(logit_scale=1.0), method="plain", sampling=SAMPLED).tokens
     later = continuation(PROMPT, 20).fill(np.array(written[:2]))
@@ -220,7 +228,7 @@ def test_a_drafter_that_was_not_asked_for_some_calls_goes_on_at_the_right_hole()
 
 def test_a_guess_ends_the_answers_that_led_to_it():
     """Each token of a trail is the answer to the one before it, a call earlier."""
-    iterate = Iterate(ngram=3)
+    iterate = Iterate(ngram_size=3)
     iterate.guesses = [Guess((token,)) for token in (5, 6, 7)]
     iterate.correct([5, 6, 7], [1, 2, 3, 4])
     assert [guess.ngram for guess in iterate.guesses] == [(1,), (5, 2), (6, 3), (7, 4)]
@@ -291,7 +299,7 @@ def test_a_recycled_tail_is_consecutive_tokens_of_one_earlier_iterate_up_to_a_bl
     monkeypatch.setattr(
         JacobiDrafter, "branch", lambda self, chain: iterates.append([*self.iterate.guesses]) or branch(self, chain)
     )
-    write(60, toy_network(logit_scale=1.5), sampling=SAMPLED, block=block, recycle="tails", blocks=1)
+    write(60, toy_network(logit_scale=1.5), sampling=SAMPLED, block_size=block, recycle="tails", max_blocks=1)
     runs = [(key, *(guess.ngram[-1] for guess in chain)) for (key, _), chain in zip(offered, iterates, strict=True)]
     for number, (key, found) in enumerate(offered):
         for tail, _ in found:
@@ -320,13 +328,13 @@ def test_recycled_ngrams_start_with_the_last_decided_token_and_are_verified_in_t
     target = partial(toy_network, logit_scale=1.5)
     taken = 0
     for seed in range(10):
-        written = write(40, target(), seed=seed, sampling=SAMPLED, block=8, spawn=1.0)
+        written = write(40, target(), seed=seed, sampling=SAMPLED, block_size=8, spawn_ratio=1.0)
         for step in written.steps:
             path = step.inputs.path_tokens(step.last_node)
-            taken += bool(path) and step.inputs.children(-1)[0] not in step.inputs.match_tokens(path)
+            taken += bool(path) and step.inputs.children(-1)[0] not in step.inputs.matching_nodes(path)
     assert taken
-    plain = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=0).steps) for s in range(10)]
-    recycled = [len(write(40, target(), seed=s, sampling=SAMPLED, block=8, candidates=4).steps) for s in range(10)]
+    plain = [len(write(40, target(), seed=s, sampling=SAMPLED, block_size=8, candidates=0).steps) for s in range(10)]
+    recycled = [len(write(40, target(), seed=s, sampling=SAMPLED, block_size=8, candidates=4).steps) for s in range(10)]
     assert sum(recycled) < sum(plain)
 
 
@@ -357,19 +365,19 @@ def test_jacobi_stays_off_the_uniforms_that_judge_it():
 
 
 def test_a_fixed_point_is_asked_for_only_as_deep_as_there_is_room():
-    for step in write(9, block=64, seed=1).steps:
+    for step in write(9, block_size=64, seed=1).steps:
         assert max(step.inputs.depths, default=-1) < len(step.canvas.open_positions) - 1
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("block", 0),
-        ("blocks", 0),
-        ("spawn", 1.5),
-        ("spawn", -0.1),
-        ("ngram", 1),
-        ("pool", 0),
+        ("block_size", 0),
+        ("max_blocks", 0),
+        ("spawn_ratio", 1.5),
+        ("spawn_ratio", -0.1),
+        ("ngram_size", 1),
+        ("ngram_pool_size", 0),
         ("candidates", -1),
         ("recycle", "all"),
         ("multi_block", "both"),
@@ -382,4 +390,4 @@ def test_options_out_of_range_are_refused_in_a_line(option: str, value):
 
 def test_a_running_block_cannot_be_frozen():
     with pytest.raises(ValueError, match="no later blocks to freeze"):
-        Jacobi(running=True, multi_block="frozen")
+        Jacobi(sliding=True, multi_block="frozen")

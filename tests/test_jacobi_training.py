@@ -306,7 +306,7 @@ def test_an_adapter_is_trained_and_decodes_the_same_text_by_commands(written, ti
     for method in ("jacobi", "jacobi+lookup"):
         guided = ["--method", method, "--option", f"jacobi.model={room / 'adapter'}"]
         assert saltus_(*inputs, *guided).stdout == plain
-        assert saltus_(*inputs, *guided, "--budget", 30, "--option", "jacobi.block=5").stdout == plain
+        assert saltus_(*inputs, *guided, "--max-draft-tokens", 30, "--option", "jacobi.block_size=5").stdout == plain
     inputs = lines(room / "again.jsonl", {"prompt": "the cat"}, {"prompt": "dog"})
     collect = ["collect", "jacobi", "-f", inputs, "-m", model, "-n", 12, "-b", 6, "-t", 0]
     saltus_(*collect, "--out", room / "second", "--adapter", room / "adapter")
@@ -355,10 +355,10 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
             weight.copy_(torch.full_like(weight, torch.nan) if broken else drawn)
     task.save(tmp_path / "adapter", {})
     adapter = {"model": str(tmp_path / "adapter")}
-    options = {**adapter, "block": 5, "blocks": 3, "spawn": 0.2}
+    options = {**adapter, "block_size": 5, "max_blocks": 3, "spawn_ratio": 0.2}
     prompts = ["the cat", "a dog on the mat", "log"]
     for adaptive in (True, False):
-        engine = saltus.load(model, "jacobi", options={"jacobi": options}, budget=20, adaptive=adaptive)
+        engine = saltus.load(model, "jacobi", options={"jacobi": options}, max_draft_tokens=20, adaptive=adaptive)
         for temperature in (0.0, 0.9):
             how = {"max_new_tokens": 24, "temperature": temperature, "seed": 2}
             how["repetition_penalty"] = 1.2 if temperature else 1.0
@@ -366,7 +366,9 @@ def test_no_adapter_changes_a_text(written, broken, tmp_path):
             found = engine.generate(prompts, **how)
             assert [one.tokens for one in found] == plain
             assert [engine.generate(prompt, **how).tokens for prompt in prompts] == plain
-    most = saltus.load(model, "jacobi", options={"jacobi": {**adapter, "block": 200}}, budget=128, adaptive=False)
+    most = saltus.load(
+        model, "jacobi", options={"jacobi": {**adapter, "block_size": 200}}, max_draft_tokens=128, adaptive=False
+    )
     long = {"max_new_tokens": 160}
     assert most.generate("the cat", **long).tokens == most.generate("the cat", method="plain", **long).tokens
     reject = saltus.load(model, "jacobi", rule="reject", options={"jacobi": options})
@@ -421,7 +423,7 @@ def test_wrong_input_is_one_line(written, tiny_folder, tmp_path):
     assert "holds texts without iterates" in complaint(*collect, tmp_path / "text")
     saltus_(*collect, tmp_path / "six", "-b", 6)
     assert "holds texts with the iterates" in complaint("collect", "text", *collect[2:], tmp_path / "six")
-    assert "block 6, not 7" in complaint(*collect, tmp_path / "six", "-b", 7)
+    assert "block-size 6, not 7" in complaint(*collect, tmp_path / "six", "-b", 7)
     shard = tmp_path / "six" / "00000.jsonl.gz"
     shard.write_bytes(shard.read_bytes()[:60])
     assert "damaged" in complaint(*common, "--teacher", tmp_path / "six")

@@ -15,9 +15,9 @@ from saltus.testing import toy_decoding, toy_network
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-def offer(text: list[int], room: int = 16, **options):
+def offer(text: list[int], max_depth: int = 16, **options):
     drafter = Lookup(**options).drafter(Noise(0), Sampling(), match)
-    return drafter(continuation(text, room + 1), None, room)
+    return drafter(continuation(text, max_depth + 1), None, max_depth)
 
 
 def likeliest_first_token(found) -> int:
@@ -71,12 +71,12 @@ def test_a_step_indexes_new_tokens_alone_and_keeps_a_bounded_number_of_places():
 
 
 @given(texts, st.integers(1, 12), st.integers(1, 30))
-def test_branches_fit_and_their_chances_are_chances(text: list[int], room: int, nodes: int):
-    found = offer(text, room, num_draft_tokens=nodes)
+def test_branches_fit_and_their_chances_are_chances(text: list[int], max_depth: int, nodes: int):
+    found = offer(text, max_depth, num_draft_tokens=nodes)
     paths = {tuple(branch.tokens[:depth]) for branch in found for depth in range(1, len(branch.tokens) + 1)}
     assert len(paths) <= nodes
     for branch in found:
-        assert 1 <= len(branch.tokens) == len(branch.acceptance_probabilities) <= room
+        assert 1 <= len(branch.tokens) == len(branch.acceptance_probabilities) <= max_depth
         assert all(0 < chance < 1 for chance in branch.acceptance_probabilities)
     roots = {branch.tokens[0]: branch.acceptance_probabilities[0] for branch in found}
     assert sum(roots.values()) < 1
@@ -153,7 +153,7 @@ def test_different_continuations_share_their_beginning():
 def test_a_very_long_repeat_is_followed_as_far_as_a_call_goes():
     """It is nearly certain, so all of its tokens are worth their rows, and nothing else is offered."""
     text = [*range(100, 200), 7, 120, 8, *range(100, 140)]
-    (path,) = offer(text, room=32, num_draft_tokens=40)
+    (path,) = offer(text, max_depth=32, num_draft_tokens=40)
     assert path.tokens == list(range(140, 172))
     assert np.prod(path.acceptance_probabilities) > 0.5
 

@@ -10,7 +10,7 @@ import torch
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.loop.checkpoint import load_checkpoint, save_checkpoint
 from saltus.training.loop.muon import Muon
-from saltus.training.loop.training_loop import Progress, Schedule, make_optimizers, train
+from saltus.training.loop.training_loop import Schedule, TrainingProgress, make_optimizers, train
 
 SCHEDULE = Schedule(30, 0.05, warmup_steps=5, checkpoint_steps=5)
 
@@ -117,7 +117,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 def test_progress_has_the_time_left(tmp_path):
-    reports: list[Progress] = []
+    reports: list[TrainingProgress] = []
     network = module()
     train(network, losses(network), SCHEDULE, tmp_path / "run.pt", {}, reports.append)
     assert [progress.step for progress in reports] == [5, 10, 15, 20, 25, 30]

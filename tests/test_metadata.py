@@ -23,7 +23,7 @@ KINDS = {
     ),
     "adapter": (
         DrafterMetadata("adapter", "tiny", "abc", SIGNS, SHAPE, CARD, {"a": "0f"}),
-        "files seal settings signs target target_name training",
+        "digest files settings signs target target_name training",
     ),
     "model": (DrafterMetadata("model", "tiny", None, None, {}, CARD), "trained_from training"),
 }

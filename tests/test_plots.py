@@ -9,9 +9,9 @@ import pytest
 
 from invented_run import CATEGORIES, SYSTEMS, invented_records, results_of
 from saltus.evaluation.reports.benchmark_plots import write_figures
-from saltus.evaluation.reports.coloured_text import most_tokens_per_call, typical_record, wrap_pieces
 from saltus.evaluation.reports.page import summarize_results
 from saltus.evaluation.reports.palette import PLAIN, assign_colours
+from saltus.evaluation.reports.text_figure import most_tokens_per_call, typical_record, wrap_pieces
 
 pytest.importorskip("matplotlib")
 NAMES = ("speed-up", "calls", "acceptance", "text")

@@ -95,7 +95,9 @@ def any_subset_task() -> AnySubsetTrainingTask:
 
 def adapter_task(tmp_path, **settings) -> AdapterTrainingTask:
     windows = replace(test_adapter_training.WINDOW_SETTINGS, batch_size=3)
-    smooth = GatedLoraSettings(rank=4, alpha=4.0, embedding="th")  # of uniforms: rounding flips their last bits
+    smooth = GatedLoraSettings(
+        rank=4, alpha=4.0, embedding="thermometer"
+    )  # of uniforms: rounding flips their last bits
     return test_adapter_training.make_task(tiny("Llama"), tmp_path, window_settings=windows, gating=smooth, **settings)
 
 
@@ -296,7 +298,7 @@ def test_ctrl_c_while_texts_are_read_is_one_line_of_the_process_that_writes(
     monkeypatch.setattr("saltus.methods.ptp.training.text_intervals._read_text", interrupted)
     launch(tmp_path / "room", *command("adapter", recipe, folder, teacher, tmp_path / "work"), fails=True)
     said = {file.name: file.read_text() for file in (tmp_path / "room").glob("printed-*")}
-    kept = f"texts read so far are kept in {tmp_path / 'work' / 'edges'}, the same command goes on"
+    kept = f"texts read so far are kept in {tmp_path / 'work' / 'intervals'}, the same command goes on"
     assert said["printed-0"] == f"130\nsaltus: interrupted; {kept}\n"
     assert "saltus:" not in said.get("printed-1", "")
 

@@ -17,13 +17,13 @@ from saltus.training.data.packed_forward import PackedMemory, pack_causal, packe
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.teacher_texts import read_teacher_texts
 from saltus.training.data.uniform_intervals import Truncation, pick_tokens, uniform_intervals
-from saltus.training.data.window_packing import pack_windows, query_uniforms, select_rows
+from saltus.training.data.window_packing import pack_windows, query_uniforms, slice_rows
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule, train
 from test_adapter_training import WINDOW, make_task
 from test_cli import complaint, lines, saltus_
-from test_edges import logits, text_uniform_intervals
 from test_train import ADAPTER, RECIPE, training
+from test_uniform_intervals import logits, text_uniform_intervals
 
 ARCHITECTURES = ["Llama", "Mistral", "Gemma2", "GPT2"]  # among them one whose attention slides
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
@@ -62,7 +62,7 @@ def test_rows_that_follow_a_memory_have_the_logits_of_the_whole(name, tmp_path):
     whole = packed_logits(task.model, packed, numbers.flatten(), task.module, batch.temperatures)
     whole, start = whole.view(*numbers.shape, -1), packed.context_length
     for first, last in ((0, start), (start, start + 3), (start + 3, packed.tokens.shape[1])):
-        part = select_rows(packed, first, last)
+        part = slice_rows(packed, first, last)
         gated = (task.module, batch.temperatures) if first else ()
         found = packed_logits(task.model, part, torch.arange(part.tokens.numel()), *gated, memory=memory)
         expected = whole[:, first:last].flatten(0, 1)
@@ -270,7 +270,7 @@ def test_texts_are_written_with_top_k_and_top_p_and_their_intervals_are_cut(fold
     saltus_(*given, "--set", "top_k=4", "--set", "top_p=0.9")
     from saltus.methods.ptp.training.text_intervals import load_uniform_intervals
 
-    corpus, engine = load_uniform_intervals(tmp_path / "work" / "edges"), saltus.load(str(folder), "plain")
+    corpus, engine = load_uniform_intervals(tmp_path / "work" / "intervals"), saltus.load(str(folder), "plain")
     begin, prompt, length, _ = corpus.text_table[0].tolist()
     tokens = corpus.tokens[begin : begin + length]
     rows = packed_logits(engine.model, pack_causal(tokens[None]), torch.arange(prompt - 1, length - 1))

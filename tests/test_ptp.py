@@ -24,21 +24,21 @@ from saltus.loading.model_identity import model_fingerprint
 from saltus.methods.ptp.drafter import Ptp
 from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DrafterShape, DraftModel, DraftNetwork
-from saltus.methods.shared import draft_tree, row_candidates, token_correction
+from saltus.methods.shared import draft_tree, logit_correction, row_candidates
 from saltus.methods.shared.context_layers import MAX_ROWS_PER_CALL
 from saltus.methods.shared.draft_tree import (
-    Coupled,
     Likeliest,
     PositionPredictions,
+    SharedNoise,
     grown_nodes,
     likely_paths,
     likely_tokens,
 )
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES, find_shipped
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
-from saltus.methods.shared.ptp_queries import SOURCE, with_query_chains
+from saltus.methods.shared.logit_correction import NonlinearCorrection
+from saltus.methods.shared.query_chains import SOURCE, with_query_chains
 from saltus.methods.shared.row_candidates import rows_likely_tokens
-from saltus.methods.shared.token_correction import NonlinearCorrection
 from saltus.models.causal import CausalNetwork
 from saltus.testing import random_adapter, toy_decoding, toy_network
 
@@ -119,13 +119,14 @@ def test_the_kernel_finds_the_likely_tokens_of_each_row(dtype, vocab):
         assert found.rest == pytest.approx(expected.rest, rel=1e-4, abs=1e-4)
 
 
-def test_drafts_of_untruncated_sampling_are_those_of_the_whole_race():
-    """`Coupled` has a shortcut for them; a top-k that drops no likely token takes the long way."""
+def test_drafts_of_untruncated_sampling_are_those_of_the_whole_search():
+    """`SharedNoise` has a shortcut for them; a top-k that drops no likely token takes the long way."""
     set_seed(5)
     predictions, noise = predicted(3 * torch.randn(3, 60)), Noise(4)
     for temperature in (0.7, 1.0):
         short, long = (
-            Coupled(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13)) for top_k in (0, 50)
+            SharedNoise(3, Sampling(temperature=temperature, top_k=top_k), noise, np.arange(10, 13))
+            for top_k in (0, 50)
         )
         for position in range(3):
             got, expected = short(predictions, position, []), long(predictions, position, [])
@@ -169,7 +170,7 @@ def test_with_a_correction_each_path_has_the_predictions_after_its_own_tokens(mo
     assert plain[0].acceptance_probabilities != branches[0].acceptance_probabilities
 
 
-@pytest.mark.parametrize("choose", ["likeliest", "warmer", "coupled"])
+@pytest.mark.parametrize("choose", ["likeliest", "warmer", "shared noise"])
 @pytest.mark.parametrize("length", [0, 1, 20])
 def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
     set_seed(8)
@@ -194,14 +195,17 @@ def test_the_kernel_grows_the_paths_of_the_loop(choose, length):
     chooser = {
         "likeliest": Likeliest(3),
         "warmer": Likeliest(2, 1.7),
-        "coupled": Coupled(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30)),
+        "shared noise": SharedNoise(3, Sampling(temperature=0.9), Noise(4), np.arange(20, 30)),
     }[choose]
     before = text[:length][-2:].tolist()
     expected, found = grown_nodes(predictions, before, chooser), predictions.grow(before, chooser)
     assert len(found) > 3
     assert [node[:2] for node in found] == [node[:2] for node in expected]
     assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=0.01)
-    assert predictions.grow(before, Coupled(3, Sampling(temperature=0.9, top_k=2), Noise(4), np.arange(20, 30))) is None
+    assert (
+        predictions.grow(before, SharedNoise(3, Sampling(temperature=0.9, top_k=2), Noise(4), np.arange(20, 30)))
+        is None
+    )
 
 
 def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():
@@ -222,7 +226,7 @@ def test_hidden_states_do_not_pile_up_while_nothing_is_drafted():
 
 
 def test_a_correction_keeps_the_vectors_of_some_tokens_only(monkeypatch):
-    monkeypatch.setattr(token_correction, "MAX_TOKEN_VECTORS", 3)
+    monkeypatch.setattr(logit_correction, "MAX_TOKEN_VECTORS", 3)
     left, second_left, state, right, embeddings = np.random.default_rng(0).normal(size=(5, 8, 8))
     correction = NonlinearCorrection(left, second_left, lambda h: h, right, lambda token: embeddings[token])
     for token in [*range(8), *range(8)]:
@@ -394,7 +398,7 @@ def test_models_are_told_apart_in_any_dtype():
 @pytest.mark.model
 @pytest.mark.parametrize("method", ["ptp", "mtpc"])
 def test_what_comes_with_the_package_drafts_for_the_default_model(method, model_folder):
-    made = saltus.load(str(model_folder), method, adaptive=False, budget=4)
+    made = saltus.load(str(model_folder), method, adaptive=False, max_draft_tokens=4)
     given = {"max_new_tokens": 40, "seed": 1}
     for temperature in (0.0, 0.7):
         found = made.generate("Add 17 and 25, step by step.", temperature=temperature, **given)

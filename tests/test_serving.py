@@ -95,9 +95,9 @@ def test_a_request_may_switch_drafting_off_and_name_its_method(client, engine):
     assert sum(drafted["acceptance_histogram"]) * drafted["mean_acceptance_length"] == pytest.approx(24)
     with pytest.raises(openai.BadRequestError, match="unknown method 'jacoby'"):
         metrics({"method": "jacoby"})
-    narrow = metrics({"method": "jacobi+lookup", "budget": 1})
+    narrow = metrics({"method": "jacobi+lookup", "max_draft_tokens": 1})
     assert 0 < narrow["num_draft_tokens"] <= narrow["num_calls"]
-    assert metrics({"budget": 0})["num_draft_tokens"] == 0
+    assert metrics({"max_draft_tokens": 0})["num_draft_tokens"] == 0
 
 
 def test_usage_may_come_with_every_chunk(client):

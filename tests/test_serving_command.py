@@ -19,9 +19,19 @@ def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
     apps = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda server: apps.append(server.config.app))
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    command = ["serve", "-m", str(tiny_folder(max_position_embeddings=65536)), "--method", "plain", "--kv-memory"]
-    found = [CliRunner().invoke(app, [*command, memory]).output for memory in ("0.001", "4")]
-    assert ["which fit into --kv-memory" in " ".join(output.split()) for output in found] == [True, False], found
+    command = [
+        "serve",
+        "-m",
+        str(tiny_folder(max_position_embeddings=65536)),
+        "--method",
+        "plain",
+        "--kv-cache-memory-bytes",
+    ]
+    found = [CliRunner().invoke(app, [*command, memory]).output for memory in ("1MB", "4GB")]
+    assert ["which fit into --kv-cache-memory-bytes" in " ".join(output.split()) for output in found] == [
+        True,
+        False,
+    ], found
     assert len(apps) == 2
 
 

@@ -33,7 +33,8 @@ VALID = [
     ("/v1/chat/completions", {
         **SHORT, "messages": TALK[:2], "max_completion_tokens": 2, "logprobs": True, "top_logprobs": 3, "n": 2,
         "stop": ["x", "yz"], "stream_options": {"include_usage": True}, "stream": True, "include_metrics": True,
-        "prediction": {"type": "content", "content": "the cat"}, "speculative": {"method": "lookup", "budget": 3},
+        "prediction": {"type": "content", "content": "the cat"},
+        "speculative": {"method": "lookup", "max_draft_tokens": 3},
     }),
     ("/v1/chat/completions", {
         **SHORT, "messages": TALK[:1], "max_tokens": 3, "parallel_tool_calls": False,

@@ -189,7 +189,7 @@ class _SlowConstraint:
     def num_allowed(self, text, tokens):
         return self._ask("num_allowed", len(tokens))
 
-    def forced(self, text, room):
+    def fast_forward(self, text, max_tokens):
         return self._ask("forced", [5])
 
 
@@ -201,17 +201,17 @@ def limited(engine, seconds: float):
 
 def test_a_constraint_that_takes_long_stops_drafting_and_then_ends_its_text(engine):
     slow, request, constraint = limited(engine, 0.1)
-    assert (constraint.forced([], 4), constraint.num_allowed([], [1, 2])) == ([5], 2)
+    assert (constraint.fast_forward([], 4), constraint.num_allowed([], [1, 2])) == ([5], 2)
     for _ in range(round((MOST_SECONDS - DRAFTING_SECONDS) / 0.1)):
         constraint.allowed([])
-    assert (constraint.forced([], 4), constraint.num_allowed([], [1, 2])) == ((), 0)
+    assert (constraint.fast_forward([], 4), constraint.num_allowed([], [1, 2])) == ((), 0)
     while constraint.allowance > 0:
         constraint.allowed([])
     with pytest.raises(ValueError, match="takes too long"):
         constraint.allowed([])
     assert len(slow.asked) <= MOST_SECONDS / 0.1 + 1
     request.calls += [CallRecord(0, (1,), 0, 0.0, 1)] * 1000
-    assert constraint.forced([], 4) == [5]  # calls give the time back, but no more than at first
+    assert constraint.fast_forward([], 4) == [5]  # calls give the time back, but no more than at first
     assert constraint.allowance <= MOST_SECONDS
 
 
@@ -219,7 +219,7 @@ def test_a_constraint_that_takes_as_long_as_calls_give_back_never_ends_its_text(
     _, request, constraint = limited(engine, SECONDS_PER_CALL)
     for number in range(200):
         constraint.num_allowed([], [1])
-        constraint.forced([], 4)
+        constraint.fast_forward([], 4)
         constraint.allowed([])
         request.calls.append(CallRecord(number, (1,), 0, 0.0, 1))
 

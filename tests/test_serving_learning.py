@@ -14,7 +14,7 @@ import saltus
 from conftest import TEMPLATE
 from saltus.cli.app import app
 from saltus.methods.ptp.files import load_drafter
-from saltus.methods.ptp.training.online import Evaluation, LearningSettings, Progress
+from saltus.methods.ptp.training.online import Evaluation, LearningProgress, LearningSettings
 from saltus.server.learned_drafters import LearnedDrafters
 from saltus.server.learning import Learner, LearningPlan, group_of
 from saltus.server.served_request import Limits
@@ -179,7 +179,7 @@ def test_training_has_its_share_of_the_time_beside_few_texts(drafting, monkeypat
 def test_training_that_does_not_help_gets_less_time(drafting):
     learner, shares = Learner(drafting, LearningPlan(0.16)), []
     for passed in (False, False, False, False, True, False):
-        learner._take(Progress(evaluation=Evaluation(1.0, 1.1, passed)))
+        learner._take(LearningProgress(evaluation=Evaluation(1.0, 1.1, passed)))
         shares.append(learner.share)
     assert shares == pytest.approx([0.08, 0.04, 0.02, 0.02, 0.16, 0.08])
     learner.close()

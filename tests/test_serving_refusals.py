@@ -26,7 +26,7 @@ from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server, s
         ({"temperature": float("nan")}, "temperature"),
         ({"min_p": float("nan")}, "min_p"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
-        ({"speculative": {"budget": 9999}}, "speculative.budget"),
+        ({"speculative": {"max_draft_tokens": 9999}}, "speculative.max_draft_tokens"),
         ({"prediction": {"content": "\ud800"}}, "prediction"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
         ({"top_p": 0}, "top_p"),

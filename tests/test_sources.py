@@ -243,17 +243,17 @@ def test_a_tokenizer_comes_without_weights_and_also_from_a_repository_that_has_n
     assert (Path(found) / "tokenizer.json").exists()
 
 
-def test_links_come_with_an_any_subset_model(hub, ask):
-    hub.files["links.safetensors"] = b"links"
+def test_a_pairwise_correction_comes_with_an_any_subset_model(hub, ask):
+    hub.files["pairwise.safetensors"] = b"weights of pairs"
     found, _stages = ask("o/m", hub.server.server_port)
-    assert (Path(found) / "links.safetensors").read_bytes() == b"links"
+    assert (Path(found) / "pairwise.safetensors").read_bytes() == b"weights of pairs"
 
 
 def test_a_model_whose_weights_are_packed_comes_with_them(hub, ask):
     weights = hub.files.pop("model.safetensors")
-    hub.files |= {"links.safetensors": b"links", "gguf.json": b"{}", "model.gguf": weights}
+    hub.files |= {"pairwise.safetensors": b"weights of pairs", "gguf.json": b"{}", "model.gguf": weights}
     found, _stages = ask("o/m", hub.server.server_port)
-    assert {"links.safetensors", "gguf.json", "model.gguf"} <= {file.name for file in Path(found).iterdir()}
+    assert {"pairwise.safetensors", "gguf.json", "model.gguf"} <= {file.name for file in Path(found).iterdir()}
 
 
 @pytest.mark.slow

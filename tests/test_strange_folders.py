@@ -119,13 +119,15 @@ def test_a_drafter_whose_settings_do_not_fit_its_weights_is_refused(changes, sai
         load_drafter_for_target(f"drafter:{folder}", target, "tiny")
 
 
-@pytest.mark.parametrize("changes", [{"window": 1 << 20}, {"rank": 1 << 12}, {"own": True}, {"directions": 1 << 20}])
+@pytest.mark.parametrize(
+    "changes", [{"window": 1 << 20}, {"rank": 1 << 12}, {"untied_unembedding": True}, {"subspace_dim": 1 << 20}]
+)
 def test_heads_whose_settings_do_not_fit_their_weights_are_refused(changes, target, tiny_heads, tmp_path):
     folder = shutil.copytree(tiny_heads(target.model, circuit="cp"), tmp_path / "heads")
     load_drafter_for_target(f"heads:{folder}", target, "tiny")
     shape = json.loads((folder / "saltus.json").read_text())["shape"]
     changed(folder / "saltus.json", shape=shape | changes)
-    with refused("by its saltus.json" if "own" not in changes else "lacks own"):
+    with refused("by its saltus.json" if "untied_unembedding" not in changes else "lacks untied_unembedding"):
         load_drafter_for_target(f"heads:{folder}", target, "tiny")
 
 

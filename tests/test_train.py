@@ -23,7 +23,7 @@ from saltus.methods.mtpc.training.heads import HeadsTrainingTask
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.published.training.dflash import DFlashTrainingTask
-from saltus.methods.shared import ptp_queries
+from saltus.methods.shared import query_chains
 from saltus.methods.shared.drafter_files import METADATA_FILE, WEIGHTS_FILES
 from saltus.training import recipe as recipes
 from saltus.training.data.teacher_texts import read_texts
@@ -42,7 +42,7 @@ intermediate = 16
 hidden_state_layers = [1]
 window = 4
 vocabulary = 120
-embedding = "th"
+embedding = "thermometer"
 
 [data]
 batch_size = 3
@@ -57,7 +57,7 @@ ADAPTER = RECIPE.replace("drafter", "adapter").replace(
     "layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120", "rank = 4\nwindow = 4"
 )
 HEADS = RECIPE.replace("drafter", "heads").replace(
-    'layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120\nembedding = "th"',
+    'layers = 1\nintermediate = 16\nhidden_state_layers = [1]\nwindow = 4\nvocabulary = 120\nembedding = "thermometer"',
     'circuit = "hmm"\nrank = 3\nwindow = 4\nvocabulary = 120',
 )
 
@@ -139,7 +139,7 @@ def test_training_for_a_coupling_is_recorded_and_its_uniforms_are_those_of_the_c
     saltus_(*training(file, folder, teacher, tmp_path / "work", "--out", out, *given))
     assert read_metadata(out).training["coupling"] == coupling
     told: list[bool] = []
-    chains = ptp_queries.with_query_chains
+    chains = query_chains.with_query_chains
 
     def listening(inputs, chains_, temperature):
         told.extend(not math.isnan(u) for _, chain in chains_ for u in chain)
@@ -397,7 +397,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
     work = tmp_path / "work"
     output = complaint("train", "ptp", "-r", recipe, "-m", folder, "--work", work)
     command = output.partition("first: saltus ")[2].split()
-    inputs = tmp_path / "asked.txt"
+    inputs = tmp_path / "prompts.txt"
     inputs.write_text("the cat\nthe dog\nthe log\nthe mat\n")
     saltus_(*(inputs if word == "FILE" else word for word in command), "-n", 12)
     saltus_("train", "ptp", "-r", recipe, "-m", folder, "--work", work, "--steps", 1)
@@ -414,7 +414,7 @@ def test_an_error_without_teacher_texts_names_the_command_that_writes_them(recip
         ("layers = 1", "layers = 0", "must be 1 or more"),
         ("hidden_state_layers = [1]", "hidden_state_layers = 1", "must be a list, each a whole number"),
         ("hidden_state_layers = [1]", "hidden_state_layers = [0.5]", "must be a whole number"),
-        ('"th"', '"tt"', "must be one of bits"),
+        ('"thermometer"', '"tt"', "must be one of bits"),
         ('kind = "drafter"', 'kind = "draft"', "must be one of drafter, adapter"),
         ('kind = "drafter"', "", "lacks kind"),
         ("steps = 12", "", "lacks steps"),
@@ -461,9 +461,13 @@ def test_a_wrong_override_is_one_line_with_the_cure(change, cure, recipe, tmp_pa
 
 def test_overrides_reach_the_section_with_their_key(recipe):
     changed = recipes.read_recipe(
-        recipe, ["layers=3", "schedule.learning_rate=1", "embedding=ar", "temperatures=[0.5]"]
+        recipe, ["layers=3", "schedule.learning_rate=1", "embedding=arithmetic", "temperatures=[0.5]"]
     )
-    assert (changed.settings.layers, changed.schedule.learning_rate, changed.settings.embedding) == (3, 1.0, "ar")
+    assert (changed.settings.layers, changed.schedule.learning_rate, changed.settings.embedding) == (
+        3,
+        1.0,
+        "arithmetic",
+    )
     assert changed.temperatures == (0.5,)
 
 

@@ -47,13 +47,13 @@ def trie(offered: list[Branch], depth: int) -> dict[tuple[int, ...], float]:
 
 
 @given(forests, st.integers(0, 6), st.integers(0, 4))
-def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
+def test_a_tree_is_the_best_of_its_size(offered, max_draft_tokens: int, depth: int):
     """Against all subtrees of the merged branches."""
     offered = forest(offered)
     values = trie(offered, depth)
-    tree = grow_tree(offered, budget, depth)
+    tree = grow_tree(offered, max_draft_tokens, depth)
     kept = [path(tree, node) for node in range(len(tree.tokens))]
-    assert len(set(kept)) == len(kept) == min(budget, len(values))
+    assert len(set(kept)) == len(kept) == min(max_draft_tokens, len(values))
     assert tree.expected_tokens == pytest.approx([values[key] for key in kept])
     rest = [key for key in values if len(key) <= depth]
     best = max(
@@ -68,10 +68,10 @@ def test_a_tree_is_the_best_of_its_size(offered, budget: int, depth: int):
 
 
 @given(forests, st.integers(0, 8), st.integers(0, 8))
-def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, budget: int, size: int):
-    tree = grow_tree(forest(offered), budget, 3).prune(size)
+def test_every_cut_of_a_tree_is_a_tree_and_its_values_fall(offered, max_draft_tokens: int, size: int):
+    tree = grow_tree(forest(offered), max_draft_tokens, 3).prune(size)
     ForwardInputs(continuation([1], 9), tree.tokens, tree.parents)  # refuses a child before its parent
-    assert len(tree.tokens) <= min(size, budget)
+    assert len(tree.tokens) <= min(size, max_draft_tokens)
     assert list(tree.expected_tokens) == sorted(tree.expected_tokens, reverse=True)
     assert {len(column) for column in vars(tree).values()} == {len(tree.tokens)}
 
@@ -84,14 +84,19 @@ def test_no_node_is_deeper_than_there_is_room(offered):
 
 
 @given(forests, st.integers(1, 12), st.sampled_from([0.04, 0.2, 0.5]))
-def test_a_tree_without_its_unlikely_nodes_has_the_likely_ones_and_all_first_tokens(offered, budget: int, least: float):
-    whole, cut = grow_tree(forest(offered), 99, 4), grow_tree(forest(offered), budget, 4, min_expected_tokens=least)
+def test_a_tree_without_its_unlikely_nodes_has_the_likely_ones_and_all_first_tokens(
+    offered, max_draft_tokens: int, least: float
+):
+    whole, cut = (
+        grow_tree(forest(offered), 99, 4),
+        grow_tree(forest(offered), max_draft_tokens, 4, min_expected_tokens=least),
+    )
     kept = [
         (path(whole, node), value)
         for node, value in enumerate(whole.expected_tokens)
         if value >= least or whole.parents[node] == -1
     ]
-    assert [(path(cut, node), value) for node, value in enumerate(cut.expected_tokens)] == kept[:budget]
+    assert [(path(cut, node), value) for node, value in enumerate(cut.expected_tokens)] == kept[:max_draft_tokens]
 
 
 def test_nothing_offered_is_the_empty_tree():
@@ -134,7 +139,7 @@ def test_equal_draws_from_laws_of_their_own_stay_two_tries():
 
 
 @given(forests, st.integers(0, 10))
-def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: int):
+def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, max_draft_tokens: int):
     """The place of a drawn token in the tree, its presence too, must not depend on the token (see `reject`)."""
     distributions = [one_hot(0)] * 4
     drawn = [
@@ -145,14 +150,14 @@ def test_the_shape_of_a_tree_does_not_depend_on_what_was_drawn(offered, budget: 
         Branch([5 + token for token in b.tokens], b.acceptance_probabilities, b.source, b.distributions, b.payoffs)
         for b in drawn
     ]
-    assert grow_tree(drawn, budget, 3).parents == grow_tree(other, budget, 3).parents
+    assert grow_tree(drawn, max_draft_tokens, 3).parents == grow_tree(other, max_draft_tokens, 3).parents
 
 
 @given(forests, st.lists(st.integers(0, 2), max_size=5))
 def test_following_tokens_finds_their_nodes(offered, tokens: list[int]):
     tree = grow_tree(forest(offered), 50, 9)
     inputs = ForwardInputs(continuation([1], 9), tree.tokens, tree.parents)
-    nodes = inputs.match_tokens(tokens)
+    nodes = inputs.matching_nodes(tokens)
     assert inputs.path_tokens(nodes[-1] if nodes else -1) == tokens[: len(nodes)]
     paths = {path(tree, node) for node in range(len(tree.tokens))}
     assert len(nodes) == max((n for n in range(len(tokens) + 1) if n == 0 or tuple(tokens[:n]) in paths), default=0)

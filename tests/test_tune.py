@@ -54,23 +54,25 @@ def ticking(search: JacobiSearch, seconds) -> JacobiSearch:
 
 @pytest.mark.slow
 def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
-    engine = saltus.load(folder, "jacobi", budget=32)
+    engine = saltus.load(folder, "jacobi", max_draft_tokens=32)
     search = JacobiSearch(engine, ["the cat sat", "a dog"], 16, {"max_new_tokens": 6}, rounds=2)
 
     def seconds(setting) -> float:
         if PLAIN in setting:
             return 1.0
-        away = (np.log2(setting["block"]) - 3) ** 2 + 0.1 * (np.log2(1 + setting.get("candidates", 4)) - 1) ** 2
-        others = {"blocks": (2, 3), "spawn": (0.85, 0.5), "ngram": (4, 3)}  # the default, and the best
+        away = (np.log2(setting["block_size"]) - 3) ** 2 + 0.1 * (np.log2(1 + setting.get("candidates", 4)) - 1) ** 2
+        others = {"max_blocks": (2, 3), "spawn_ratio": (0.85, 0.5), "ngram_size": (4, 3)}  # the default, and the best
         return 0.5 + 0.1 * away + 0.02 * sum(abs(setting.get(name, at) - best) for name, (at, best) in others.items())
 
     ticking(search, seconds)
     assert sum(1 for _ in search.run()) == search.num_texts
-    assert search.best == {"block": 8, "candidates": 1, "ngram": 3, "blocks": 3, "spawn": 0.5}
+    assert search.best == {
+        "block_size": 8, "candidates": 1, "ngram_size": 3, "max_blocks": 3, "spawn_ratio": 0.5,
+    }  # fmt: skip
     assert {row["speedup"] for row in search.rows if PLAIN in row} == {1}
     assert search.speedup == pytest.approx(2)
     assert all(row["tokens_per_call"] >= 1 for row in search.rows)
-    assert {row.get("block") for row in search.rows} == {None, 4, 8, 16}, "blocks beyond the budget are not tried"
+    assert {row.get("block_size") for row in search.rows} == {None, 4, 8, 16}, "larger blocks do not fit"
 
 
 @pytest.mark.slow
@@ -79,26 +81,36 @@ def test_the_length_of_n_grams_is_not_searched_where_none_is_offered(folder):
     ticking(search, lambda setting: 1.0 + setting.get("candidates", 0))
     assert 0 < sum(1 for _ in search.run()) < search.num_texts
     assert search.best["candidates"] == 0
-    assert not any("ngram" in row for row in search.rows)
+    assert not any("ngram_size" in row for row in search.rows)
 
 
 def test_an_adapter_s_rows_count(folder):
     engine = saltus.load(folder, "jacobi")
-    assert JacobiSearch(engine, ["the cat"], 16, {}, fixed_options={"model": "adapter"}).values["block"] == [4, 8]
+    assert JacobiSearch(engine, ["the cat"], 16, {}, fixed_options={"model": "adapter"}).values["block_size"] == [4, 8]
 
 
 def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     engine = saltus.load(folder, "jacobi")
     assert engine.decoder.tuned_settings is None
     own = model_fingerprint(engine.network.model)
-    TunedSettings("jacobi", folder, machine_name(CPU), "", own, {"block": 5, "candidates": 1}, 7).save()
+    TunedSettings("jacobi", folder, machine_name(CPU), "", own, {"block_size": 5, "candidates": 1}, 7).save()
     tuned = saltus.load(folder, "lookup")
-    for spec, block, budget in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
+    for spec, block, max_draft_tokens in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
         ensemble = tuned.decoder.setup(spec)
-        assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.budget) == (block, 1, budget)
-    assert tuned.decoder.setup("lookup").budget == 31, "others keep theirs"
-    assert saltus.load(folder, "jacobi", budget=9).decoder.setup("jacobi").budget == 9
-    assert saltus.load(folder, "jacobi", options={"jacobi": {"block": 3}}).decoder.setup("jacobi").methods[0].block == 3
+        assert (ensemble.methods[0].block_size, ensemble.methods[0].candidates, ensemble.max_draft_tokens) == (
+            block,
+            1,
+            max_draft_tokens,
+        )
+    assert tuned.decoder.setup("lookup").max_draft_tokens == 31, "others keep theirs"
+    assert saltus.load(folder, "jacobi", max_draft_tokens=9).decoder.setup("jacobi").max_draft_tokens == 9
+    assert (
+        saltus.load(folder, "jacobi", options={"jacobi": {"block_size": 3}})
+        .decoder.setup("jacobi")
+        .methods[0]
+        .block_size
+        == 3
+    )
     assert saltus.load(folder, "jacobi", tuned_settings=False).decoder.tuned_settings is None
     how = {"max_new_tokens": 20, "temperature": 0.7, "method": "jacobi"}
     assert tuned.generate("the cat", **how).tokens == engine.generate("the cat", **how).tokens
@@ -111,7 +123,7 @@ def test_a_missing_device_is_named_before_a_profile_is_looked_for(folder):
 
 
 def test_a_profile_of_other_weights_or_a_damaged_one_is_not_used(folder, caplog):
-    path = TunedSettings("jacobi", folder, machine_name(CPU), "", "another", {"block": 5}, 7).save()
+    path = TunedSettings("jacobi", folder, machine_name(CPU), "", "another", {"block_size": 5}, 7).save()
     assert saltus.load(folder, "jacobi").decoder.tuned_settings is None
     path.write_text("{")
     with caplog.at_level(logging.WARNING):
@@ -132,8 +144,8 @@ def test_the_command_measures_saves_and_is_used(folder, tmp_path):
     assert tuned is not None
     result = json.loads(saltus_(*common, "--no-save", "--json").stdout)
     assert {"command", "commit", "machine", "settings", "call_seconds"} <= set(result)
-    assert result["budget"] >= 3
-    assert set(result["chosen"]) <= {"block", "candidates", "ngram", "blocks", "spawn"}
+    assert result["max_draft_tokens"] >= 3
+    assert set(result["chosen"]) <= {"block_size", "candidates", "ngram_size", "max_blocks", "spawn_ratio"}
     assert result["speedup"] in [row["speedup"] for row in result["settings"]]
     assert saltus.load(folder, "jacobi").decoder.tuned_settings == tuned, "nothing was saved"
     assert "--max-cost-ratio" in complaint(*common, "--max-cost-ratio", 0.5)

@@ -30,7 +30,7 @@ def network() -> CausalNetwork:
 
 def made_for(network: CausalNetwork, layers: int, learned: float = 0.0) -> HeadModel:
     shape = HeadShape(
-        32, "cp", window=4, rank=2, directions=3, layers=layers, lora=3, hidden_state_layers=(LAYERS - layers,)
+        32, "cp", window=4, rank=2, subspace_dim=3, layers=layers, lora_rank=3, hidden_state_layers=(LAYERS - layers,)
     )
     model = new_head_model(shape, torch.arange(2, 290), network.model, seeded_generator(0, "heads"))
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_texts_are_those_of_plain_decoding(rule, temperature, tiny_folder, tmp_p
 
 
 def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # noqa: F811
-    made = task(target, states, layers=1, lora=2, hidden_state_layers=(1,))
+    made = task(target, states, layers=1, lora_rank=2, hidden_state_layers=(1,))
     made.loss(0).backward()
     assert made.module.upper is not None
     assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in made.module.upper.parameters())
@@ -113,7 +113,7 @@ def test_what_is_of_low_rank_learns_and_the_layers_do_not(target, states):  # no
 
 def test_they_may_come_to_heads_that_had_none(target, states, tmp_path):  # noqa: F811
     task(target, states, circuit="cp").save(tmp_path, {})
-    richer = task(target, states, circuit="btree", layers=1, lora=2, hidden_state_layers=(1,))
+    richer = task(target, states, circuit="btree", layers=1, lora_rank=2, hidden_state_layers=(1,))
     richer.initialize_from(tmp_path)
     assert richer.module.upper is not None
     richer.save(tmp_path / "richer", {})

@@ -24,7 +24,7 @@ from saltus.core.sampling import Sampling, pick, probabilities, token_distributi
 from saltus.core.speculate import speculate
 from saltus.methods import make_methods
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
-from saltus.methods.shared.ptp_queries import UniformConditioning
+from saltus.methods.shared.query_chains import UniformConditioning
 
 
 @dataclass

@@ -59,7 +59,7 @@ def run(
         ),
     ] = None,
     option: o.Options = None,
-    budget: o.Budget = None,
+    max_draft_tokens: o.MaxDraftTokens = None,
     adaptive: o.Adaptive = True,
     rule: o.Rule = "match",
     suite: Annotated[
@@ -163,7 +163,8 @@ def run(
     engine = open_engine(
         model, _joined([name for name in names if name != AUTO]), parse_method_options(option or (), _joined(names)),
         dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, rule=rule, budget=budget, adaptive=adaptive, tuned_settings=False,
+        chat_template=chat_template, rule=rule, max_draft_tokens=max_draft_tokens, adaptive=adaptive,
+        tuned_settings=False,
     )  # fmt: skip
     systems = _systems_under_test(engine, names, baselines, assistant, endpoint or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "coupling": coupling}
@@ -176,7 +177,7 @@ def run(
         **writing,
         **sampling,
         "rule": rule,
-        "budget": engine.decoder.budget,
+        "max_draft_tokens": engine.decoder.max_draft_tokens,
         "adaptive": engine.decoder.adaptive,
         "raw": raw,
         "options": option or [],

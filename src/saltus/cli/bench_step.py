@@ -109,12 +109,12 @@ def step(
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers between commas. Errors: ValueError."""
     try:
-        found = tuple(int(each) for each in text.split(",") if each.strip())
+        numbers = tuple(int(each) for each in text.split(",") if each.strip())
     except ValueError:
         raise ValueError(f"{option} is {text!r}, but must be whole numbers between commas, such as 1,8,32") from None
-    if not found:
+    if not numbers:
         raise ValueError(f"{option} is empty; give whole numbers, such as 1,8,32")
-    return found
+    return numbers
 
 
 def measure_step(engine: Any, grid: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     table.add_column("", style="bold cyan", overflow="fold")
     graded = next((system["accuracy_of"] for system in systems.values() if system["accuracy_of"]), None)
-    columns = {
+    width_left = {
         "tokens\na second": lambda system: _number(system["tokens_per_second"], 1),
         "speed-up\n(95 %)": _speedup,
         "prefill\napart": lambda system: _number(system["decode_speedup"]) if wide else None,
@@ -48,7 +48,7 @@ def _systems_table(systems: Mapping[str, Any], wide: bool) -> Table:
         (graded or ""): lambda system: _percent(system["accuracy"]) if graded else None,
     }
     plain = next(iter(systems.values()))
-    shown = {name: cell for name, cell in columns.items() if cell(plain) is not None}
+    shown = {name: cell for name, cell in width_left.items() if cell(plain) is not None}
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for name, system in systems.items():
@@ -80,16 +80,16 @@ def _category_tables(systems: Mapping[str, Any], width: int) -> Iterator[Table]:
     """Tables with as many systems as fit into the width, the others below."""
     others = [name for name in systems if name != "plain"]
     categories = systems["plain"]["by_category"]
-    room = width - max(map(len, categories)) - 8
+    table_width = width - max(map(len, categories)) - 8
     while others:
         table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
         table.add_column("", no_wrap=True)
         table.add_column("texts", justify="right")
-        shown, left = [], room
-        while others and (not shown or left > max(map(len, _name_lines(others[0])))):
+        shown, width_left = [], table_width
+        while others and (not shown or width_left > max(map(len, _name_lines(others[0])))):
             shown.append(others.pop(0))
             table.add_column("\n".join(_name_lines(shown[-1])), justify="right", no_wrap=True)
-            left -= max(map(len, _name_lines(shown[-1]))) + 3
+            width_left -= max(map(len, _name_lines(shown[-1]))) + 3
         for category, plain in categories.items():
             row = (_number(systems[name]["by_category"][category]["speedup"]) for name in shown)
             table.add_row(category, str(plain["texts"]), *row)

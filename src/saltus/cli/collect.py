@@ -78,7 +78,7 @@ Processes = Annotated[
         "--processes", metavar="N", min=1, help="Each loads the model; they share threads.", rich_help_panel=WORK_PANEL
     ),
 ]
-TextsPerShard = Annotated[
+TextsPerFile = Annotated[
     int, typer.Option("--texts-per-file", metavar="N", min=1, help="Texts of a file.", rich_help_panel=WORK_PANEL)
 ]
 Ray = Annotated[
@@ -112,7 +112,7 @@ class CollectionOptions:
     batch_size: BatchSize = 16
     processes: Processes = 1
     ray: Ray = None
-    shard: TextsPerShard = 128
+    texts_per_file: TextsPerFile = 128
 
 
 @collect.command()
@@ -156,10 +156,16 @@ def jacobi(
     *,
     prompts: Prompts,
     out: Out,
-    block: Annotated[
+    block_size: Annotated[
         int,
         typer.Option(
-            "--block", "-b", metavar="N", min=2, max=128, help="Tokens of a block.", rich_help_panel=o.SAMPLING_PANEL
+            "--block-size",
+            "-b",
+            metavar="N",
+            min=2,
+            max=128,
+            help="Tokens of a block.",
+            rich_help_panel=o.SAMPLING_PANEL,
         ),
     ] = 16,
     adapter: Annotated[
@@ -183,7 +189,7 @@ def jacobi(
 
         saltus collect jacobi --prompts prompts.jsonl --out trajectories
 
-        saltus collect jacobi -f prompts.jsonl -t 0 --block 32 -m tuned --out round-2
+        saltus collect jacobi -f prompts.jsonl -t 0 --block-size 32 -m tuned --out round-2
 
         saltus collect jacobi -f prompts.jsonl --out /shared/trajectories --ray auto --processes 8
 
@@ -191,11 +197,11 @@ def jacobi(
     [i]iterates[/i]: for each call the number of decided tokens, and the guesses after
     them. [bold]saltus train jacobi[/bold] reads it.
     """
-    options: dict[str, Any] = {"block": block, "blocks": 1, "candidates": 0}
+    options: dict[str, Any] = {"block_size": block_size, "max_blocks": 1, "candidates": 0}
     if adapter is not None:
         options["model"] = str(adapter)
-    method = {"method": "jacobi", "options": {"jacobi": options}, "budget": block, "adaptive": False}
-    _collect_texts(prompts, out, collection, method, {"block_size": block})
+    method = {"method": "jacobi", "options": {"jacobi": options}, "max_draft_tokens": block_size, "adaptive": False}
+    _collect_texts(prompts, out, collection, method, {"block_size": block_size})
 
 
 def _collect_texts(
@@ -221,10 +227,11 @@ def _collect_texts(
         **load_options, chat_template=given.chat_template, batch_size=given.batch_size, tuned_settings=False
     )
     load_options["device"] = str(engine.network.model.device)  # the same for every process
-    context, block = engine.target.context_length, settings.get("block_size", 0)
-    if context is not None and block >= context:
+    context, block_size = engine.target.context_length, settings.get("block_size", 0)
+    if context is not None and block_size >= context:
         raise ValueError(
-            f"a block has {block} tokens, but {engine.target.name} reads {context} in all; take a smaller --block"
+            f"a block has {block_size} tokens, but {engine.target.name} reads {context} in all;"
+            " take a smaller --block-size"
         )
     plan = CollectionPlan(tokenize_prompts(engine.tokenizer, engine.target.name, context, inputs, prompts), **settings)
     with lock_folder(out):
@@ -259,7 +266,7 @@ def _collect_from_server(prompts: Path, out: Path, given: CollectionOptions, ser
 
 def _plan_settings(given: CollectionOptions) -> dict[str, Any]:
     return {
-        "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.shard,
+        "max_new_tokens": given.max_new_tokens, "seed": given.seed, "texts_per_shard": given.texts_per_file,
         "coupling": given.coupling, "top_k": given.top_k, "top_p": given.top_p,
         "temperatures": tuple(dict.fromkeys(given.temperature or (0.0, 0.7))),
     }  # fmt: skip

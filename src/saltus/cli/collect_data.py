@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from saltus.cli import options as o
-from saltus.cli.collect import Out, TextsPerShard
+from saltus.cli.collect import Out, TextsPerFile
 
 
 def data(
@@ -27,7 +27,7 @@ def data(
     model: o.Model = o.DEFAULT_MODEL,
     chat_template: o.ChatTemplate = None,
     max_new_tokens: o.MaxNewTokens = 256,
-    shard: TextsPerShard = 128,
+    texts_per_file: TextsPerFile = 128,
 ) -> None:
     """Write the texts of a data set as token ids, as if the model had answered its prompts.
 
@@ -49,5 +49,5 @@ def data(
     read_rows(texts)  # it raises errors before a model is loaded
     engine = open_engine(model, "plain", None, chat_template=chat_template, tuned_settings=False)
     with lock_folder(out):
-        count = write_given_texts(engine, texts, out, max_new_tokens, shard)
+        count = write_given_texts(engine, texts, out, max_new_tokens, texts_per_file)
     print_note(f"{count:,} texts in {out}")

@@ -16,7 +16,7 @@ def read_inputs(prompts: Path, limit: int | None) -> list[Prompt]:
     from saltus.engine.prompts import read_prompts_file
 
     inputs = read_prompts_file(prompts)[:limit]
-    if number := next((number for number, one in enumerate(inputs) if len(one.turns) > 1), None):
+    if number := next((number for number, prompt in enumerate(inputs) if len(prompt.turns) > 1), None):
         raise ValueError(f"prompt {number} of {prompts} has several turns; give messages, whose last one is answered")
     return inputs
 
@@ -28,17 +28,17 @@ def tokenize_prompts(
     from saltus.engine.encoding import encode_prompt
     from saltus.training.data.teacher_texts import TokenizedPrompt
 
-    found = []
-    for number, one in enumerate(inputs):
-        tokens = encode_prompt(tokenizer, one.turns[0] if one.turns else list(one.messages), False, model_name)
+    tokenized = []
+    for number, prompt in enumerate(inputs):
+        tokens = encode_prompt(tokenizer, prompt.turns[0] if prompt.turns else list(prompt.messages), False, model_name)
         if context is not None and len(tokens) >= context:
             raise ValueError(
                 f"prompt {number} of {file} has {len(tokens):,} tokens, but {model_name} reads {context:,};"
                 " shorten it or leave it out"
             )
-        source = one.record.get("source") or one.record.get("category") or file.stem
-        found.append(TokenizedPrompt(str(source), tuple(tokens)))
-    return found
+        source = prompt.record.get("source") or prompt.record.get("category") or file.stem
+        tokenized.append(TokenizedPrompt(str(source), tuple(tokens)))
+    return tokenized
 
 
 def show_progress(progress: Generator[tuple[int, int]], plan: Any, missing: Sequence[int], out: Path) -> None:

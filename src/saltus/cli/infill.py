@@ -85,12 +85,12 @@ def infill(
     engine, sampling = open_with_options(model_options, method_options, sampling_options)
     if note:
         print_note(note)
-    found = engine.infill(template, open_tokens=open_tokens, **sampling)
+    infilling = engine.infill(template, open_tokens=open_tokens, **sampling)
     if json:
-        _print_record(found, model_options.model, engine.method)
+        _print_record(infilling, model_options.model, engine.method)
         return
-    _print_text(found, steps)
-    counted = found.statistics
+    _print_text(infilling, steps)
+    counted = infilling.statistics
     print_note(
         f"{counted.tokens} tokens in {counted.calls} calls · {counted.tokens_per_call:.2f} tokens a call"
         f" · {counted.tokens_per_second:.1f} tokens/s · {engine.method} on {model_options.model}"

@@ -38,7 +38,7 @@ def lm_eval(
     The last two show the tasks, and [bold]all options of lm_eval[/bold].
 
     [bold]--model_args[/bold] takes pretrained (a short name, a hub id, a folder, a GGUF file),
-    method, dtype, weights, arithmetic, device, seed, coupling, rule, budget, options of methods like
+    method, dtype, weights, arithmetic, device, seed, coupling, rule, max_draft_tokens, options of methods like
     lookup.max_ngram_size=5, and of lm_eval's own max_length, max_gen_toks and add_bos_token.
 
     [bold]--chat-template[/bold] NAME or FILE is for a model without a template of its own; lm_eval
@@ -61,14 +61,14 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     given, template = _without_chat_template(arguments)
     if not given or given[0] not in (*COMMANDS, "-h", "--help"):
         given.insert(0, "run")
-    names_one = any(one in ("--model", "-M") or one.startswith("--model=") for one in given)
+    names_one = any(word in ("--model", "-M") or word.startswith("--model=") for word in given)
     if given[0] == "run" and len(given) > 1 and not names_one:
         given[1:1] = ["--model", "saltus"]
     if template is None:
         return given
-    if names_one and not any(one in ("saltus", "--model=saltus") for one in given):
+    if names_one and not any(word in ("saltus", "--model=saltus") for word in given):
         raise ValueError("--chat-template is for the model saltus; leave it out, or leave --model out")
-    applied = any(one.startswith("--apply_chat_template") for one in given)
+    applied = any(word.startswith("--apply_chat_template") for word in given)
     return [*given, *([] if applied else ["--apply_chat_template"]), "--model_args", f"chat_template={template}"]
 
 
@@ -78,10 +78,10 @@ def _without_chat_template(arguments: Sequence[str]) -> tuple[list[str], str | N
 
     rest: list[str] = []
     template, left = None, iter(arguments)
-    for one in left:
-        name, equals, value = one.partition("=")
+    for word in left:
+        name, equals, value = word.partition("=")
         if name != "--chat-template":
-            rest.append(one)
+            rest.append(word)
             continue
         template = value if equals else next(left, None)
         if template is None:

@@ -28,12 +28,12 @@ def methods(
     from saltus.cli.report import print_json
     from saltus.methods import available_methods
 
-    found = [describe_method(name, config) for name, config in available_methods().items()]
+    described = [describe_method(name, config) for name, config in available_methods().items()]
     if json:
-        for each in found:
+        for each in described:
             print_json(each)
     else:
-        _show(found)
+        _show(described)
 
 
 def describe_method(name: str, config: type[Any]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def open_with_options(
     method, options = with_draft_model(methods.method, options, methods.draft_model, methods.num_draft_tokens)
     chosen = dataclasses.asdict(sampling)
     validate_settings(method, options, methods.rule, chat_template=models.chat_template, **chosen)
-    loading = {**dataclasses.asdict(models), "rule": methods.rule, "budget": methods.budget, **settings}
+    loading = {
+        **dataclasses.asdict(models), "rule": methods.rule, "max_draft_tokens": methods.max_draft_tokens, **settings
+    }  # fmt: skip
     return open_engine(method=method, options=options, **loading), chosen
 
 
@@ -40,15 +42,15 @@ def open_engine(
     from saltus.methods import make_methods
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
-    own = [
+    conflicting = [
         where
-        for one in make_methods(method, chosen)
-        for where in one.draft_models.values()
+        for made in make_methods(method, chosen)
+        for where in made.draft_models.values()
         if not is_drafter_spec(where)
     ]
     live = sys.stderr.isatty()
     with progress_bars() if live else nullcontext(no_progress) as show:
-        for name in (model, *own):
+        for name in (model, *conflicting):
             resolve(name, progress=show)
     with _temporary_note(f"loading {model}") if live else nullcontext():
         _silence_transformers()

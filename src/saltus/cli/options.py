@@ -110,11 +110,11 @@ Options = Annotated[
         METHOD_PANEL, "--option", metavar="METHOD.FIELD=VALUE", help="Set an option of a method; may be repeated."
     ),
 ]
-Budget = Annotated[
+MaxDraftTokens = Annotated[
     int | None,
     in_panel(
         METHOD_PANEL,
-        "--budget",
+        "--max-draft-tokens",
         metavar="N",
         min=0,
         help="Draft tokens that one call verifies, 384 at most. Default: 31; with --rule reject, and with"
@@ -126,7 +126,7 @@ Adaptive = Annotated[
     in_panel(
         METHOD_PANEL,
         "--adaptive/--no-adaptive",
-        help="Verify only draft tokens that pay, or the whole budget of them.",
+        help="Verify only draft tokens that pay, or as many as --max-draft-tokens.",
     ),
 ]
 Rule = Annotated[
@@ -246,7 +246,7 @@ class MethodOptions:
     option: Options = None
     draft_model: DraftModel = None
     num_draft_tokens: NumDraftTokens = None
-    budget: Budget = None
+    max_draft_tokens: MaxDraftTokens = None
     rule: Rule = "match"
 
 
@@ -318,14 +318,14 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
         hints = get_type_hints(command, include_extras=True)
         parameters: list[inspect.Parameter] = []
         groups: dict[str, tuple[type, list[str]]] = {}
-        for one in inspect.signature(command).parameters.values():
-            kind = hints[one.name]
+        for parameter in inspect.signature(command).parameters.values():
+            kind = hints[parameter.name]
             if not dataclasses.is_dataclass(kind):
-                parameters.append(one.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+                parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
                 continue
             types = get_type_hints(kind, include_extras=True)
             fields = [field for field in dataclasses.fields(kind) if field.name not in omit]
-            groups[one.name] = kind, [field.name for field in fields]  # pyright: ignore[reportArgumentType]
+            groups[parameter.name] = kind, [field.name for field in fields]  # pyright: ignore[reportArgumentType]
             parameters += [
                 inspect.Parameter(
                     field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name],
@@ -342,7 +342,7 @@ def with_options(*, omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Ca
             return command(**given, **found)
 
         run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate

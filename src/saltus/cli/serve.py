@@ -17,6 +17,7 @@ from saltus.cli import options as o
 
 SERVER_PANEL = "Server"
 LEARN_SHARE = 0.08
+MIN_KV_CACHE_BYTES = 10**6
 KEYS_VARIABLE = "SALTUS_API_KEY"
 
 
@@ -51,7 +52,9 @@ def serve(
         str | None,
         _server_option("--served-model-name", metavar="NAME", help="The model's name in requests. Default: --model."),
     ] = None,
-    max_batch: Annotated[int, _server_option("--max-batch", metavar="N", min=1, help="Texts decoded at once.")] = 16,
+    max_num_seqs: Annotated[
+        int, _server_option("--max-num-seqs", metavar="N", min=1, help="Texts decoded at once.")
+    ] = 16,
     max_queue: Annotated[
         int, _server_option("--max-queue", metavar="N", min=0, help="Texts that wait; beyond them answers are 429.")
     ] = 256,
@@ -59,9 +62,12 @@ def serve(
         int | None,
         _server_option("--max-model-len", metavar="N", min=1, help="Tokens of a prompt and its answer, at most."),
     ] = None,
-    kv_memory: Annotated[
-        float, _server_option("--kv-memory", metavar="GB", min=0.001, help="For the keys and values of texts.")
-    ] = 4.0,
+    kv_cache_memory_bytes: Annotated[
+        str,
+        _server_option(
+            "--kv-cache-memory-bytes", metavar="SIZE", help="For the keys and values of texts, such as 8GB."
+        ),
+    ] = "4GB",
     ngram_cache: Annotated[
         str | None,
         _server_option(
@@ -119,7 +125,7 @@ def serve(
         curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Who?"}], "seed": 1}'
 
-        saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-batch 32
+        saltus serve -m some-model-Q4_K_M.gguf --api-key secret --max-num-seqs 32
 
         saltus serve --learn --method ptp+lookup
 
@@ -144,7 +150,10 @@ def serve(
     keys = checked_keys(api_key or _keys_of_environment())
     if (replicas > 1 or replica_cpus is not None) and not ray:
         raise ValueError("--replicas and --replica-cpus need --ray")
-    ngram_cache_bytes = _num_bytes(ngram_cache) if ngram_cache else 0
+    ngram_cache_bytes = _num_bytes("--ngram-cache", ngram_cache) if ngram_cache else 0
+    kv_cache_bytes = _num_bytes("--kv-cache-memory-bytes", kv_cache_memory_bytes)
+    if kv_cache_bytes < MIN_KV_CACHE_BYTES:
+        raise ValueError(f"--kv-cache-memory-bytes is {kv_cache_memory_bytes!r}, but must be 1MB or more")
     if not learn and (learn_share is not None or learn_reset or learn_across_keys):
         raise ValueError("--learn-share, --learn-reset and --learn-across-keys need --learn")
     if learn and ray:
@@ -163,7 +172,7 @@ def serve(
         if max_model_len is not None:
             engine.limit_context(max_model_len)
         engine.generate("Are you there?", max_new_tokens=8)  # what is loaded late is loaded before the first request
-        limits = Limits(max_batch, max_queue, int(kv_memory * 1e9))
+        limits = Limits(max_num_seqs, max_queue, kv_cache_bytes)
         learner = None if plan is None else _new_learner(engine, plan)
         service = Service(engine, served_model_name or model_options.model, limits, ngram_cache_bytes, learner)
         service.engine_thread.on_failure = lambda: os.kill(
@@ -174,7 +183,7 @@ def serve(
             context is None or context > fitting
         ):  # else texts without max_tokens are refused
             engine.limit_context(fitting)
-            print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-memory")
+            print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-cache-memory-bytes")
         logging.basicConfig(format="%(message)s", handlers=[LogLines()])
         logging.getLogger("saltus.server").setLevel(logging.INFO)
         print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
@@ -188,7 +197,7 @@ def serve(
             super().handle_exit(sig, frame)
 
     if not ray:
-        server = Server(server_config(app(), host, port, max_batch + max_queue, shutdown_timeout))
+        server = Server(server_config(app(), host, port, max_num_seqs + max_queue, shutdown_timeout))
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
             server.run()
         if not server.started:
@@ -197,7 +206,7 @@ def serve(
     from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
     gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
-    start_replicas(app, Replicas(replicas, max_batch + max_queue, replica_cpus, gpus), host, port)
+    start_replicas(app, Replicas(replicas, max_num_seqs + max_queue, replica_cpus, gpus), host, port)
     print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
     wait_for_signal()
     print_note("finishing what runs")
@@ -233,10 +242,10 @@ def _uses_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _num_bytes(size: str) -> int:
-    """The bytes of a size such as 64MB, or ValueError."""
+def _num_bytes(option: str, size: str) -> int:
+    """The bytes of an option's size such as 64MB, or ValueError."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
-    if found is None or found[2] not in units:
-        raise ValueError(f"--ngram-cache is {size!r}, but must be a size such as 64MB")
-    return int(float(found[1]) * units[found[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", size.upper())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{option} is {size!r}, but must be a size such as 64MB")
+    return int(float(match[1]) * units[match[2]])

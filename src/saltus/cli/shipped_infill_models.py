@@ -64,7 +64,7 @@ def _is_whole_python(text: str) -> bool:
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
     words = (ast.Name, ast.Constant, ast.Tuple)
-    return not all(isinstance(one, ast.Expr) and isinstance(one.value, words) for one in parsed.body)
+    return not all(isinstance(statement, ast.Expr) and isinstance(statement.value, words) for statement in parsed.body)
 
 
 def _num_tokens(name: str, text: str) -> int:

@@ -42,10 +42,13 @@ def _tables(result: Mapping[str, Any], length: int) -> Iterable[tuple[str, Any]]
         yield f"the least that it could cost, after {length:,} tokens", _floor_table(here)
         yield "the knee, in nodes", _knee_table(result["knees"])
     if result["parts"]:
-        heads = [number_of(one["nodes"], "node") for one in result["parts"]]
+        heads = [number_of(breakdown["nodes"], "node") for breakdown in result["parts"]]
         yield f"where the milliseconds of a call go, after {length:,} tokens", _parts_table(result["parts"], heads)
     if result["loop"]:
-        heads = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in result["loop"]]
+        heads = [
+            "greedy" if breakdown["temperature"] == 0 else f"at {breakdown['temperature']}"
+            for breakdown in result["loop"]
+        ]
         yield f"where those of a step go, by {result['loop'][0]['method']}", _parts_table(result["loop"], heads)
 
 
@@ -89,18 +92,18 @@ def _floor_table(rows: Sequence[Mapping[str, Any]]) -> Any:
 def _knee_table(knees: Sequence[Mapping[str, Any]]) -> Any:
     table = _table("text", "computing passes reading", "a call costs 1.25 × one node's")
     for knee in knees:
-        found = "not within these nodes" if knee["measured"] is None else f"{knee['measured']:.1f}"
-        table.add_row(f"{knee['length']:,} tokens", f"{knee['predicted']:.1f}", found)
+        measured_nodes = "not within these nodes" if knee["measured"] is None else f"{knee['measured']:.1f}"
+        table.add_row(f"{knee['length']:,} tokens", f"{knee['predicted']:.1f}", measured_nodes)
     return table
 
 
 def _parts_table(breakdowns: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> Any:
     table = _table("", *heads)
     for part in breakdowns[0]["parts"]:
-        table.add_row(part, *(f"{one['parts'][part]:.2f}" for one in breakdowns))
+        table.add_row(part, *(f"{breakdown['parts'][part]:.2f}" for breakdown in breakdowns))
     table.add_section()
-    table.add_row("total", *(f"{one['ms']:.2f}" for one in breakdowns))
-    table.add_row("without profiling", *(f"{one['unprofiled_ms']:.2f}" for one in breakdowns))
+    table.add_row("total", *(f"{breakdown['ms']:.2f}" for breakdown in breakdowns))
+    table.add_row("without profiling", *(f"{breakdown['unprofiled_ms']:.2f}" for breakdown in breakdowns))
     return table
 
 

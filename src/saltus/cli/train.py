@@ -80,7 +80,7 @@ InitialFolder = Annotated[
         help="Start with the weights of an earlier result, in another work folder; for example with more texts.",
     ),
 ]
-Shard = Annotated[
+Fsdp = Annotated[
     bool,
     o.in_panel(
         WORK_PANEL,
@@ -174,7 +174,7 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         teacher: Teachers = None,
         work: Work = None,
         begin: InitialFolder = None,
-        shard: Shard = False,
+        fsdp: Fsdp = False,
         out: Out = None,
         show: ListRecipes = False,
     ) -> None:
@@ -192,8 +192,8 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         if arguments:
             raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
         chosen = read_recipe(file, change or ())
-        if (own := OBJECTIVES[chosen.kind].method) != method:
-            raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
+        if (recipe_method := OBJECTIVES[chosen.kind].method) != method:
+            raise ValueError(f"recipe {file.stem} is for {recipe_method}; give it to saltus train {recipe_method}")
         chosen = replace(
             chosen,
             model=model or chosen.model,
@@ -201,8 +201,8 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
             data=replace(chosen.data, seed=chosen.data.seed if seed is None else seed),
         )
         work = work or Path("runs", file.stem)
-        teachers = [_teacher_path(one, work, chosen) for one in teacher or (None,)]
-        sharded = shards_weights(shard)
+        teachers = [_teacher_path(name, work, chosen) for name in teacher or (None,)]
+        sharded = shards_weights(fsdp)
         if sharded and (reason := OBJECTIVES[chosen.kind].why_not_sharded(chosen)):
             raise ValueError(reason)
         _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device, sharded)

@@ -65,9 +65,9 @@ def tune(
 ) -> None:
     """Find fast settings of the method jacobi for a model on this machine.
 
-    It measures the cost of calls by nodes; then, within an affordable budget, tokens
-    per second by block size, number and length of recycled n-grams, live blocks and
-    spawn, one after the other. Plain decoding runs beside them. No setting changes a
+    It measures the cost of calls by nodes; then, with as many draft tokens as are affordable,
+    tokens per second by block size, number and length of recycled n-grams, live blocks
+    and spawn ratio, one after the other. Plain decoding runs beside them. No setting changes a
     text.
 
     [bold]Examples[/bold]
@@ -85,7 +85,7 @@ def tune(
     options: dict[str, Any] = {} if adapter is None else {"model": str(adapter)}
     engine = open_engine(
         model, "jacobi", {"jacobi": options}, dtype=dtype, device=device, weights=weights, arithmetic=arithmetic,
-        chat_template=chat_template, budget=MAX_DEPTH, tuned_settings=False,
+        chat_template=chat_template, max_draft_tokens=MAX_DEPTH, tuned_settings=False,
     )  # fmt: skip
     inputs = select_prompts(prompts, texts)
     how = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -110,10 +110,10 @@ def select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
         import saltus.evaluation
 
         prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
-    found = read_prompts_file(prompts)
-    count = min(num_prompts, len(found))
-    chosen = [found[number * len(found) // count] for number in range(count)]
-    return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
+    available = read_prompts_file(prompts)
+    count = min(num_prompts, len(available))
+    chosen = [available[number * len(available) // count] for number in range(count)]
+    return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in chosen]
 
 
 def _search_settings(
@@ -132,14 +132,14 @@ def _search_settings(
 
     limit = engine.network.max_draft_tokens
     calls = measure_call_seconds(engine.network, [n for n in NODE_COUNTS if limit is None or n <= MAX_DEPTH + 1], 5)
-    budget = affordable_draft_tokens(list(calls), list(calls.values()), max_cost_ratio)
-    search = JacobiSearch(engine, prompts, budget, settings, rounds, fixed_options)
+    max_draft_tokens = affordable_draft_tokens(list(calls), list(calls.values()), max_cost_ratio)
+    search = JacobiSearch(engine, prompts, max_draft_tokens, settings, rounds, fixed_options)
     with progress_bar(search.num_texts, "searching") as advance:
         for _ in search.run():
             advance()
     how = {**settings, "texts": len(prompts), "rounds": rounds, "max_cost_ratio": max_cost_ratio, **fixed_options}
     return {
-        **run_info(engine, how), "call_seconds": calls, "budget": budget, "settings": search.rows,
+        **run_info(engine, how), "call_seconds": calls, "max_draft_tokens": max_draft_tokens, "settings": search.rows,
         "chosen": search.best, "speedup": search.speedup,
     }  # fmt: skip
 
@@ -151,7 +151,7 @@ def _save_tuned_settings(result: Mapping[str, Any], engine: Any, model: str, fix
     made = {name: result[name] for name in ("command", "date", "commit", "machine", "speedup")}
     return TunedSettings(
         "jacobi", model, machine_name(engine.network.model.device), fixed_options.get("model", ""),
-        model_fingerprint(engine.network.model), result["chosen"], result["budget"], made,
+        model_fingerprint(engine.network.model), result["chosen"], result["max_draft_tokens"], made,
     ).save()  # fmt: skip
 
 
@@ -162,12 +162,14 @@ def _show(result: Mapping[str, Any]) -> None:
     from saltus.cli.coloured_text import terminal
 
     console = terminal(soft_wrap=False)
-    console.print(f"a call may verify {result['budget']} draft tokens")
+    console.print(f"a call may verify {result['max_draft_tokens']} draft tokens")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block", "candidates", "n-gram", "blocks", "spawn", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
-        named = [str(row.get(name, "")) for name in ("block", "candidates", "ngram", "blocks", "spawn")]
+        named = [
+            str(row.get(name, "")) for name in ("block_size", "candidates", "ngram_size", "max_blocks", "spawn_ratio")
+        ]
         if "plain" in row:
             named[0] = "plain"
         rates = f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f} ×", f"{row['tokens_per_call']:.2f}"

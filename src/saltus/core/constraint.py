@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.core.tree import Branch
 
 SOURCE = "grammar"
-FORCED_PROBABILITY = 0.9  # that the target takes a forced token: it may write the same characters in other tokens
+FAST_FORWARD_PROBABILITY = 0.9  # that the target takes such a token: it may write the same characters in other tokens
 
 
 @runtime_checkable
@@ -34,8 +34,8 @@ class Constraint(Protocol):
         """How many of the tokens may follow the text, one after the other."""
         ...
 
-    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
-        """The usual tokens of the characters that must come next, at most `room` of them."""
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """The usual tokens of the characters that must come next, at most `max_tokens` of them."""
         ...
 
 
@@ -46,23 +46,23 @@ def restricted(row: Float[Tensor, "logits"], allowed: Bool[np.ndarray, "vocab"] 
     """
     if allowed is None:
         return row
-    found = torch.full_like(row, -torch.inf)
+    masked = torch.full_like(row, -torch.inf)
     places = torch.from_numpy(np.flatnonzero(allowed[: len(row)])).to(row.device)
     if not len(places):
         raise ValueError("the constraint allows none of the model's tokens; give it another one")
-    found[places] = row[places]
-    return found
+    masked[places] = row[places]
+    return masked
 
 
 def constrained_branches(
-    branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], room: int
+    branches: Sequence[Branch], constraint: Constraint, text: Sequence[int], max_depth: int
 ) -> list[Branch]:
-    """Branches up to the first token that is not allowed, and what is forced after the text and after each of them.
+    """Branches up to the first token that is not allowed, and what the grammar dictates after the text and after each.
 
-    Forced tokens end at a depth of `room`, since a grammar may force more than a call verifies.
+    Such fast-forward tokens end at a depth of `max_depth`, since a grammar may force more than a call verifies.
     Sampled branches (with `distributions`) stay as they are, since `reject` must try what was sampled.
     """
-    found: list[Branch] = []
+    constrained: list[Branch] = []
     ends: dict[tuple[int, ...], None] = {(): None}
     for branch in branches:
         if branch.distributions is None:
@@ -72,10 +72,10 @@ def constrained_branches(
                 branch.tokens[:count], branch.acceptance_probabilities[:count], branch.source, None, payoffs
             )
             ends[tuple(branch.tokens)] = None
-        found.append(branch)
+        constrained.append(branch)
     for end in ends:
-        if len(end) < room and len(forced := constraint.forced([*text, *end], room - len(end))):
+        if len(end) < max_depth and len(tokens := constraint.fast_forward([*text, *end], max_depth - len(end))):
             # The tokens up to there keep the probabilities of their own drafter.
-            chances = [*[0.0] * len(end), *[FORCED_PROBABILITY] * len(forced)]
-            found.append(Branch((*end, *forced), chances, SOURCE))
-    return found
+            chances = [*[0.0] * len(end), *[FAST_FORWARD_PROBABILITY] * len(tokens)]
+            constrained.append(Branch((*end, *tokens), chances, SOURCE))
+    return constrained

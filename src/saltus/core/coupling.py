@@ -32,12 +32,12 @@ def pick_token(distribution: Distribution, noise: Noise, stream: str, position: 
     return pick(noise.uniform(stream, position), distribution)
 
 
-def race_winner(logits: Tensor, temperature: float, noise: Noise, stream: str, position: int) -> int | None:
+def gumbel_max_token(logits: Tensor, temperature: float, noise: Noise, stream: str, position: int) -> int | None:
     """`pick_token` of the softmax of a row of logits with Gumbel noise, by a compiled kernel; None if it cannot tell.
 
     So it is without a kernel, where rounding may decide between two tokens, and for logits that are not finite.
     """
-    kernel = native.kernel("win_race", logits.dtype, logits.device)
+    kernel = native.kernel("gumbel_max", logits.dtype, logits.device)
     if kernel is None or not logits.is_contiguous():
         return None
     token = kernel(logits.data_ptr(), len(logits), temperature, *noise.token_keys(stream, position).tolist())
@@ -62,10 +62,10 @@ def draft_tokens(
     if distribution.coupling != "gumbel" or len(distribution.weights) == 1:
         token = pick_token(distribution, noise, stream, position)
         return [(token, probability(token, distribution))]
-    race = _run_race(distribution, noise, stream, position, count, CONSIDERED_RATIO)
-    best = -race.found[0][0]
-    total = max(float(((race.upper / best) ** (1 / error)).sum()), 1.0)
-    estimates = [(token, (-value / best) ** (1 / error) / total) for value, token in race.found]
+    search = _search_gumbel_max(distribution, noise, stream, position, count, CONSIDERED_RATIO)
+    greatest = -search.best[0][0]
+    total = max(float(((search.upper / greatest) ** (1 / error)).sum()), 1.0)
+    estimates = [(token, (-value / greatest) ** (1 / error) / total) for value, token in search.best]
     if error == PARALLEL_ERROR:
         return estimates
     return [(token, max(estimate, probability(token, distribution))) for token, estimate in estimates]
@@ -75,18 +75,18 @@ def favoured(
     tokens: np.ndarray, values: np.ndarray, count: int, error: float = PARALLEL_ERROR
 ) -> list[tuple[int, float]]:
     """The `count` tokens with the greatest values log P + G, with the estimates of `draft_tokens`; for few tokens."""
-    found = largest(values, count)
-    weights = np.exp((values - values[found[0]]) * (1 / error))
-    return list(zip(tokens[found].tolist(), (weights[found] / weights.sum()).tolist(), strict=True))
+    best = largest(values, count)
+    weights = np.exp((values - values[best[0]]) * (1 / error))
+    return list(zip(tokens[best].tolist(), (weights[best] / weights.sum()).tolist(), strict=True))
 
 
 def largest(row: np.ndarray, count: int) -> np.ndarray:
     """The indices of the largest values, of equal ones the first. For a few this is faster than sorting."""
-    left, found = row.copy(), []
+    left, indices = row.copy(), []
     for _ in range(min(count, len(row))):
-        found.append(int(left.argmax()))
-        left[found[-1]] = -math.inf
-    return np.array(found)
+        indices.append(int(left.argmax()))
+        left[indices[-1]] = -math.inf
+    return np.array(indices)
 
 
 def best_tokens(
@@ -98,33 +98,33 @@ def best_tokens(
     total variation distance D agree on the first token with probability (1 − D)/(1 + D) or more (Daliri et al. 2024).
     Computed as w(t) / E(t) with exponentials E = exp(−G). Fewer tokens if fewer have weight.
     """
-    found = _run_race(distribution, noise, stream, position, count, 1.0).found
-    return [(token, math.log(-value)) for value, token in found]
+    best = _search_gumbel_max(distribution, noise, stream, position, count, 1.0).best
+    return [(token, math.log(-value)) for value, token in best]
 
 
-def _run_race(
+def _search_gumbel_max(
     distribution: Distribution, noise: Noise, stream: str, position: int | np.integer, count: int, considered: float
-) -> _Race:
-    """The race of all tokens that may have a value w/E of `considered` times the count-th best, or more."""
+) -> _GumbelMaxSearch:
+    """A search of all tokens that may have a value w/E of `considered` times the count-th best, or more."""
     tokens, weights = distribution.tokens, distribution.weights
     numbers = noise.of_tokens(stream, position, len(weights) if tokens is None else int(tokens[-1]) + 1)
-    race = _Race(numbers, count)
+    search = _GumbelMaxSearch(numbers, count)
     if tokens is None:
         maxima, least = _group_maxima(weights), numbers.tokens
         bounds = weights.take(least, mode="clip") / numbers.bounds
         bounds *= least < len(weights)
         for token in {int(weights.argmax()), *least[_greatest(bounds, count)].tolist()}:
             if token < len(weights):
-                race.add(token, weights.item(token))
-        places = _above(weights, maxima, numbers.bounds * (considered * race.threshold))
-        race.run(places, weights[places])
+                search.add(token, weights.item(token))
+        places = _above(weights, maxima, numbers.bounds * (considered * search.threshold))
+        search.run(places, weights[places])
     else:
         bounds = numbers.bounds[groups_of(tokens)]
         for place in _greatest(weights / bounds, count).tolist():
-            race.add(tokens.item(place), weights.item(place))
-        places = np.flatnonzero(weights > bounds * (considered * race.threshold))
-        race.run(tokens[places], weights[places])
-    return race
+            search.add(tokens.item(place), weights.item(place))
+        places = np.flatnonzero(weights > bounds * (considered * search.threshold))
+        search.run(tokens[places], weights[places])
+    return search
 
 
 def _greatest(values: np.ndarray, count: int) -> np.ndarray:
@@ -136,15 +136,15 @@ def _greatest(values: np.ndarray, count: int) -> np.ndarray:
 
 def _group_maxima(weights: np.ndarray) -> np.ndarray:
     """The greatest weight of each group of tokens."""
-    found = []
+    maxima = []
     for start in range(0, len(weights), GROUP_STRIDE * GROUP_SIZE):
         span = weights[start : start + GROUP_STRIDE * GROUP_SIZE]
         whole = len(span) // GROUP_STRIDE * GROUP_STRIDE
         greatest, rest = span[:whole].reshape(-1, GROUP_STRIDE), span[whole:]
         greatest = greatest.max(0) if whole else np.zeros(len(rest))
         np.maximum(greatest[: len(rest)], rest, out=greatest[: len(rest)])
-        found.append(greatest)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+        maxima.append(greatest)
+    return maxima[0] if len(maxima) == 1 else np.concatenate(maxima)
 
 
 def _tokens_of_groups(groups: np.ndarray, vocab: int) -> np.ndarray:
@@ -160,27 +160,27 @@ def _above(weights: np.ndarray, maxima: np.ndarray, limits: np.ndarray) -> np.nd
     return tokens[weights[tokens] > limits[groups_of(tokens)]]
 
 
-class _Race:
-    """The best tokens so far."""
+class _GumbelMaxSearch:
+    """The tokens with the greatest w/E so far."""
 
     def __init__(self, numbers: TokenNoise, count: int) -> None:
         self.numbers = numbers
         self.count = count
-        self.found: list[tuple[float, int]] = []  # (−w/E, token), best first
-        self.upper = np.empty(0)  # at least w/E, for each token that ran
+        self.best: list[tuple[float, int]] = []  # (−w/E, token), best first
+        self.upper = np.empty(0)  # at least w/E, for each token that was searched
 
     @property
     def threshold(self) -> float:
         """What w/E of a token must exceed at least; 0 while there are fewer than `count` tokens."""
-        return -self.found[-1][0] * SLACK if len(self.found) == self.count else 0.0
+        return -self.best[-1][0] * SLACK if len(self.best) == self.count else 0.0
 
     def add(self, token: int, weight: float) -> None:
         """Enter one token, if it belongs to the best."""
         if weight:
             entry = -weight / self.numbers.exponential(token), token
-            if entry not in self.found:
-                insort(self.found, entry)
-                del self.found[self.count :]
+            if entry not in self.best:
+                insort(self.best, entry)
+                del self.best[self.count :]
 
     def run(self, tokens: np.ndarray, weights: np.ndarray) -> None:
         """Enter tokens, those with the greatest bounds first, while they can belong to the best."""
@@ -188,6 +188,6 @@ class _Race:
             return
         self.upper = weights / self.numbers.exponential_bounds(tokens)
         upper = self.upper.copy()
-        while upper[best := int(upper.argmax())] > self.threshold:
-            self.add(tokens.item(best), weights.item(best))
-            upper[best] = 0
+        while upper[place := int(upper.argmax())] > self.threshold:
+            self.add(tokens.item(place), weights.item(place))
+            upper[place] = 0

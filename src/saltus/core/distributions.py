@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saltus.core.canvas import Canvas
 from saltus.core.constraint import Constraint, restricted
-from saltus.core.coupling import draft_tokens, pick_token, race_winner
+from saltus.core.coupling import draft_tokens, gumbel_max_token, pick_token
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Distribution, Sampling, float_row, greedy_tokens, one_hot, token_distribution
@@ -40,7 +40,7 @@ class TargetDistributions:
     def _compute(self, node: int) -> Distribution:
         canvas, inputs, sampling = self.inputs.canvas, self.inputs, self.sampling
         index = canvas.num_decided + self.depth(node)
-        if sampling.hole_end_tokens and node >= 0 and sampling.num_forced_after(index - 1, inputs.tokens[node]):
+        if sampling.hole_end_tokens and node >= 0 and sampling.num_padding_after(index - 1, inputs.tokens[node]):
             return one_hot(inputs.tokens[node])
         context = None
         if sampling.uses_context:
@@ -56,19 +56,19 @@ class TargetDistributions:
             return token_distribution(row, self.sampling, context, index)
         ids = self.outputs.token_ids.cpu().numpy()
         if self.sampling.token_independent:
-            found = token_distribution(row, self.sampling)
-            return replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
+            distribution = token_distribution(row, self.sampling)
+            return replace(distribution, tokens=ids if distribution.tokens is None else ids[distribution.tokens])
         whole = np.full(1 + int(max(ids[-1], -1 if context is None else context.max())), -np.inf, np.float32)
         whole[ids] = float_row(row)
         return token_distribution(torch.from_numpy(whole), self.sampling, context, index)
 
     def ends_hole(self, tokens: Sequence[int]) -> bool:
-        """True if the last of `tokens`, decided by this call, ends its hole, so that the tokens after it are forced."""
-        return bool(self.sampling.hole_end_tokens and self.num_forced_after(tokens))
+        """True if the last of `tokens`, decided by this call, ends its hole: the tokens after it are padding."""
+        return bool(self.sampling.hole_end_tokens and self.num_padding_after(tokens))
 
-    def num_forced_after(self, tokens: Sequence[int] | np.ndarray) -> int:
-        """How many tokens the last of `tokens` forces after itself, because it ends its hole."""
-        return self.sampling.num_forced_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
+    def num_padding_after(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """How many tokens after the last of `tokens` pad its hole, because it ends it."""
+        return self.sampling.num_padding_after(self.inputs.canvas.num_decided + len(tokens) - 1, int(tokens[-1]))
 
     def depth(self, node: int) -> int:
         """How many tokens lie between the decided ones and the position that this node's distribution is for."""
@@ -82,23 +82,23 @@ class TargetDistributions:
         """The text's own token after `node`, picked by the random numbers of its position."""
         if node not in self._picks:
             if self.sampling.plain_argmax and self.constraint is None and node < self.inputs.num_draft_tokens:
-                found, ids = self.outputs.likeliest, self.outputs.token_ids
-                token = -1 if found is None else int(found[node + 1])
+                likeliest, ids = self.outputs.likeliest, self.outputs.token_ids
+                token = -1 if likeliest is None else int(likeliest[node + 1])
                 if token < 0:
                     (token,) = greedy_tokens(self.outputs.logits[node + 1 : node + 2])
                 self._picks[node] = token if ids is None else int(ids[token])
-            elif (token := self._race_winner(node)) is not None:
+            elif (token := self._gumbel_max_token(node)) is not None:
                 self._picks[node] = token
             else:
                 self._picks[node] = pick_token(self[node], self.noise, "text", self.position(node))
         return self._picks[node]
 
-    def _race_winner(self, node: int) -> int | None:
+    def _gumbel_max_token(self, node: int) -> int | None:
         """The text's own token after `node` where a kernel can find it among the raw logits."""
-        if not self.sampling.plain_race or self.constraint is not None or self.outputs.token_ids is not None:
+        if not self.sampling.plain_gumbel_max or self.constraint is not None or self.outputs.token_ids is not None:
             return None
         row = self.outputs.logits[node + 1]
-        return race_winner(row, self.sampling.temperature, self.noise, "text", self.position(node))
+        return gumbel_max_token(row, self.sampling.temperature, self.noise, "text", self.position(node))
 
     def draft(self, node: int) -> tuple[int, float]:
         """The token of `pick`, with an estimate of the probability that it is the target's, too."""
@@ -115,9 +115,11 @@ class Step:
     inputs: ForwardInputs
     outputs: ForwardOutputs
     distributions: TargetDistributions
-    tokens: np.ndarray  # decided by the step: accepted draft tokens, the verifier's own token, forced tokens
+    tokens: (
+        np.ndarray
+    )  # decided by the step: accepted draft tokens, the verifier's own token, padding of a hole that ended
     last_node: int  # the last accepted node, −1 if none was
-    num_forced_tokens: int = 0  # tokens at the end that follow from one that ended its hole
+    num_padding_tokens: int = 0  # tokens at the end that pad a hole that ended
 
 
 DecodeGenerator = Generator[ForwardInputs, ForwardOutputs, None]

@@ -125,7 +125,7 @@ class ForwardInputs:
             chain.append(self.tokens[node])
         return chain
 
-    def match_tokens(self, tokens, start: int = -1) -> list[int]:
+    def matching_nodes(self, tokens, start: int = -1) -> list[int]:
         """The draft nodes along `tokens` from `start` on; shorter where the tree ends."""
         path = []
         for token in tokens:
@@ -145,7 +145,7 @@ class ForwardInputs:
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens of `path`."""
-        return [self.tokens[one] for one in self.path(node)]
+        return [self.tokens[ancestor] for ancestor in self.path(node)]
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ DraftResult = Sequence[Branch] | Generator[ForwardInputs, ForwardOutputs, Sequen
 class Drafter(Protocol):
     """Proposes branches of draft tokens for one text.
 
-    `last` is the previous step, None at first; `room` is the largest useful depth of a branch. A returned generator may
-    be dropped before it has started, while draft models are switched off.
+    `last` is the previous step, None at first; `max_depth` is the largest useful depth of a branch. A returned
+    generator may be dropped before it has started, while draft models are switched off.
     """
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> DraftResult: ...
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult: ...
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class FusedDrafter(Protocol):
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
     ) -> ForwardInputs:
-        """The same inputs with query nodes appended; they do not count against the budget of draft tokens.
+        """The same inputs with query nodes appended; they do not count as draft tokens.
 
         `probabilities` are the acceptance probabilities of the draft tokens, given that their parents are accepted.
         """

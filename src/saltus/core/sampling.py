@@ -92,8 +92,8 @@ class Sampling:
         return self.greedy and self.token_independent
 
     @cached_property
-    def plain_race(self) -> bool:
-        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `race_winner`."""
+    def plain_gumbel_max(self) -> bool:
+        """True if the text is the argmax of the raw logits by temperature and Gumbel noise: see `gumbel_max_token`."""
         return self.coupling == "gumbel" and not self.greedy and not self.truncates and self.token_independent
 
     @property
@@ -109,8 +109,8 @@ class Sampling:
         """True if the distribution depends on which tokens the text has so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def num_forced_after(self, index: int, token: int) -> int:
-        """How many tokens after new token `index` are forced to repeat it, because `token` ends its hole."""
+    def num_padding_after(self, index: int, token: int) -> int:
+        """How many tokens after new token `index` pad its hole, because `token` ends it: they repeat it."""
         return next(
             (last - index for end, first, last in self.hole_end_tokens if end == token and first <= index <= last), 0
         )
@@ -121,10 +121,10 @@ class Sampling:
 
     @cached_property
     def _banned_at(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        tokens_by_index: dict[int, list[int]] = {}
         for index, token in self.banned_at_index:
-            found.setdefault(index, []).append(token)
-        return found
+            tokens_by_index.setdefault(index, []).append(token)
+        return tokens_by_index
 
     @cached_property
     def _forced(self) -> dict[int, int]:
@@ -244,10 +244,10 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
     logits = logits.detach()
     kernel = native.kernel("greatest", logits.dtype, logits.device)
     if kernel is not None and logits.is_contiguous():
-        found = (native.INTEGER * len(logits))()
-        kernel(logits.data_ptr(), *logits.shape, ctypes.addressof(found))
-        if -1 not in found:
-            return list(found)
+        tokens = (native.INTEGER * len(logits))()
+        kernel(logits.data_ptr(), *logits.shape, ctypes.addressof(tokens))
+        if -1 not in tokens:
+            return list(tokens)
     if logits.device.type != "cpu":
         best = logits.float().argmax(-1, keepdim=True)
         top = logits.gather(-1, best).float().cpu().numpy()
@@ -306,8 +306,8 @@ def uniform_interval(token: int, distribution: Distribution) -> tuple[float, flo
     if place >= len(distribution.weights):
         return 1.0, 1.0
     known = distribution.tokens is None or distribution.tokens[place] == token
-    if known and len(found := np.flatnonzero(distribution.head == place)):
-        rank = int(found[0])
+    if known and len(ranks := np.flatnonzero(distribution.head == place)):
+        rank = int(ranks[0])
         low, high = (float(distribution.head_sums[rank - 1]) if rank else 0.0), float(distribution.head_sums[rank])
     else:
         block, offset = divmod(place, BLOCK)
@@ -366,8 +366,8 @@ def _weights_at(tokens: np.ndarray, distribution: Distribution) -> np.ndarray:
     if distribution.tokens is None and tokens[-1] <= last:
         return distribution.weights[tokens]
     places = np.minimum(tokens if distribution.tokens is None else np.searchsorted(distribution.tokens, tokens), last)
-    found = places if distribution.tokens is None else distribution.tokens[places]
-    return np.where(found == tokens, distribution.weights[places], 0)
+    tokens_there = places if distribution.tokens is None else distribution.tokens[places]
+    return np.where(tokens_there == tokens, distribution.weights[places], 0)
 
 
 def log_probability(logits: Float[Tensor, "vocab"], token: int) -> float:

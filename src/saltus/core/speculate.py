@@ -40,26 +40,29 @@ def speculate(
     so is what it forces. Without a controller up to 16 draft tokens are verified in each call.
     """
     controller = controller or Controller(adaptive=False)
-    readers = [one for one in drafters if isinstance(one, UsesHiddenStates) and one.output_hidden_states]
+    readers = [
+        drafter for drafter in drafters if isinstance(drafter, UsesHiddenStates) and drafter.output_hidden_states
+    ]
     fused = [drafter for drafter in drafters if isinstance(drafter, FusedDrafter)]
     last: Step | None = None
     while len(canvas.open_positions):
         # The distribution after the last accepted node decides one hole more than the tree is deep.
-        room = min(len(canvas.open_positions) - 1, controller.budget)
+        max_depth = min(len(canvas.open_positions) - 1, controller.max_draft_tokens)
         branches: list[Branch] = []
         draft_seconds = waited = 0.0  # in calls of draft models; until their outputs came
         started = time.perf_counter()
         should_draft = controller.should_draft()
-        for drafter in drafters if room else ():
-            drafts = drafter(canvas, last, room)
+        for drafter in drafters if max_depth else ():
+            drafts = drafter(canvas, last, max_depth)
             if isinstance(drafts, Generator):
                 drafts, *seconds = (yield from _time_draft_calls(drafts)) if should_draft else ((), 0.0, 0.0)
                 draft_seconds, waited = draft_seconds + seconds[0], waited + seconds[1]
             branches += drafts
-        if constraint is not None and drafters and room:
-            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), room)
+        if constraint is not None and drafters and max_depth:
+            branches = constrained_branches(branches, constraint, canvas.new_tokens.tolist(), max_depth)
         calibrated = controller.calibrated_probability, controller.calibrated_payoff
-        offered = grow_tree(branches, controller.budget, room, *calibrated, controller.min_expected_tokens())
+        least = controller.min_expected_tokens()
+        offered = grow_tree(branches, controller.max_draft_tokens, max_depth, *calibrated, least)
         tree = offered.prune(controller.num_nodes(offered))
         hidden_states = any(controller.needs_hidden_states(reader.max_unread) for reader in readers)
         draft_distributions = tree.distributions if any(tree.distributions) else None
@@ -67,21 +70,19 @@ def speculate(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions
         )
         for drafter in fused:
-            stated = zip(tree.sources, tree.acceptance_probabilities, strict=True)
-            inputs = drafter.add_draft_queries(
-                inputs, [controller.calibrated_probability(*one) for one in stated], controller
-            )
+            probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
+            inputs = drafter.add_draft_queries(inputs, probabilities, controller)
         other_seconds = time.perf_counter() - started - waited
         outputs = yield inputs
         started = time.perf_counter()
         distributions = TargetDistributions(inputs, outputs, sampling, noise, constraint)
         tokens, node = rule(inputs, distributions)
-        forced = distributions.num_forced_after(tokens) if sampling.hole_end_tokens else 0
-        tokens = np.append(tokens, tokens[-1:].repeat(forced))
+        padding = distributions.num_padding_after(tokens) if sampling.hole_end_tokens else 0
+        tokens = np.append(tokens, tokens[-1:].repeat(padding))
         end = stop(canvas, tokens) if stop else None
-        # Forced tokens that the end of the text cuts off do not count.
-        forced = forced if end is None else max(forced - (len(tokens) - end), 0)
-        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, forced)
+        # Padding that the end of the text cuts off does not count.
+        padding = padding if end is None else max(padding - (len(tokens) - end), 0)
+        last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
         controller.record(offered, last, draft_seconds, other_seconds + time.perf_counter() - started)
         canvas = canvas.fill(last.tokens)
         on_step(last)

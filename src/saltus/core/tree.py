@@ -1,4 +1,4 @@
-"""Merge the branches of several drafters into one draft tree, best nodes first, within a budget."""
+"""Merge the branches of several drafters into one draft tree, best nodes first, up to a number of nodes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Tree:
 
 def grow_tree(
     branches: Sequence[Branch],
-    budget: int,
+    max_draft_tokens: int,
     max_depth: int,
     calibrate: Callable[[str, float], float] = lambda source, probability: probability,
     calibrate_payoff: Callable[[str, float], float] = lambda source, payoff: payoff,
     min_expected_tokens: float = 0.0,
 ) -> Tree:
-    """Merge branches and keep the `budget` nodes with most expected tokens, at most `max_depth` deep.
+    """Merge branches and keep the `max_draft_tokens` nodes with most expected tokens, at most `max_depth` deep.
 
     Nodes with fewer than `min_expected_tokens` are left out, which saves time, but for first tokens: what becomes of
     them is recorded, so that a drafter that was wrong for long is trusted again when it is right.
@@ -74,7 +74,7 @@ def grow_tree(
     waiting = [(root, -1, 1.0) for root in roots]  # node, its parent in the tree, probability of its parent
     heap: list[tuple[float, int, int, float]] = []
     rows = []
-    while len(rows) < budget:
+    while len(rows) < max_draft_tokens:
         for node, parent, probability in waiting:
             probability *= offered[node].probability
             heapq.heappush(heap, (-max(probability, offered[node].payoff), node, parent, probability))

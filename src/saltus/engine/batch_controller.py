@@ -7,18 +7,23 @@ from collections.abc import Callable
 from saltus.core.control.controller import Controller
 from saltus.core.distributions import Step
 from saltus.core.tree import Tree
-from saltus.engine.decoder import DecodingSetup
+from saltus.engine.decoding_setup import DecodingSetup
 
 
 class BatchController(Controller):
     """The controller for as many texts as run at the moment, so that drafts give way as a batch fills."""
 
     def __init__(
-        self, setup: DecodingSetup, num_running: Callable[[], int], budget: int | None, keeps_states: bool = False
+        self,
+        setup: DecodingSetup,
+        num_running: Callable[[], int],
+        max_draft_tokens: int | None,
+        keeps_states: bool = False,
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
-        budget = setup.budget if budget is None else min(setup.budget, budget)
-        super().__init__(budget, setup.chooses_sizes, setup.acceptance, setup.call_cost)
+        most = setup.max_draft_tokens
+        most = most if max_draft_tokens is None else min(most, max_draft_tokens)
+        super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
         together = 1 << (max(self._num_running(), 1) - 1).bit_length()
@@ -33,7 +38,7 @@ class BatchController(Controller):
         return self._keeps_states or self._current().needs_hidden_states(max_unread)
 
     def num_nodes(self, tree: Tree) -> int:
-        return min(self._current().num_nodes(tree), self.budget)
+        return min(self._current().num_nodes(tree), self.max_draft_tokens)
 
     def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
         self._current().record(tree, step, draft_seconds, other_seconds)

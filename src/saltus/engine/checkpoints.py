@@ -21,7 +21,7 @@ from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
 from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size
 from saltus.loading.packing import PACKINGS, pack_model
-from saltus.loading.progress import Progress
+from saltus.loading.progress import ProgressCallback
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
 from saltus.methods.assd.xlnet import XlnetNetwork
@@ -72,12 +72,12 @@ def load_checkpoint(
     device: str = "auto",
     dtype: str = "auto",
     exact: bool = True,
-    progress: Progress | None = None,
-    budget: int = 16,
+    progress: ProgressCallback | None = None,
+    max_draft_tokens: int = 16,
     weights: str = "file",
     arithmetic: str = "auto",
 ) -> Checkpoint:
-    """A causal model by short name, folder, GGUF file or hub id, for trees of `budget` nodes. Errors: ValueError.
+    """A causal model by short name, folder, GGUF file or hub id, for trees of `max_draft_tokens`. Errors: ValueError.
 
     `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
     are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
@@ -107,7 +107,7 @@ def load_checkpoint(
                 f" into {folder}"
             ) from error
     place_in_huge_pages(model)
-    network = make_network(model, name_or_path, exact, budget)
+    network = make_network(model, name_or_path, exact, max_draft_tokens)
     if isinstance(network, AnySubsetNetwork | XlnetNetwork):
         network.pairwise_correction = load_pairwise_correction(folder, *model.get_output_embeddings().weight.shape)
     if adapter is not None:
@@ -186,7 +186,7 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
     return model
 
 
-def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) -> TargetNetwork:
+def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: int = 16) -> TargetNetwork:
     """The network of a model. A causal one is checked on a small tree: both attentions must give the same logits.
 
     A sibling node between text and branch exposes attention that ignores the tree mask. Errors: ValueError.
@@ -205,21 +205,26 @@ def make_network(model: Any, name: str, exact: bool = True, budget: int = 16) ->
     why = next((f"it keeps a state in {kind} layers" for kind in _recurrent_layer_types(model)), None)
     if why is None:
         with torch.inference_mode(), silence_transformers():
-            own = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[0, len(text) - 1 :]
+            expected = model(torch.tensor([text + branch], device=model.device), use_cache=False).logits[
+                0, len(text) - 1 :
+            ]
             try:
-                network = CausalNetwork(model, exact, FixedShapeSettings.for_budget(budget))
+                network = CausalNetwork(model, exact, FixedShapeSettings.for_max_draft_tokens(max_draft_tokens))
                 inputs = ForwardInputs(continuation(text, 3), (sibling, *branch), (-1, -1, 1))
                 kv_cache = network.new_kv_cache()
-                ours = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
+                computed = network.forward([inputs], [kv_cache])[0].logits[[0, 2, 3]]
             except Exception as error:
                 why = first_line(error)
             else:
                 # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
-                bound = 0.01 if own.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
-                own, ours = own.float(), ours.float()
+                bound = 0.01 if expected.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
+                expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
                     why = "its attention does not go through Transformers' AttentionInterface"
-                elif own.isfinite().all() and (ours - own).norm() > bound * (own - own.mean(-1, keepdim=True)).norm():
+                elif (
+                    expected.isfinite().all()
+                    and (computed - expected).norm() > bound * (expected - expected.mean(-1, keepdim=True)).norm()
+                ):
                     why = "a tree of tokens gets other logits than its branches get alone"
                 else:
                     return network

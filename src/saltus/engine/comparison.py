@@ -82,11 +82,11 @@ def _generate_turns(
 def _find_flip(engine: Engine, plain: list[Generation], other: list[Generation]) -> dict[str, Any] | None:
     """The first difference between the texts of a prompt. Later turns are not compared: their prompts differ."""
     before = 0
-    for one, two in zip(plain, other, strict=True):
-        at = first_difference(one.tokens, two.tokens)
+    for own_token, other_token in zip(plain, other, strict=True):
+        at = first_difference(own_token.tokens, other_token.tokens)
         if at is not None:
-            return {"position": before + at, "logit_gap": logit_gap(engine, one, two, at)}
-        before += len(one.tokens)
+            return {"position": before + at, "logit_gap": logit_gap(engine, own_token, other_token, at)}
+        before += len(own_token.tokens)
     return None
 
 
@@ -114,7 +114,7 @@ def warm_up(engine: Engine, prompt: Any, methods: Sequence[str], settings: Mappi
     engine.decoder.prefix_tree.clear()
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(tokens: Sequence[int], other: Sequence[int]) -> int | None:
     """The index of the first token that differs; None if all are equal. A shorter text differs at its end."""
-    pairs = zip_longest((int(token) for token in one), (int(token) for token in other))
+    pairs = zip_longest((int(token) for token in tokens), (int(token) for token in other))
     return next((index for index, (a, b) in enumerate(pairs) if a != b), None)

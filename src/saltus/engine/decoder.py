@@ -7,107 +7,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from saltus.core.control.acceptance import Acceptance
 from saltus.core.control.call_cost import CallCost
-from saltus.core.control.controller import Controller
 from saltus.core.forward import TARGET
-from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory, UsesReferences
+from saltus.core.protocols import Network
 from saltus.core.rules import RULES
 from saltus.engine.auto_method import resolve_method
-from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
 from saltus.engine.checkpoints import Checkpoint
+from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prefix_tree import PrefixTree
-from saltus.engine.request import Request
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
 from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft_models
-from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
-from saltus.models.protocols import ReadsHiddenStates, TargetNetwork
+from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
-DEFAULT_BUDGET = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
-DEFAULT_WHOLE_BUDGET = 16  # where calls carry the whole tree, whether it pays or not
-MAX_BUDGET = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
-
-
-@dataclass
-class DecodingSetup:
-    """Methods, the networks that they use, and what was measured about both."""
-
-    methods: Sequence[Method]
-    networks: Mapping[str, Network]  # "target", and the draft models by their names
-    rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
-    adaptive: bool = True
-    context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
-    call_cost: CallCost = field(default_factory=CallCost)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
-        needs_any_subset = any(getattr(method, "any_subset", False) for method in self.methods)
-        if needs_any_subset and not getattr(self.networks[TARGET], "any_subset", True):
-            raise ValueError(
-                "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
-                " model, such as stories, or the option assd.draft=bigram"
-            )
-
-    def new_drafters(self, request: Request) -> list[Drafter]:
-        """The methods' drafters for one request; some methods have none (plain)."""
-        made = []
-        for method in self.methods:
-            drafter = self._new_drafter(method, request)
-            limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
-            if drafter is not None:
-                if request.prediction and isinstance(drafter, UsesReferences):
-                    drafter.add_reference(request.prediction, True)
-                set_max_unread(drafter, method, self.networks)
-                if request.memory is not None and isinstance(drafter, UsesMemory):
-                    drafter.memory = request.memory
-                made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
-        return made
-
-    def num_unread_states(self, request: Request) -> int:
-        """Tokens at the end of a prompt that the target should read itself: drafters read their hidden states."""
-        drafters = [self._new_drafter(method, request) for method in self.methods]  # without its prediction, to be fast
-        return MAX_UNREAD if any(isinstance(each, UsesHiddenStates) for each in drafters) else 0
-
-    def _new_drafter(self, method: Method, request: Request) -> Drafter | None:
-        return method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
-
-    @property
-    def chooses_sizes(self) -> bool:
-        """True if calls carry as many draft tokens as pay."""
-        return self.rule == "match" and self.adaptive
-
-    def controller(self, batch_size: int) -> Controller:
-        """The controller for `batch_size` requests at once.
-
-        Under `match` it cannot change a text, so requests share one that learns. Under `reject` the shape of the draft
-        tree decides which tokens are sampled, so its size is fixed.
-        """
-        if not self.chooses_sizes:
-            return Controller(self.budget, adaptive=False)
-        if not self.call_cost.seconds:
-            self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
-        if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
-            costs = (
-                self.call_cost
-                if batch_size == 1
-                else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
-            )
-            self.controllers[batch_size] = Controller(self.budget, True, self.acceptance, costs, batch_size=batch_size)
-        return self.controllers[batch_size]
-
-
-def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:
-    """Let a drafter keep as many hidden states as its draft network reads at once."""
-    for network in (networks.get(name) for name in method.draft_models):
-        if isinstance(drafter, HiddenStateDrafter) and isinstance(network, ReadsHiddenStates):
-            drafter.max_unread = network.max_unread
+DEFAULT_MAX_DRAFT_TOKENS = 31  # draft tokens of a call, at most: 32 rows with the last token of the text
+DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it pays or not
+MAX_DRAFT_TOKENS = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
 def assemble_networks(
@@ -145,7 +62,7 @@ class Decoder:
     load_draft_model: Callable[[str], Checkpoint] = field(repr=False)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fields by method
     rule: str = "match"
-    budget: int = 16  # draft tokens of a call, at most
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
     adaptive: bool = True
     batch_size: int = 16
     tuned_settings: TunedSettings | None = None  # of jacobi on this machine, by `saltus tune`
@@ -181,21 +98,14 @@ class Decoder:
                 setup.networks = {**setup.networks, name: network}
 
     def _new_setup(self, method: str) -> DecodingSetup:
-        options, budget = self.options, self.budget
+        options, max_draft_tokens = self.options, self.max_draft_tokens
         if self.tuned_settings is not None and "jacobi" in method.split("+"):
             tuned = {**self.tuned_settings.options, **options.get("jacobi", {})}
-            options, budget = {**options, "jacobi": tuned}, self.tuned_settings.budget
+            options, max_draft_tokens = {**options, "jacobi": tuned}, self.tuned_settings.max_draft_tokens
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
         networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
-        return DecodingSetup(made, networks, self.rule, budget, self.adaptive, lengths, self.call_cost)
-
-
-def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
-    """The drafter, without drafts once the text outgrows what its draft model reads."""
-    return lambda canvas, last, room: (
-        drafter(canvas, last, room) if len(canvas.decided_prefix) + room <= context_length else ()
-    )
+        return DecodingSetup(made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost)
 
 
 def check_rule(name: str) -> str:
@@ -205,13 +115,13 @@ def check_rule(name: str) -> str:
     return name
 
 
-def default_budget(adaptive: bool, rule: str) -> int:
+def default_max_draft_tokens(adaptive: bool, rule: str) -> int:
     """The draft tokens of a call, at most, where none are given."""
-    return DEFAULT_BUDGET if adaptive and rule == "match" else DEFAULT_WHOLE_BUDGET
+    return DEFAULT_MAX_DRAFT_TOKENS if adaptive and rule == "match" else DEFAULT_WHOLE_TREE_TOKENS
 
 
-def check_budget(budget: int) -> int:
+def check_max_draft_tokens(max_draft_tokens: int) -> int:
     """A number of draft tokens that calls can verify, or a ValueError."""
-    if not 0 <= budget <= MAX_BUDGET:
-        raise ValueError(f"budget is {budget}, but must lie in 0…{MAX_BUDGET} drafted tokens a call")
-    return budget
+    if not 0 <= max_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but must lie in 0…{MAX_DRAFT_TOKENS}")
+    return max_draft_tokens

@@ -72,9 +72,9 @@ class TextOutput:
         self.ended = token in self.end_tokens
         if new and self.stop_strings:
             begin = max(len(self.text) - len(new) - self.longest_stop + 1, 0)
-            found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
-            if found:
-                self.text, self.ended = self.text[: min(found)], True
+            places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
+            if places:
+                self.text, self.ended = self.text[: min(places)], True
         return self.ended
 
     def release(self, final: bool = False) -> str:

@@ -14,12 +14,18 @@ from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.engine.chat_template import read_chat_template
 from saltus.engine.checkpoints import Checkpoint, load_checkpoint, require_same_vocabulary
-from saltus.engine.decoder import MAX_BUDGET, Decoder, check_budget, check_rule, default_budget
+from saltus.engine.decoder import (
+    MAX_DRAFT_TOKENS,
+    Decoder,
+    check_max_draft_tokens,
+    check_rule,
+    default_max_draft_tokens,
+)
 from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
 from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
 from saltus.engine.fim import fim_prompt
 from saltus.engine.grammar import Grammar
-from saltus.engine.infill import FimRequest, InfillRequest, fim_layout, infill_request
+from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
 from saltus.engine.request import Request
@@ -38,7 +44,7 @@ from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import cut_to_context, require_fits
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
-from saltus.loading.progress import Progress
+from saltus.loading.progress import ProgressCallback
 from saltus.loading.sources import DEFAULT_MODEL
 from saltus.models.packed_decoder import transformers_model
 from saltus.models.protocols import TargetNetwork
@@ -69,7 +75,7 @@ class TextRequest:
         return TextRequest(self.prompt, request, output)
 
 
-AnyRequest = TextRequest | InfillRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
+AnyRequest = TextRequest | HolesRequest | FimRequest  # all have a `request`, and an `output` to `release` text from
 
 
 @dataclass
@@ -118,27 +124,27 @@ class Engine:
         The settings are those of `Settings`. A text does not depend on the method, nor on the other texts of a list.
         Errors: ValueError of one line.
         """
-        requests = _each(prompt, is_batch(prompt), "prompt", lambda one: self.text_request(one, **settings))
-        for _ in self._run([one.request for one in requests], method):
+        requests = _each(prompt, is_batch(prompt), "prompt", lambda item: self.text_request(item, **settings))
+        for _ in self._run([item.request for item in requests], method):
             pass
-        results = [one.generation() for one in requests]
+        results = [item.generation() for item in requests]
         return results if is_batch(prompt) else results[0]
 
     def stream(self, prompt: PromptLike, *, method: str | None = None, **settings: Unpack[Settings]) -> Stream:
         """`generate` for one prompt, one chunk a call. Chunks hold decided text only, never half a character."""
         if is_batch(prompt):
             raise ValueError("stream writes one prompt; use generate for a batch")
-        one = self.text_request(prompt, **settings)
-        rounds = self._run([one.request], method)
+        text_request = self.text_request(prompt, **settings)
+        rounds = self._run([text_request.request], method)
 
         def chunks() -> Generator[Chunk]:
-            for index, tokens in _new_tokens(one.request, rounds):
-                reason = one.request.finish_reason
-                yield Chunk(one.output.release(reason is not None), tokens, index, reason)
-            if not one.request.calls:
-                yield Chunk("", [], -1, one.request.finish_reason)
+            for index, tokens in _new_tokens(text_request.request, rounds):
+                reason = text_request.request.finish_reason
+                yield Chunk(text_request.output.release(reason is not None), tokens, index, reason)
+            if not text_request.request.calls:
+                yield Chunk("", [], -1, text_request.request.finish_reason)
 
-        return Stream(chunks(), one.generation)
+        return Stream(chunks(), text_request.generation)
 
     @overload
     def infill(  # pyright: ignore[reportOverlappingOverload]: a str is no sequence of texts here
@@ -159,25 +165,25 @@ class Engine:
         of `InfillSettings`. Errors: ValueError of one line, also for a model that reads left to right only.
         """
         many = not isinstance(text, str | InfillTemplate)
-        requests = _each(text, many, "text", lambda one: self.infill_request(one, **settings))
-        for _ in self._run([one.request for one in requests], method):
+        requests = _each(text, many, "text", lambda item: self.infill_request(item, **settings))
+        for _ in self._run([item.request for item in requests], method):
             pass
-        results = [one.infilling() for one in requests]
+        results = [item.infilling() for item in requests]
         return results if many else results[0]
 
     def stream_infill(
         self, text: str | InfillTemplate, *, method: str | None = None, **settings: Unpack[InfillSettings]
     ) -> InfillStream:
         """`infill` for one text, one chunk a call. The chunks' texts together are the whole filled text."""
-        one = self.infill_request(text, **settings)
-        rounds = self._run([one.request], method)
+        infill_request = self.infill_request(text, **settings)
+        rounds = self._run([infill_request.request], method)
 
         def chunks() -> Generator[Chunk]:
-            output = one.writer()
-            for index, tokens in _new_tokens(one.request, rounds):
-                yield Chunk(output.add(tokens), tokens, index, one.request.finish_reason)
+            output = infill_request.writer()
+            for index, tokens in _new_tokens(infill_request.request, rounds):
+                yield Chunk(output.add(tokens), tokens, index, infill_request.request.finish_reason)
 
-        return InfillStream(chunks(), one.infilling)
+        return InfillStream(chunks(), infill_request.infilling)
 
     def limit_context(self, tokens: int) -> None:
         """Let prompt and text together have at most so many tokens, where the model would read more."""
@@ -268,7 +274,7 @@ class Engine:
         logprobs: bool = False,
         verbatim: bool = False,
         **sampling: Any,
-    ) -> InfillRequest | FimRequest:
+    ) -> HolesRequest | FimRequest:
         """What `infill` decodes for a text, for callers that decode it themselves. Errors: ValueError of one line.
 
         With `verbatim` a space before a hole stays, as it does with a `suffix`.
@@ -288,17 +294,17 @@ class Engine:
 
     def _fim_request(self, template: InfillTemplate, max_tokens: int, **settings: Any) -> FimRequest:
         before, *_, after = template.pieces
-        one = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
+        text_request = self.text_request(before, suffix=after, max_new_tokens=max_tokens, **settings)
         layout = fim_layout(template, fim_prompt(self.tokenizer, self.target.name, before, after).before, max_tokens)
-        return FimRequest(layout, one.request, one.output)
+        return FimRequest(layout, text_request.request, text_request.output)
 
 
 def _each(given: Any, many: bool, what: str, make: Callable[[Any], Any]) -> list[Any]:
     """`make` of each item, or of the only one; errors in a list name the item's number."""
     made = []
-    for number, one in enumerate(given if many else [given]):
+    for number, item in enumerate(given if many else [given]):
         try:
-            made.append(make(one))
+            made.append(make(item))
         except ValueError as error:
             raise ValueError(f"{what} {number}: {error}") if many else error from error
     return made
@@ -324,14 +330,14 @@ def load(
     dtype: str = "auto",
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    budget: int | None = None,
+    max_draft_tokens: int | None = None,
     adaptive: bool = True,
     exact: bool = True,
     batch_size: int = 16,
     weights: str = "file",
     arithmetic: str = "auto",
     chat_template: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     tuned_settings: bool = True,
 ) -> Engine:
     """Load a model and decode it with a method. Errors: ValueError of one line (SourceError if it cannot be found).
@@ -348,8 +354,8 @@ def load(
         rule: how drafts are verified: "match" (the text does not depend on the method) or "reject" (rejection
             sampling: the same distribution, other tokens).
         options: fields of methods, such as {"lookup": {"max_ngram_size": 5}}.
-        budget: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not chosen
-            (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
+        max_draft_tokens: draft tokens that a call may verify, at most 384; by default 31, 16 where their number is not
+            chosen (without `adaptive`, or by the rule "reject"), or num_draft_tokens if that is more.
         adaptive: choose by measured costs and acceptance how many draft tokens pay.
         exact: False uses attention whose rounding depends on the shapes of calls; texts may then differ by method.
         batch_size: texts decoded at once.
@@ -364,13 +370,15 @@ def load(
     """
     method, options = with_draft_model(method, options or {}, draft_model, num_draft_tokens)
     check_rule(rule)
-    if budget is not None:
-        check_budget(budget)
+    if max_draft_tokens is not None:
+        check_max_draft_tokens(max_draft_tokens)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be 1 or more")
     methods.require_draft_models(methods.make_methods(method, options))  # before anything is loaded
     template = None if chat_template is None else read_chat_template(chat_template)
-    nodes = max(default_budget(adaptive, rule), num_draft_tokens or 0) if budget is None else budget
+    nodes = max_draft_tokens
+    if nodes is None:
+        nodes = max(default_max_draft_tokens(adaptive, rule), num_draft_tokens or 0)
 
     @lru_cache
     def checkpoint(name: str) -> Checkpoint:
@@ -386,24 +394,26 @@ def load(
         require_same_vocabulary(target, checkpoint(name))
         return checkpoint(name)
 
-    found = _find_tuned_settings(model, target.network, options, budget) if tuned_settings else None
-    decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, found)
+    tuned = _find_tuned_settings(model, target.network, options, max_draft_tokens) if tuned_settings else None
+    decoder = Decoder(target.network, target.name, load_draft_model, options, rule, nodes, adaptive, batch_size, tuned)
     return Engine(target, decoder.chosen_method(method), decoder)
 
 
 def _find_tuned_settings(
-    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], budget: int | None
+    model: str, network: TargetNetwork, options: Mapping[str, Mapping[str, Any]], max_draft_tokens: int | None
 ) -> TunedSettings | None:
     """What `saltus tune` found for jacobi, unless options of jacobi are given (its adapter may be).
 
-    Where call shapes are fixed, its budget is cut to theirs, since a text depends on them.
+    Where call shapes are fixed, its `max_draft_tokens` is cut to theirs, since a text depends on them.
     """
     given = options.get("jacobi", {})
     if set(given) - {"model"}:
         return None
     machine = machine_name(network.model.device)
-    found = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
-    if found is None or found.fingerprint != model_fingerprint(network.model):
+    tuned = find_tuned_settings("jacobi", model, machine, given.get("model", ""))
+    if tuned is None or tuned.fingerprint != model_fingerprint(network.model):
         return None
-    limit = MAX_BUDGET if network.max_draft_tokens is None else network.max_draft_tokens
-    return replace(found, budget=min(found.budget, limit) if budget is None else budget)
+    limit = MAX_DRAFT_TOKENS if network.max_draft_tokens is None else network.max_draft_tokens
+    if max_draft_tokens is None:
+        max_draft_tokens = min(tuned.max_draft_tokens, limit)
+    return replace(tuned, max_draft_tokens=max_draft_tokens)

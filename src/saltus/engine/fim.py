@@ -48,7 +48,9 @@ FORMATS = (
 def find_fim_format(tokenizer: Any) -> FimFormat | None:
     """The format whose tokens the tokenizer has; None if it has none."""
     known = tokenizer.get_vocab()
-    return next((one for one in FORMATS if {one.before, one.after, one.middle} <= known.keys()), None)
+    return next(
+        (format_ for format_ in FORMATS if {format_.before, format_.after, format_.middle} <= known.keys()), None
+    )
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def fim_prompt(
     tokenizer: Any, model_name: str, before: str, after: str, files: Sequence[tuple[str, str]] = ()
 ) -> FimPrompt:
     """The prompt for a hole between two texts, after other files (name, text). Errors: ValueError of one line."""
-    found = find_fim_format(tokenizer)
-    if found is None:
+    markers = find_fim_format(tokenizer)
+    if markers is None:
         raise ValueError(
             f"{model_name} writes from left to right and has no fill-in-the-middle tokens; give a code model that has"
             f" them ({KNOWN_MODELS}), or an any-subset model, such as code"
@@ -73,11 +75,13 @@ def fim_prompt(
     vocab = tokenizer.get_vocab()
     begin = tokenizer("").input_ids[:1] if tokenizer.bos_token_id is not None else []
     tokens = begin if begin == [tokenizer.bos_token_id] else []
-    tokens = [*tokens, *_context_tokens(tokenizer, found, files)]
-    own = _encode(tokenizer, before)
-    tokens += [vocab[found.before], *own, vocab[found.after], *_encode(tokenizer, after), vocab[found.middle]]
-    ends = {vocab[name] for name in found.ends if name in vocab}
-    return FimPrompt(tokens, own, frozenset(ends | {vocab[name] for name in (found.before, found.after, found.middle)}))
+    tokens = [*tokens, *_context_tokens(tokenizer, markers, files)]
+    prefix = _encode(tokenizer, before)
+    tokens += [vocab[markers.before], *prefix, vocab[markers.after], *_encode(tokenizer, after), vocab[markers.middle]]
+    ends = {vocab[name] for name in markers.ends if name in vocab}
+    return FimPrompt(
+        tokens, prefix, frozenset(ends | {vocab[name] for name in (markers.before, markers.after, markers.middle)})
+    )
 
 
 def _context_tokens(tokenizer: Any, form: FimFormat, files: Sequence[tuple[str, str]]) -> list[int]:

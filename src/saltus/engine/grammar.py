@@ -20,7 +20,7 @@ MAX_LENGTH = 1 << 18  # characters of a grammar
 # first look at `(a{1000}){1000}` takes 0.2 seconds and 30 MB, not 1 and 170. Schemas of MAX_LENGTH need less; a literal
 # of more than half of it is refused.
 LEXER_FUEL = 250_000
-BYTES_PER_TOKEN = 32  # that are read ahead for each forced token; few tokens have more
+BYTES_PER_TOKEN = 32  # that are read ahead for each fast-forward token; few tokens have more
 CANNOT_FOLLOW = (
     "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
 )
@@ -97,13 +97,13 @@ class GrammarConstraint:
             raise ValueError(CANNOT_FOLLOW)
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        found = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
-        places = np.flatnonzero(found)
+        allowed = np.unpackbits(bits, count=self.tokenizer.vocab_size, bitorder="little").astype(bool)
+        places = np.flatnonzero(allowed)
         # A single token that llguidance asks for may be one that it then refuses, but for the end.
         refusable = len(places) == 1 and not self.matcher.is_stopped()
         if not len(places) or (refusable and not self.matcher.validate_tokens(places.tolist())):
             raise ValueError(CANNOT_FOLLOW)
-        return found
+        return allowed
 
     def num_allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of the tokens may follow the text, one after the other."""
@@ -111,22 +111,22 @@ class GrammarConstraint:
             return len(tokens)
         return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
 
-    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""
-        found: list[int] = []
-        while (left := room - len(found)) > 0:
-            so_far = [*text, *found]
+        fast_forwarded: list[int] = []
+        while (left := max_tokens - len(fast_forwarded)) > 0:
+            so_far = [*text, *fast_forwarded]
             if self._has_ended(so_far) or not self._go_to(so_far):
                 break
             if self.matcher.is_stopped():
-                return [*found, *sorted(self.end_tokens)[:1]]
+                return [*fast_forwarded, *sorted(self.end_tokens)[:1]]
             # Only as many bytes as the tokens may have: all that a grammar forces may be as long as the grammar allows.
-            forced = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
-            tokens = self.tokenizer.tokenize_bytes(forced)[:left]
+            next_bytes = self.matcher.compute_ff_bytes()[: left * BYTES_PER_TOKEN]
+            tokens = self.tokenizer.tokenize_bytes(next_bytes)[:left]
             if not tokens or self.matcher.validate_tokens(tokens) < len(tokens):  # llguidance asks for others
                 break
-            found += tokens
-        return found
+            fast_forwarded += tokens
+        return fast_forwarded
 
     def _has_ended(self, text: Sequence[int]) -> bool:
         return any(token in self.end_tokens for token in text)
@@ -191,11 +191,13 @@ class _PlainText:
 
 def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
     """A tokenizer.json whose special tokens have names that no text contains."""
-    found = json.loads(definition)
-    names = {token["content"]: RENAMED + token["content"] for token in found["added_tokens"] if token["id"] in special}
-    for token in found["added_tokens"]:
+    content = json.loads(definition)
+    names = {
+        token["content"]: RENAMED + token["content"] for token in content["added_tokens"] if token["id"] in special
+    }
+    for token in content["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
-    model = found["model"]
+    model = content["model"]
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
@@ -203,7 +205,7 @@ def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return json.dumps({**found, "post_processor": None})
+    return json.dumps({**content, "post_processor": None})
 
 
 def _matcher_class() -> Any:

@@ -50,7 +50,7 @@ class InfillOutput:
 
 
 @dataclass
-class InfillRequest:
+class HolesRequest:
     """A template, its request, and its text so far."""
 
     layout: InfillLayout
@@ -61,7 +61,7 @@ class InfillRequest:
         self._between, self._num_released = InfillOutput(self.layout, self.tokenizer, whole=False), 0
 
     @property
-    def output(self) -> InfillRequest:
+    def output(self) -> HolesRequest:
         """What `release` is a method of, as for other requests."""
         return self
 
@@ -94,7 +94,7 @@ def infill_request(
     seed: int,
     logprobs: bool,
     sampling: Mapping[str, Any],
-) -> InfillRequest:
+) -> HolesRequest:
     """The request that fills the holes of a template. Errors: ValueError of one line."""
     assert isinstance(target.network, FillsHoles)
     tokenizer, blank = target.tokenizer, target.network.blank_token
@@ -115,7 +115,7 @@ def infill_request(
     given = canvas.tokens[canvas.given_positions].tolist()
     target.check_tokens(given, "the text")
     request = Request(given, len(canvas.order), seed, Sampling(**settings), logprobs=logprobs, canvas=canvas)
-    return InfillRequest(layout, request, tokenizer)
+    return HolesRequest(layout, request, tokenizer)
 
 
 @dataclass

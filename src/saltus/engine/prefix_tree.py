@@ -73,18 +73,18 @@ class PrefixTree:
 
         With `networks` of these alone: a copy for a network that does not read the text would be memory for nothing.
         """
-        tokens, found = np.asarray(prompt, dtype=np.int64), {}
+        tokens, taken = np.asarray(prompt, dtype=np.int64), {}
         for name, root in self._roots.items():
             if networks is not None and name not in networks:
                 continue
             path = self._path(root, tokens)
             self._touch(path)
             if path:
-                found[name] = _joined(path, len(tokens) + MIN_GROWTH)
-        for name in {name for name, *_ in self._whole} - set(found):
+                taken[name] = _joined(path, len(tokens) + MIN_GROWTH)
+        for name in {name for name, *_ in self._whole} - set(taken):
             if (networks is None or name in networks) and (kv_cache := self._take_whole(name, tokens)) is not None:
-                found[name] = kv_cache
-        return found
+                taken[name] = kv_cache
+        return taken
 
     def _take_whole(self, name: str, tokens: np.ndarray) -> KVCache | None:
         """The kept whole cache that shares most with a prompt, cut to what it shares; it is no longer kept."""

@@ -92,8 +92,8 @@ def _parse_prompt(record: Any, location: str) -> Prompt:
         raise ValueError(f'{location}: this is no JSON object; write one a line, such as {{"prompt": "Why?"}}')
     kinds = [key for key in ("prompt", "messages", "turns") if key in record]
     if len(kinds) != 1:
-        found = " and ".join(kinds) if kinds else f"only {', '.join(record) or 'nothing'}"
-        raise ValueError(f"{location}: it must have one of prompt, messages and turns, but has {found}")
+        given = " and ".join(kinds) if kinds else f"only {', '.join(record) or 'nothing'}"
+        raise ValueError(f"{location}: it must have one of prompt, messages and turns, but has {given}")
     value = record[kinds[0]]
     if kinds == ["prompt"]:
         if not isinstance(value, str) or not value.strip():

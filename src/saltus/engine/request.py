@@ -24,7 +24,7 @@ class CallRecord:
     num_draft_tokens: int  # draft tokens that the call verified
     seconds: float  # wall time of the whole batched call
     context_tokens_read: int  # decided tokens that were not in the KV cache: the prompt, at first
-    num_forced_tokens: int = 0  # how many of `tokens` were forced by a token that ended its hole
+    num_padding_tokens: int = 0  # how many of `tokens` pad the hole that the one before them ended
 
 
 @dataclass
@@ -77,23 +77,33 @@ class Request:
 
     def record(self, step: Step) -> None:
         """Add a decoding step to the record."""
-        tokens, inputs, outputs, forced = tuple(step.tokens.tolist()), step.inputs, step.outputs, step.num_forced_tokens
+        tokens, inputs, outputs, num_padding = (
+            tuple(step.tokens.tolist()),
+            step.inputs,
+            step.outputs,
+            step.num_padding_tokens,
+        )
         self.calls.append(
             CallRecord(
-                len(self.calls), tokens, inputs.num_draft_tokens, outputs.seconds, outputs.context_tokens_read, forced
+                len(self.calls),
+                tokens,
+                inputs.num_draft_tokens,
+                outputs.seconds,
+                outputs.context_tokens_read,
+                num_padding,
             )
         )
         if self.logprobs:
             rows = [0, *(node + 1 for node in inputs.path(step.last_node))]
             self.log_probabilities += [
                 log_probability(outputs.logits[row], token)
-                for row, token in zip(rows, tokens[: len(tokens) - forced], strict=False)
+                for row, token in zip(rows, tokens[: len(tokens) - num_padding], strict=False)
             ]
-            self.log_probabilities += [0.0] * forced
+            self.log_probabilities += [0.0] * num_padding
             if self.top_logprobs:
                 self.top_log_probabilities += [
                     top_log_probabilities(outputs.logits[row], self.top_logprobs)
-                    for row in rows[: len(tokens) - forced]
+                    for row in rows[: len(tokens) - num_padding]
                 ]
         if self.on_step is not None:
             self.on_step(step)

@@ -57,7 +57,7 @@ class Statistics:
     """Counts and times of one text. Seconds are wall time; in a batch they include the work on the other texts."""
 
     calls: int  # calls of the target, including calls in which a method only drafts
-    tokens: int  # decided tokens, the end token included; tokens forced by the end of a hole are not counted
+    tokens: int  # decided tokens, the end token included; the padding after the end of a hole is not counted
     tokens_per_call: float
     seconds: float  # prefill included
     tokens_per_second: float
@@ -70,7 +70,7 @@ class Statistics:
 
 def statistics_of(request: Request) -> Statistics:
     """The statistics of a request as far as it has been decoded."""
-    tokens_by_call = [len(call.tokens) - call.num_forced_tokens for call in request.calls]
+    tokens_by_call = [len(call.tokens) - call.num_padding_tokens for call in request.calls]
     calls, tokens = request.calls_by_network["target"], sum(tokens_by_call)
     later = request.calls[1:] or request.calls
     return Statistics(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from saltus.core.batch import SequenceState
-from saltus.engine.decoder import DecodingSetup
+from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import Request
 

@@ -23,7 +23,8 @@ from saltus.core.protocols import Network
 from saltus.core.rules import RULES
 from saltus.core.speculate import speculate
 from saltus.engine.batch_controller import BatchController
-from saltus.engine.decoder import Decoder, DecodingSetup
+from saltus.engine.decoder import Decoder
+from saltus.engine.decoding_setup import DecodingSetup
 from saltus.engine.prefix_tree import PrefixTree, supports_prefix_tree
 from saltus.engine.prompt_reading import PromptReader
 from saltus.engine.request import Request

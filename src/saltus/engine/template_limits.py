@@ -140,9 +140,9 @@ def _check_call(name: str, values: list[Any], numbers: list[Any]) -> None:
 def _arguments(name: str, positional: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """The positional arguments, iterators read where a function would read them, after a check of all."""
     if name in ("join", "sum"):
-        positional = tuple(list(one) if hasattr(one, "__next__") else one for one in positional)
+        positional = tuple(list(argument) if hasattr(argument, "__next__") else argument for argument in positional)
     every = [*positional, *named.values()]
-    _check_call(name, every, [one for one in every if isinstance(one, int)])
+    _check_call(name, every, [argument for argument in every if isinstance(argument, int)])
     return positional
 
 
@@ -202,9 +202,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The value of an operator, if it is not too large. Errors: TemplateLimitError."""
         if (budget := _budget.get()) is not None:
-            for one, other in ((left, right), (right, left)):
-                if operator == "*" and isinstance(one, str | list | tuple) and isinstance(other, int):
-                    budget.check(budget.size_of(one) * max(other, 0))
+            for operand, other in ((left, right), (right, left)):
+                if operator == "*" and isinstance(operand, str | list | tuple) and isinstance(other, int):
+                    budget.check(budget.size_of(operand) * max(other, 0))
             if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
                 bits, more = left.bit_length(), right.bit_length()
                 if (bits * abs(right) if operator == "**" else bits + more) > MAX_BITS:
@@ -218,9 +218,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return function(*arguments)
         method = getattr(function, "__wrapped__", function)  # str.format is wrapped by the sandbox
         name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
-        own = (text,) if isinstance(text, str) else ()
+        first = (text,) if isinstance(text, str) else ()
         chosen = {key: value for key, value in named.items() if not key.startswith("_")}  # Jinja's own begin so
-        given = _arguments(name, (*own, *arguments), chosen)[len(own) :]
+        given = _arguments(name, (*first, *arguments), chosen)[len(first) :]
         return _measured(super().call(context, function, *given, **named))
 
 

@@ -51,31 +51,31 @@ def token_length(tokenizer: Any) -> TokenLength | None:
     given = json.loads(backend.to_str())
     added, model = given["added_tokens"], given["model"]
     pre_tokenizers, factor = _members(given["pre_tokenizer"]), _factor(_members(given["normalizer"]))
-    byte_level = any(one["type"] == "ByteLevel" for one in pre_tokenizers)  # a character of the vocabulary is a byte
+    byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)  # a character of the vocabulary is a byte
     unknown = _unknown_bytes(model, byte_level)
     if (
         unknown is None
         or factor is None
         or (unknown and factor > 1)  # a character may become another one, of unknown bytes
-        or any(one["lstrip"] or one["rstrip"] for one in added)  # they take spaces with them
-        or any(one["type"] not in PRE_TOKENIZERS or one.get("behavior") == "Removed" for one in pre_tokenizers)
+        or any(part["lstrip"] or part["rstrip"] for part in added)  # they take spaces with them
+        or any(part["type"] not in PRE_TOKENIZERS or part.get("behavior") == "Removed" for part in pre_tokenizers)
     ):
         return None
     lengths = [len(text if byte_level else text.encode()) for text in model["vocab"]]
-    return TokenLength(factor * max(*lengths, *(len(one["content"].encode()) for one in added)), unknown)
+    return TokenLength(factor * max(*lengths, *(len(part["content"].encode()) for part in added)), unknown)
 
 
 def _factor(normalizers: list[Mapping[str, Any]]) -> int | None:
     """How many bytes of a text may become one."""
     factor = 1
-    for one in normalizers:
-        if one["type"] == "Replace":  # such as " " by "▁"
-            pattern = one["pattern"].get("String", "").encode()
-            if not 0 < len(pattern) <= len(one["content"].encode()):
+    for normalizer in normalizers:
+        if normalizer["type"] == "Replace":  # such as " " by "▁"
+            pattern = normalizer["pattern"].get("String", "").encode()
+            if not 0 < len(pattern) <= len(normalizer["content"].encode()):
                 return None
-        elif one["type"] not in NORMALIZED_BYTES:
+        elif normalizer["type"] not in NORMALIZED_BYTES:
             return None
-        factor *= NORMALIZED_BYTES.get(one["type"], 1)
+        factor *= NORMALIZED_BYTES.get(normalizer["type"], 1)
     return factor
 
 
@@ -84,7 +84,9 @@ def _members(given: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if given is None:
         return []
     if given["type"] == "Sequence":
-        return [one for part in given.get("normalizers", given.get("pretokenizers", ())) for one in _members(part)]
+        return [
+            member for part in given.get("normalizers", given.get("pretokenizers", ())) for member in _members(part)
+        ]
     return [given]
 
 

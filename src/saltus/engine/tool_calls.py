@@ -56,10 +56,10 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 def template_knows_tools(tokenizer: Any) -> bool:
     """True if the chat template writes the tools that it is given."""
-    asked = [{"role": "user", "content": "?"}]
+    messages = [{"role": "user", "content": "?"}]
     tool = {"type": "function", "function": {"name": "saltus_probe", "description": "", "parameters": {}}}
     try:
-        return "saltus_probe" in render_chat(tokenizer, asked, tools=[tool])
+        return "saltus_probe" in render_chat(tokenizer, messages, tools=[tool])
     except ValueError:
         return False
 
@@ -68,17 +68,17 @@ def readable_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Any
 ) -> list[dict[str, Any]]:
     """A conversation with calls as the chat template reads it: by fields, or as text where it does not know tools."""
-    found = [_with_parsed_arguments(message) for message in messages]
+    readable = [_with_parsed_arguments(message) for message in messages]
     if template_knows_tools(tokenizer):
-        return found
-    found = [_as_text(message) for message in found]
+        return readable
+    readable = [_as_text(message) for message in readable]
     if tools:
         prompt = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if found and found[0].get("role") == "system":
-            found[0]["content"] = f"{found[0]['content']}\n\n{prompt}"
+        if readable and readable[0].get("role") == "system":
+            readable[0]["content"] = f"{readable[0]['content']}\n\n{prompt}"
         else:
-            found.insert(0, {"role": "system", "content": prompt})
-    return found
+            readable.insert(0, {"role": "system", "content": prompt})
+    return readable
 
 
 def tool_grammar(
@@ -160,25 +160,25 @@ class ToolCallReader:
 
     def _parse(self, body: str) -> ToolCall | None:
         try:
-            found = json.loads(body)
-            arguments = found.get("arguments", found.get("parameters"))
+            call = json.loads(body)
+            arguments = call.get("arguments", call.get("parameters"))
         except (ValueError, AttributeError, RecursionError):
             return None
-        if not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
             return None
-        return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its calls as objects: templates write them as JSON themselves."""
-    found, calls = dict(message), message.get("tool_calls")
+    parsed, calls = dict(message), message.get("tool_calls")
     if calls:
         if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
             raise ValueError(
                 'tool_calls must be a list of objects such as {"function": {"name": "look", "arguments": "{}"}}'
             )
-        found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return found
+        parsed["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return parsed
 
 
 def _is_call(given: Any) -> bool:

@@ -18,7 +18,7 @@ from saltus.storage.cache_folder import cache_folder
 
 @dataclass(frozen=True)
 class TunedSettings:
-    """Options of a method, and the budget of draft tokens, for a model on a machine."""
+    """Options of a method, and the draft tokens of a call, for a model on a machine."""
 
     method: str
     model: str
@@ -26,7 +26,7 @@ class TunedSettings:
     adapter: str = ""  # the adapter that drafts, if there is one
     fingerprint: str = ""  # of the model's weights
     options: Mapping[str, Any] = field(default_factory=dict)
-    budget: int = 16
+    max_draft_tokens: int = 16
     made: Mapping[str, Any] = field(default_factory=dict)  # command, commit, measurements
 
     @property

@@ -21,7 +21,7 @@ from saltus.core.protocols import Drafter, DraftResult, Network, UsesHiddenState
 from saltus.core.rules import match
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch, Tree, grow_tree
-from saltus.engine.decoder import set_max_unread
+from saltus.engine.decoding_setup import set_max_unread
 from saltus.methods import Method
 
 TREE_NODES = 32  # of the tree that a text's drafters offer together
@@ -50,7 +50,7 @@ class DraftRequest:
 
     text: DraftedText
     tokens: np.ndarray
-    room: int
+    max_depth: int
     hidden_states: Tensor | None = None
 
 
@@ -80,26 +80,26 @@ class Drafting:
         branches: list[list[Branch]] = []
         generators: list[SequenceState] = []
         for request in requests:
-            text, own = request.text, []
+            text, text_branches = request.text, []
             new = request.tokens[len(text.tokens) :].tolist()
             if len(text.tokens):
                 self.acceptance.record_tree(text.offered, new)
-            canvas = continuation(request.tokens, request.room + 1)
-            for drafter in text.drafters if request.room > 0 else ():
+            canvas = continuation(request.tokens, request.max_depth + 1)
+            for drafter in text.drafters if request.max_depth > 0 else ():
                 drafts = _drafts(drafter, canvas, request, len(new))
                 if isinstance(drafts, Sequence):
-                    own += drafts
+                    text_branches += drafts
                 elif use_networks:
-                    generators.append(SequenceState(_collected(drafts, own), text.kv_caches))
+                    generators.append(SequenceState(_collected(drafts, text_branches), text.kv_caches))
             text.tokens = request.tokens.copy()
-            branches.append(own)
+            branches.append(text_branches)
         started, num_drafting = time.perf_counter(), len(generators)
         for _ in run_batch(generators, self.networks):
             pass
         self.network_seconds = time.perf_counter() - started if num_drafting else 0.0
         calibrate = self.acceptance.calibrated_probability
-        for request, own in zip(requests, branches, strict=True):
-            request.text.offered = grow_tree(own, TREE_NODES, request.room, calibrate)
+        for request, text_branches in zip(requests, branches, strict=True):
+            request.text.offered = grow_tree(text_branches, TREE_NODES, request.max_depth, calibrate)
         return [request.text.offered for request in requests]
 
 
@@ -107,14 +107,14 @@ def _drafts(drafter: Drafter, canvas: Canvas, request: DraftRequest, num_new: in
     """What a drafter offers, given a step that decided `num_new` tokens without a tree."""
     states = request.hidden_states
     if not isinstance(drafter, UsesHiddenStates):
-        return drafter(canvas, None, request.room)
+        return drafter(canvas, None, request.max_depth)
     if states is None or not len(states):
         return ()
     inputs = ForwardInputs(canvas)
     outputs = ForwardOutputs(torch.empty(0, 0), states, context_tokens_read=len(states))
     distributions = TargetDistributions(inputs, outputs, request.text.sampling, request.text.noise)
     step = Step(canvas, inputs, outputs, distributions, request.tokens[len(request.tokens) - num_new :], -1)
-    return drafter(canvas, step, request.room)
+    return drafter(canvas, step, request.max_depth)
 
 
 def _collected(drafts: Any, branches: list[Branch]) -> DecodeGenerator:

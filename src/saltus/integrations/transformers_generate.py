@@ -30,7 +30,7 @@ from saltus.core.control.call_cost import CallCost
 from saltus.core.control.controller import Controller
 from saltus.core.sampling import DEFAULT_COUPLING, Coupling, Sampling
 from saltus.engine.checkpoints import Checkpoint, fills_holes, load_checkpoint, make_network
-from saltus.engine.decoder import Decoder, check_budget, check_rule, default_budget
+from saltus.engine.decoder import Decoder, check_max_draft_tokens, check_rule, default_max_draft_tokens
 from saltus.engine.request import Request
 from saltus.engine.scheduler import run_requests
 from saltus.models.causal import CausalNetwork
@@ -38,13 +38,13 @@ from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
 
 SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    RepetitionPenaltyLogitsProcessor: lambda one: {"repetition_penalty": one.penalty},
-    SuppressTokensLogitsProcessor: lambda one: {"banned": tuple(one.suppress_tokens.tolist())},
-    TemperatureLogitsWarper: lambda one: {"temperature": one.temperature},
-    TopKLogitsWarper: lambda one: {"top_k": one.top_k},
-    TopPLogitsWarper: lambda one: {"top_p": one.top_p},
-    MinPLogitsWarper: lambda one: {"min_p": one.min_p},
-    LogitNormalization: lambda one: {},  # distributions are normalised anyway
+    RepetitionPenaltyLogitsProcessor: lambda processor: {"repetition_penalty": processor.penalty},
+    SuppressTokensLogitsProcessor: lambda processor: {"banned": tuple(processor.suppress_tokens.tolist())},
+    TemperatureLogitsWarper: lambda processor: {"temperature": processor.temperature},
+    TopKLogitsWarper: lambda processor: {"top_k": processor.top_k},
+    TopPLogitsWarper: lambda processor: {"top_p": processor.top_p},
+    MinPLogitsWarper: lambda processor: {"min_p": processor.min_p},
+    LogitNormalization: lambda processor: {},  # distributions are normalised anyway
 }
 """Logits processors as fields of Sampling, in the order in which Saltus applies them."""
 SUPPORTED_SETTINGS = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
@@ -80,7 +80,7 @@ def custom_generate(
     coupling: Coupling = DEFAULT_COUPLING,
     rule: str = "match",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    budget: int | None = None,
+    max_draft_tokens: int | None = None,
     adaptive: bool = True,
     exact: bool = True,
     streamer: Any = None,
@@ -95,14 +95,16 @@ def custom_generate(
     """
     methods.make_methods(method, options)
     check_rule(rule)
-    budget = check_budget(default_budget(adaptive, rule) if budget is None else budget)
+    if max_draft_tokens is None:
+        max_draft_tokens = default_max_draft_tokens(adaptive, rule)
+    check_max_draft_tokens(max_draft_tokens)
     Sampling(coupling=coupling)  # refuses an unknown one
     measured: WeakKeyDictionary[Any, _Measurements] = WeakKeyDictionary()
     own_seed = seed
 
     @lru_cache
     def draft_model(name: str, device: str) -> Checkpoint:
-        return load_checkpoint(name, device, exact=exact, budget=budget)
+        return load_checkpoint(name, device, exact=exact, max_draft_tokens=max_draft_tokens)
 
     def generate(
         model: Any,
@@ -125,10 +127,11 @@ def custom_generate(
             ends, length = _stopping_rule(stopping_criteria or (), input_ids[i], generation_config.max_length)
             row_seed = (own_seed if seed is None else seed) + i % returns
             texts.append(Request(prompt.tolist(), length, row_seed, sampling, ends))
-        with _borrowed_network(model, exact, budget, already_checked=model in measured) as network:
+        with _borrowed_network(model, exact, max_draft_tokens, already_checked=model in measured) as network:
             known = measured.setdefault(model, _Measurements())
             decoder = Decoder(
-                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule, budget,
+                network, "this model", lambda name: draft_model(name, str(model.device)), options or {}, rule,
+                max_draft_tokens,
                 adaptive, call_cost=known.call_cost,
             )  # fmt: skip
             setup = decoder.setup(method)
@@ -155,14 +158,15 @@ def _run_with_streamer(
 
 
 @contextmanager
-def _borrowed_network(model: Any, exact: bool, budget: int, already_checked: bool) -> Iterator[TargetNetwork]:
+def _borrowed_network(model: Any, exact: bool, max_draft_tokens: int, already_checked: bool) -> Iterator[TargetNetwork]:
     """A network around the model, whose attention, experts and training mode are restored afterwards."""
     attention, training = model.config._attn_implementation, model.training
     experts = model.get_experts_implementation()
     try:
         causal = already_checked and not fills_holes(model)
-        known = CausalNetwork(model, not exact, FixedShapeSettings.for_budget(budget)) if causal else None
-        yield known or make_network(model, "this model", exact, budget)
+        shapes = FixedShapeSettings.for_max_draft_tokens(max_draft_tokens)
+        known = CausalNetwork(model, not exact, shapes) if causal else None
+        yield known or make_network(model, "this model", exact, max_draft_tokens)
     finally:
         model.set_attn_implementation(attention)
         if experts != model.get_experts_implementation():
@@ -191,18 +195,21 @@ def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
     """The Sampling that does what the processors do. Errors: ValueError for a processor without equivalent."""
     fields: dict[str, Any] = {}
     order, place = list(SUPPORTED_PROCESSORS), -1
-    for one in processors:
-        name = type(one).__name__
-        if type(one) not in SUPPORTED_PROCESSORS:
+    for processor in processors:
+        name = type(processor).__name__
+        if type(processor) not in SUPPORTED_PROCESSORS:
             raise ValueError(f"custom_generate cannot apply {name}; leave it out, it can do {SUPPORTED_SETTINGS}")
-        if order.index(type(one)) <= place:
+        if order.index(type(processor)) <= place:
             raise ValueError(f"custom_generate applies {name} once and before what follows it; set it by its argument")
-        if getattr(one, "min_tokens_to_keep", 1) != 1 or getattr(one, "filter_value", -torch.inf) != -torch.inf:
+        if (
+            getattr(processor, "min_tokens_to_keep", 1) != 1
+            or getattr(processor, "filter_value", -torch.inf) != -torch.inf
+        ):
             raise ValueError(f"custom_generate has no min_tokens_to_keep or filter_value for {name}; leave them out")
-        if isinstance(getattr(one, "prompt_ignore_length", None), int):
+        if isinstance(getattr(processor, "prompt_ignore_length", None), int):
             raise ValueError(f"custom_generate has no prompt_ignore_length for {name}; leave it out")
-        place = order.index(type(one))
-        fields |= SUPPORTED_PROCESSORS[type(one)](one)
+        place = order.index(type(processor))
+        fields |= SUPPORTED_PROCESSORS[type(processor)](processor)
     if not do_sample:  # the warpers do not change the likeliest token
         fields = {name: fields[name] for name in ("repetition_penalty", "banned") if name in fields}
     fields.setdefault("temperature", 1.0 if do_sample else 0.0)
@@ -213,13 +220,13 @@ def _stopping_rule(stopping_criteria: Sequence[Any], row: Tensor, max_length: in
     """`is_end` of a row's request (to be called with each new token), and how many new tokens the row may have."""
     ends: set[int] = set()
     others = []
-    for one in stopping_criteria:
-        if type(one) is EosTokenCriteria:
-            ends |= set(one.eos_token_id.tolist())
-        elif type(one) is MaxLengthCriteria:
-            max_length = min(max_length, one.max_length)
+    for criterion in stopping_criteria:
+        if type(criterion) is EosTokenCriteria:
+            ends |= set(criterion.eos_token_id.tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            max_length = min(max_length, criterion.max_length)
         else:
-            others.append(one)
+            others.append(criterion)
     text = row.tolist()
 
     def end(token: int) -> bool:
@@ -227,7 +234,7 @@ def _stopping_rule(stopping_criteria: Sequence[Any], row: Tensor, max_length: in
         if token in ends:
             return True
         ids = torch.tensor([text], device=row.device) if others else None
-        return any(bool(torch.as_tensor(one(ids, None)).all()) for one in others)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in others)
 
     return end, max(max_length - len(row), 0)
 

@@ -57,10 +57,10 @@ def _read_weights(file: Path, model: EvaByteDecoder, missing: set[str], dtype: A
     """Set the weights of a file that are missing, and take them off that set."""
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-            own = "prediction_heads.weight" if name == "lm_head.weight" else name
-            if own in missing:
-                _set_weight(model, own, tensors.get_tensor(name), dtype, file)
-                missing.remove(own)
+            module_name = "prediction_heads.weight" if name == "lm_head.weight" else name
+            if module_name in missing:
+                _set_weight(model, module_name, tensors.get_tensor(name), dtype, file)
+                missing.remove(module_name)
 
 
 def _set_weight(model: EvaByteDecoder, name: str, weight: torch.Tensor, dtype: Any, file: Path) -> None:
@@ -76,29 +76,29 @@ def _set_weight(model: EvaByteDecoder, name: str, weight: torch.Tensor, dtype: A
 
 
 def _read_config(folder: Path) -> DecoderConfig:
-    found = DEFAULT_SETTINGS | _read_json(folder / "config.json")
-    if absent := [name for name in REQUIRED_SETTINGS if not isinstance(found.get(name), int)]:
+    config = DEFAULT_SETTINGS | _read_json(folder / "config.json")
+    if absent := [name for name in REQUIRED_SETTINGS if not isinstance(config.get(name), int)]:
         raise SourceError(f"{folder / 'config.json'} has no whole number {absent[0]}; fetch the model again")
-    heads, scaling = found["num_attention_heads"], found.get("rope_scaling") or {"type": "default"}
+    heads, scaling = config["num_attention_heads"], config.get("rope_scaling") or {"type": "default"}
     wrong = {
-        f"hidden_size {found['hidden_size']} is no multiple of {heads} heads": found["hidden_size"] % heads,
-        f"window_size {found['window_size']} is no multiple of chunk_size {found['chunk_size']}": (
-            found["chunk_size"] < 1 or found["window_size"] % found["chunk_size"]
+        f"hidden_size {config['hidden_size']} is no multiple of {heads} heads": config["hidden_size"] % heads,
+        f"window_size {config['window_size']} is no multiple of chunk_size {config['chunk_size']}": (
+            config["chunk_size"] < 1 or config["window_size"] % config["chunk_size"]
         ),
-        f"hidden_act {found['hidden_act']!r} is not silu": found["hidden_act"] != "silu",
+        f"hidden_act {config['hidden_act']!r} is not silu": config["hidden_act"] != "silu",
         f"rope_scaling is of type {scaling.get('type')!r}": scaling.get("type") not in ROPE_TYPES,
     }
     if problem := next((text for text, failed in wrong.items() if failed), None):
         raise SourceError(f"{folder} holds an EvaByte model that Saltus does not support: {problem}")
-    found |= {
-        "head_dim": found["hidden_size"] // heads, "num_key_value_heads": heads, "attention_bias": False,
+    config |= {
+        "head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads, "attention_bias": False,
         "tie_word_embeddings": False,
-        "rope_parameters": {**scaling, "rope_type": scaling["type"], "rope_theta": found["rope_theta"]},
-        "num_pred_heads": max(found["num_pred_heads"] or 1, 1),
+        "rope_parameters": {**scaling, "rope_type": scaling["type"], "rope_theta": config["rope_theta"]},
+        "num_pred_heads": max(config["num_pred_heads"] or 1, 1),
     }  # fmt: skip
     ends = _read_json(folder / "generation_config.json").get("eos_token_id")
     try:
-        return make_decoder_config(found | ({} if ends is None else {"eos_token_id": ends}))
+        return make_decoder_config(config | ({} if ends is None else {"eos_token_id": ends}))
     except (ValueError, TypeError) as error:
         raise SourceError(f"{folder / 'config.json'} is damaged: {first_line(error)}") from None
 
@@ -108,9 +108,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except ValueError as error:
         raise SourceError(f"{file} is not JSON ({error}); fetch the model again") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise SourceError(f"{file} holds no JSON object; fetch the model again")
-    return found
+    return content

@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from rich.filesize import decimal
 
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import TEMPORARY, disk_errors, remove_leftovers, sync
 from saltus.storage.cache_folder import cache_folder
 
@@ -18,7 +18,7 @@ class SourceError(ValueError):
 
 
 @contextmanager
-def exclusive_lock(name: str, progress: Progress) -> Iterator[None]:
+def exclusive_lock(name: str, progress: ProgressCallback) -> Iterator[None]:
     """Let one process at a time make the model of this name; the lock of a process that dies is released."""
     file = cache_folder() / "locks" / f"{name}.lock"
     file.parent.mkdir(parents=True, exist_ok=True)

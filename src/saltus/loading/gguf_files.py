@@ -85,8 +85,8 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
 
 def write_index(header: GgufHeader, config: dict[str, Any], file: Path, folder: Path, stored_as: str) -> None:
     """Write where the weights lie in a GGUF file to `folder`; `stored_as` is the file's path in it."""
-    found = (_tensor(tensor, config, file) for tensor in header.tensors)
-    tensors = {name: asdict(tensor) for name, tensor in found}
+    named = (_tensor(tensor, config, file) for tensor in header.tensors)
+    tensors = {name: asdict(tensor) for name, tensor in named}
     _write_json(folder / INDEX_FILE, {"file": stored_as, "tensors": tensors})
 
 
@@ -101,8 +101,8 @@ def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:
         tensors = {
             key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
         }
-        numbers = [x for one in tensors.values() for x in (one.format, *one.shape, one.offset, one.size)]
-        numbers += [one.interleaved_heads for one in tensors.values()]
+        numbers = [x for tensor in tensors.values() for x in (tensor.format, *tensor.shape, tensor.offset, tensor.size)]
+        numbers += [tensor.interleaved_heads for tensor in tensors.values()]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
     if not tensors or any(type(number) is not int for number in numbers):
@@ -180,7 +180,7 @@ def _rope(of: Any) -> dict[str, Any]:
 def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path) -> tuple[str, GgufTensor]:
     """The name of a tensor in Transformers, and where it lies."""
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
-        names = ", ".join(one.name for one in (*PACKED_FORMATS, *PLAIN_FORMATS))
+        names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
     place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
     if tensor.name == ROPE_FACTORS:

@@ -96,8 +96,8 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
 
 def _check_complete(model: Any, tensors: dict[str, GgufTensor], file: Path, size: int) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    if wrong := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name)):
         raise SourceError(f"{file} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again")
     for name, tensor in tensors.items():
         _check_size(name, tensor, file)

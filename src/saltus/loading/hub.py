@@ -19,7 +19,7 @@ from saltus.loading.model_folders import (
     WEIGHT_FILE_PATTERNS,
     check_folder,
 )
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 
 HUB_TIMEOUT = 6.0  # seconds for the hub's first answer
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
@@ -31,19 +31,19 @@ class _HubUnreachable(Exception):
     """The hub did not answer; the message is the reason."""
 
 
-def fetch_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` with what Transformers needs of it. Errors: SourceError."""
     folder = _fetch(name, lambda sizes: _model_files(name, sizes), check_folder, offline, progress)
     check_folder(folder)
     return folder
 
 
-def fetch_tokenizer_from_hub(name: str, offline: bool, progress: Progress) -> Path:
+def fetch_tokenizer_from_hub(name: str, offline: bool, progress: ProgressCallback) -> Path:
     """A folder with the settings and the tokenizer of `owner/name@revision`, perhaps without weights."""
     return _fetch(name, _side_files, lambda folder: _check_any(folder, TOKENIZER_FILES), offline, progress)
 
 
-def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Progress) -> Path:
+def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: ProgressCallback) -> Path:
     """A GGUF file of `owner/name@revision`. Errors: SourceError."""
 
     def choose(sizes: dict[str, int]) -> list[str]:
@@ -56,7 +56,9 @@ def fetch_file_from_hub(repository: str, file: str, offline: bool, progress: Pro
     return folder / file
 
 
-def _fetch(name: str, choose: FileChoice, check: Callable[[Path], None], offline: bool, progress: Progress) -> Path:
+def _fetch(
+    name: str, choose: FileChoice, check: Callable[[Path], None], offline: bool, progress: ProgressCallback
+) -> Path:
     """The snapshot of `owner/name@revision:file` with the chosen files.
 
     It is from the cache, else from the hub, else what another tool left in the cache. `check` raises SourceError
@@ -178,7 +180,7 @@ def _run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
         raise TimeoutError(str(error) or f"no answer within {seconds:g} seconds") from None
 
 
-def _download(name: str, commit: str, sizes: dict[str, int], progress: Progress) -> Path:
+def _download(name: str, commit: str, sizes: dict[str, int], progress: ProgressCallback) -> Path:
     """The snapshot of `owner/name@revision` with these files, those of another size than listed fetched again."""
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
@@ -210,7 +212,7 @@ def _download(name: str, commit: str, sizes: dict[str, int], progress: Progress)
     return folder
 
 
-def _progress_bar_class(name: str, total: int, progress: Progress) -> type:
+def _progress_bar_class(name: str, total: int, progress: ProgressCallback) -> type:
     """A class of progress bars for the hub's client: it draws nothing and reports bytes to `progress`."""
     from tqdm import tqdm
 

@@ -80,5 +80,5 @@ def _available_bytes() -> float:
         lines = MEMORY_INFO.read_text().splitlines()
     except OSError:
         return float("inf")
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return float(next(found, "inf")) * 1024
+    kilobytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return float(next(kilobytes, "inf")) * 1024

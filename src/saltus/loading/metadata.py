@@ -43,7 +43,7 @@ class DrafterMetadata:
 def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata:
     """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of a kind that is not expected.
 
-    The three layouts of the file have different keys: drafters and heads have `kind`, adapters a `seal`, and models
+    The three layouts of the file have different keys: drafters and heads have `kind`, adapters a `digest`, and models
     `trained_from`.
     """
     file, what = folder / METADATA_FILE, expected or "drafter"
@@ -59,28 +59,28 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
     if not isinstance(data, dict):
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
     try:
-        found = _parse(data)
-        if found is not None:
-            _check_types(found)
+        metadata = _parse(data)
+        if metadata is not None:
+            _check_types(metadata)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
-    if found is None or expected not in (None, found.kind):
+    if metadata is None or expected not in (None, metadata.kind):
         raise ValueError(
             f"{folder} holds no {what}, but something else; give a folder that {TRAIN_COMMANDS[what]} wrote"
         )
-    return found
+    return metadata
 
 
 def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
-    """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong seal."""
+    """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong digest."""
     if (kind := data.get("kind")) in ("drafter", "heads"):
         return DrafterMetadata(kind, data["target"], data["fingerprint"], data["signs"], data["shape"], data["card"])
     if "trained_from" in data:
         return DrafterMetadata("model", data["trained_from"], None, None, {}, data["training"])
     if "settings" not in data:
         return None
-    if data.pop("seal") != _digest(data):
-        raise KeyError("seal")
+    if data.pop("digest") != _digest(data):
+        raise KeyError("digest")
     return DrafterMetadata(
         "adapter", data["target_name"], data["target"], data["signs"], data["settings"], data["training"],
         data["files"],
@@ -103,7 +103,7 @@ def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:
             "target": m.target_fingerprint, "signs": m.target_signs, "target_name": m.target_name,
             "settings": dict(m.settings), "training": training, "files": dict(m.files),
         }  # fmt: skip
-        data["seal"] = _digest(data)
+        data["digest"] = _digest(data)
     elif m.kind == "model":
         data = {"trained_from": m.target_name, "training": training}
     else:

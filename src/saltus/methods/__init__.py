@@ -54,15 +54,15 @@ class UsesTrainedModel(Protocol):
 @lru_cache(maxsize=1)
 def available_methods() -> dict[str, type[Any]]:
     """Every method by name: what this package holds, then the entry points of the group `saltus.methods`."""
-    found = {}
+    methods = {}
     for module in pkgutil.iter_modules(__path__):
         if module.name not in NO_METHODS:
             camel = "".join(part.title() for part in module.name.split("_"))
             where = f"{__name__}.{module.name}{'.drafter' * module.ispkg}"
-            found[module.name] = getattr(import_module(where), camel)
+            methods[module.name] = getattr(import_module(where), camel)
     for entry in entry_points(group="saltus.methods"):
-        found.setdefault(entry.name, entry.load())
-    return dict(sorted(found.items()))
+        methods.setdefault(entry.name, entry.load())
+    return dict(sorted(methods.items()))
 
 
 def method_names(spec: str) -> Sequence[str]:

@@ -66,23 +66,23 @@ class LookupDrafter:
             self.expected = len(self.index.tokens)
         self.index.add_reference(tokens)
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         self.index.read(canvas.decided_prefix)
         repeats = self.index.repeats()
         if last is None and self.expected is not None:
             repeats.insert(0, (self.expected, self.index.max_ngram_size))
-        found = branches(self.index.tokens, repeats, self.num_draft_tokens, room)
+        offered = branches(self.index.tokens, repeats, self.num_draft_tokens, max_depth)
         if self.memory is not None:
             text = self.index.tokens[max(self.index.start, len(self.index.tokens) - self.index.max_ngram_size) :]
             for tokens, repeats in self.memory.repeats(text, self.index.max_ngram_size, MAX_REMEMBERED_MATCHES):
-                found += branches(tokens, repeats, self.num_draft_tokens, room, REMEMBERED)
-        return found
+                offered += branches(tokens, repeats, self.num_draft_tokens, max_depth, REMEMBERED)
+        return offered
 
 
 def branches(
-    text: Sequence[int], repeats: Sequence[Repeat], num_draft_tokens: int, room: int, source: str = "lookup"
+    text: Sequence[int], repeats: Sequence[Repeat], num_draft_tokens: int, max_depth: int, source: str = "lookup"
 ) -> list[Branch]:
-    """The tree of the `num_draft_tokens` most likely tokens, as the paths to its leaves, none longer than `room`.
+    """The tree of the `num_draft_tokens` most likely tokens, as the paths to its leaves, none longer than `max_depth`.
 
     A repeat that reaches the end of the text continues in the branch itself, so periodic text can be drafted on.
     """
@@ -96,7 +96,7 @@ def branches(
             paths[parent] = None
         parent = len(paths)
         paths.append(Branch(tokens, probabilities, source))
-        if len(tokens) == room:
+        if len(tokens) == max_depth:
             continue
         alive = [(at, size) for at, size in alive if at >= len(text) or text[at] != END_OF_REFERENCE]
         ahead = [text[at] if at < len(text) else tokens[at - len(text)] for at, _ in alive]
@@ -132,8 +132,8 @@ def votes(tokens: Sequence[int], sizes: Sequence[int]) -> dict[int, float]:
         discounts = {token: min(discount, count) for token, count in counts.items()}
         shorter = strength + sum(discounts.values())
         for token in probabilities:
-            own = counts.get(token, 0.0) - discounts.get(token, 0.0)
-            probabilities[token] = (own + shorter * probabilities[token]) / (total + strength)
+            count = counts.get(token, 0.0) - discounts.get(token, 0.0)
+            probabilities[token] = (count + shorter * probabilities[token]) / (total + strength)
     return probabilities
 
 

@@ -37,9 +37,9 @@ class SmallModel:
         return {"small_model": self.model}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        def draft(canvas: Canvas, last: Step | None, room: int) -> DraftResult:
+        def draft(canvas: Canvas, last: Step | None, max_depth: int) -> DraftResult:
             inputs = ForwardInputs(canvas, network_name="small_model")
-            limits = min(self.num_draft_tokens, room), self.min_probability
+            limits = min(self.num_draft_tokens, max_depth), self.min_probability
             return draft_autoregressively(inputs, *limits, noise, sampling, rule, "small_model")
 
         return draft

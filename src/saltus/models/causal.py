@@ -154,10 +154,12 @@ class CausalNetwork:
         outputs: dict[int, ForwardOutputs] = {}
         kinds = [long_rope.is_long(len(inputs.canvas.tokens)) for inputs in batch]
         for kind in sorted(set(kinds)):
-            own = [number for number, each in enumerate(kinds) if each == kind]
+            same_kind = [number for number, each in enumerate(kinds) if each == kind]
             with long_rope.angles(kind):
-                found = self._forward_together([batch[number] for number in own], [kv_caches[number] for number in own])
-            outputs |= zip(own, found, strict=True)
+                outputs_of_kind = self._forward_together(
+                    [batch[number] for number in same_kind], [kv_caches[number] for number in same_kind]
+                )
+            outputs |= zip(same_kind, outputs_of_kind, strict=True)
         return [outputs[number] for number in range(len(batch))]
 
     def _forward_together(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
@@ -182,11 +184,11 @@ class CausalNetwork:
             queues.append(list(self._chunks(index, inputs, kv_cache, past)))
         with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
             while any(queues):
-                chunks, room = [], self.max_rows_per_call
+                chunks, rows_left = [], self.max_rows_per_call
                 for queue in queues:
-                    if queue and (not chunks or queue[0].rows.num_rows <= room):
+                    if queue and (not chunks or queue[0].rows.num_rows <= rows_left):
                         chunks.append(queue.pop(0))
-                        room -= chunks[-1].rows.num_rows
+                        rows_left -= chunks[-1].rows.num_rows
                 rows, hidden = self._run_model(chunks)
                 for chunk in chunks:
                     if chunk.num_logits:
@@ -328,10 +330,10 @@ def _prefill_and_tree_chunks(
     assert nodes <= MAX_NODES
     while True:
         unread = len(decided) - past_length
-        room = unread if window is None else window - past_length % window
-        if unread <= room and unread + nodes <= max(MAX_ROWS_PER_CALL, 1 + nodes):
+        window_left = unread if window is None else window - past_length % window
+        if unread <= window_left and unread + nodes <= max(MAX_ROWS_PER_CALL, 1 + nodes):
             break
-        count = min(MAX_ROWS_PER_CALL, room, unread - 1)
+        count = min(MAX_ROWS_PER_CALL, window_left, unread - 1)
         yield _Chunk(
             sequence,
             decided[past_length : past_length + count].tolist(),

@@ -68,17 +68,17 @@ class EvaByteNetwork(CausalNetwork):
             _subtree(inputs, nodes) if len(nodes) < len(inputs.tokens) else inputs
             for inputs, nodes in zip(batch, inside, strict=True)
         ]
-        found = super().forward(trees, kv_caches)
+        all_outputs = super().forward(trees, kv_caches)
         return [
             outputs if tree is inputs else self._add_later_windows(inputs, nodes, outputs, kv_cache)
-            for inputs, nodes, tree, outputs, kv_cache in zip(batch, inside, trees, found, kv_caches, strict=True)
+            for inputs, nodes, tree, outputs, kv_cache in zip(batch, inside, trees, all_outputs, kv_caches, strict=True)
         ]
 
     def _nodes_in_window(self, inputs: ForwardInputs) -> list[int]:
         """The nodes in the window of the last decided token."""
         length = len(inputs.canvas.decided_prefix)
-        room = -length % self.summaries.window
-        return [node for node, depth in enumerate(inputs.depths) if depth < room]
+        window_left = -length % self.summaries.window
+        return [node for node, depth in enumerate(inputs.depths) if depth < window_left]
 
     def _add_later_windows(
         self, inputs: ForwardInputs, inside: Sequence[int], outputs: ForwardOutputs, kv_cache: EvaKVCache
@@ -91,7 +91,7 @@ class EvaByteNetwork(CausalNetwork):
                 continue
             tokens = np.concatenate([inputs.canvas.decided_prefix, inputs.path_tokens(node)])
             with native.kernel_threads_only() if self.batch_invariant else contextlib.nullcontext():
-                slots = [place[one] for one in inputs.path(parent)]
+                slots = [place[node_on_path] for node_on_path in inputs.path(parent)]
                 forks.append(kv_cache.fork(slots, tokens[:-1], self.summaries))
             roots.append(_descendants(inputs, node))
             below = _subtree(inputs, roots[-1][1:])
@@ -116,11 +116,11 @@ class EvaByteNetwork(CausalNetwork):
 
 def _descendants(inputs: ForwardInputs, root: int) -> list[int]:
     """A node and all nodes below it, in order."""
-    found = {root}
+    descendants = {root}
     for node in range(root + 1, len(inputs.tokens)):
-        if inputs.parents[node] in found:
-            found.add(node)
-    return sorted(found)
+        if inputs.parents[node] in descendants:
+            descendants.add(node)
+    return sorted(descendants)
 
 
 def _subtree(inputs: ForwardInputs, nodes: Sequence[int]) -> ForwardInputs:
@@ -142,8 +142,9 @@ def _merged(parts: Sequence[ForwardOutputs], rows: Sequence[Sequence[int]], node
         states[:context] = first.hidden_states[:context]
         for part, part_rows in zip(parts, rows, strict=True):
             assert part.hidden_states is not None
-            own = [node for node in part_rows if node >= 0]
-            states[[context + node for node in own]] = part.hidden_states[len(part.hidden_states) - len(own) :]
+            part_nodes = [node for node in part_rows if node >= 0]
+            first_row = len(part.hidden_states) - len(part_nodes)
+            states[[context + node for node in part_nodes]] = part.hidden_states[first_row:]
     return replace(
         first, logits=logits, hidden_states=states, seconds=sum(part.seconds for part in parts),
         num_rows=sum(part.num_rows for part in parts),

@@ -118,17 +118,17 @@ class Adapter(nn.Module):
 
     def lora_layer(self, path: str) -> LoraLayer | None:
         """The low-rank part of the layer of this name, None if there is none."""
-        found = self._by_path.get(path)
-        assert found is None or isinstance(found, LoraLayer)
-        return found
+        layer = self._by_path.get(path)
+        assert layer is None or isinstance(layer, LoraLayer)
+        return layer
 
     def copy_weights_from(self, other: Adapter) -> None:
         """Take over the weights of an adapter for the same layers, whatever their order."""
         self.auxiliary.load_state_dict(other.auxiliary.state_dict())
         for path, part in self._by_path.items():
-            found = other.lora_layer(path)
-            assert found is not None
-            part.load_state_dict(found.state_dict())
+            source = other.lora_layer(path)
+            assert source is not None
+            part.load_state_dict(source.state_dict())
 
     def embed_queries(
         self, gate: Gate | StaticGate, tokens: Float[Tensor, "gated hidden"] | None = None
@@ -141,9 +141,9 @@ class Adapter(nn.Module):
 
     def check_fits(self, model: Any) -> None:
         """Raise ValueError unless the model has every layer that this adapter was made for, in its size."""
-        found = linear_layers(model)
+        sizes = linear_layers(model)
         hidden = _token_embeddings(model, slice(0, 1)).shape[-1]
-        wrong = next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+        wrong = next((path for path, size in self.sizes.items() if sizes.get(path) != size), None)
         if wrong is None and hidden != self.hidden_size:
             wrong = "its embedding"
         if wrong is not None:
@@ -185,18 +185,18 @@ def linear_layers(model: Any, targets: Sequence[str] = ()) -> dict[str, tuple[in
 
     Layers of experts are left out, since their rows depend on the text.
     """
-    unembedding, found = model.get_output_embeddings(), {}
+    unembedding, sizes = model.get_output_embeddings(), {}
     for path, module in model.named_modules():
         if module is unembedding or ".experts." in path or not _is_linear(module):
             continue
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
-        found[path] = (int(inputs), int(outputs))
-    names = {path.rpartition(".")[2] for path in found}
+        sizes[path] = (int(inputs), int(outputs))
+    names = {path.rpartition(".")[2] for path in sizes}
     if unknown := sorted(set(targets) - names):
         raise ValueError(
             f"{type(model).__name__} has no linear layer {unknown[0]!r}; there are {', '.join(sorted(names))}"
         )
-    return {path: size for path, size in found.items() if not targets or path.rpartition(".")[2] in targets}
+    return {path: size for path, size in sizes.items() if not targets or path.rpartition(".")[2] in targets}
 
 
 @dataclass

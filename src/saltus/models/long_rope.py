@@ -42,11 +42,11 @@ class LongRope:
 
 def find_long_rope(model: Any) -> LongRope | None:
     """The LongRoPE embeddings of a model of Transformers, None if there are none."""
-    found = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
-    if not found:
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    if not modules:
         return None
-    for embedding in found:  # it keeps the frequencies of long texts once they were needed
+    for embedding in modules:  # it keeps the frequencies of long texts once they were needed
         border = embedding.config.rope_parameters[BORDER]
         inverse = embedding.inv_freq
         embedding(torch.zeros(1, device=inverse.device), torch.tensor([[border]], device=inverse.device))
-    return LongRope(found, min(each.config.rope_parameters[BORDER] for each in found))
+    return LongRope(modules, min(each.config.rope_parameters[BORDER] for each in modules))

@@ -34,7 +34,7 @@ class ResizedVocabulary:
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[Any]) -> list[ForwardOutputs]:
         """The network's outputs; a token that it does not have gets no probability."""
         outputs = self.network.forward([self._readable(inputs) for inputs in batch], kv_caches)
-        return [replace(one, logits=self._resized(one.logits), likeliest=None) for one in outputs]
+        return [replace(output, logits=self._resized(output.logits), likeliest=None) for output in outputs]
 
     def _readable(self, inputs: ForwardInputs) -> ForwardInputs:
         tokens = inputs.canvas.tokens
@@ -52,7 +52,7 @@ class ResizedVocabulary:
 
 def with_vocabulary_of(target: Any, network: Any) -> Network:
     """A draft model's network, resized where the embeddings of the target have another number of rows."""
-    rows = [embedding_rows(getattr(one, "model", None)) for one in (target, network)]
+    rows = [embedding_rows(getattr(network_, "model", None)) for network_ in (target, network)]
     if rows[0] is None or rows[1] is None or rows[0] == rows[1]:
         return network
     return ResizedVocabulary(network, num_embeddings=rows[1], num_logits=rows[0])

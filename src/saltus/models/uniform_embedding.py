@@ -8,15 +8,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 NUM_FEATURES = 32  # features of a uniform
-KINDS = ("bits", "fl", "th", "ar", "bits+nn", "fl+nn", "th+nn", "ar+nn")
+FEATURES = ("bits", "scalar", "thermometer", "arithmetic")
+KINDS = (*FEATURES, *(f"{name}+nn" for name in FEATURES))
 
 
 class UniformEmbedding(nn.Module):
     """u → features → a linear map, or a small network where the kind ends in +nn (PTP, Eq. 14 and Table 5).
 
-    `bits`: the 32 IEEE-754 bits of float32(u), highest first. `fl`: u itself. `th`: 1{u ≤ i/n}. `ar`: 1{u · 2^(i−1)
-    mod 1 ≤ ½}, the digits of arithmetic coding. With `embeds_temperature` the temperature is embedded too:
-    whether it is zero (then u has no effect), and its value. All maps start at zero, so training starts without u.
+    `bits`: the 32 IEEE-754 bits of float32(u), highest first. `scalar` (the paper's FL): u itself. `thermometer` (TH):
+    1{u ≤ i/n}. `arithmetic` (AR): 1{u · 2^(i−1) mod 1 ≤ ½}, the digits of arithmetic coding. With
+    `embeds_temperature` the temperature is embedded too: whether it is zero (then u has no effect), and its value. All
+    maps start at zero, so training starts without u.
     """
 
     def __init__(self, hidden_size: int, kind: str = "bits", embeds_temperature: bool = False) -> None:
@@ -24,7 +26,7 @@ class UniformEmbedding(nn.Module):
             raise ValueError(f"the embedding of uniforms is {kind!r}, but must be one of {', '.join(KINDS)}")
         super().__init__()
         self.kind, self.embeds_temperature = kind, embeds_temperature
-        size = 1 if kind.startswith("fl") else NUM_FEATURES
+        size = 1 if kind.startswith("scalar") else NUM_FEATURES
         self.map: nn.Module = nn.Linear(size, hidden_size)
         last = self.map
         if kind.endswith("+nn"):
@@ -60,9 +62,9 @@ def _encode_uniforms(u: Tensor, kind: str) -> Tensor:
         bits = (words[..., None] >> np.arange(31, -1, -1, dtype=np.uint32)) & 1
         return torch.from_numpy(bits.astype(np.float32)).to(u.device)
     u = u.double()[..., None]
-    if kind == "fl":
+    if kind == "scalar":
         return u.float()
     steps = torch.arange(1, NUM_FEATURES + 1, dtype=torch.float64, device=u.device)
-    if kind == "th":
+    if kind == "thermometer":
         return (u <= steps / NUM_FEATURES).float()
     return ((u * 2 ** (steps - 1)) % 1 <= 0.5).float()

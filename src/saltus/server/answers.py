@@ -62,8 +62,8 @@ class Answer:
     score_prompts = False  # the log-probabilities of prompts belong to the answer
     client = ""  # who asks; set before `submit`
 
-    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: SamplingFields) -> None:
-        self.backend, self.method, self.asked = backend, method, asked
+    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, body: SamplingFields) -> None:
+        self.backend, self.method, self.body = backend, method, body
         self.choices = [Choice(index, request) for index, request in enumerate(requests)]
         self.id, self.created = self.prefix + uuid.uuid4().hex, int(time.time())
         self.deltas: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue()
@@ -84,7 +84,7 @@ class Answer:
             prompt, top = choice.request.request.prompt, choice.request.request.top_logprobs
             scores = PromptScores(prompt, top) if self.score_prompts else None
             choice.served = serve_text(
-                choice.request, self.method, deliver_to(choice.index), max_draft_tokens=self.asked.draft_budget,
+                choice.request, self.method, deliver_to(choice.index), max_draft_tokens=self.body.max_draft_tokens,
                 prompt_scores=scores, client=self.client,
             )  # fmt: skip
         self.backend.engine_thread.submit(*(choice.served for choice in self.choices if choice.served is not None))

@@ -61,8 +61,8 @@ def make_app(
     def prepare_for(request: Request) -> Prepare:
         return service.workers.of_body(request.scope[BODY_IN_SCOPE].num_bytes)
 
-    async def respond(request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], asked: Any) -> Response:
-        answer = await _unless_gone(request, make(asked, prepare_for(request)))
+    async def respond(request: Request, make: Callable[..., Coroutine[Any, Any, Answer]], body: Any) -> Response:
+        answer = await _unless_gone(request, make(body, prepare_for(request)))
         if answer is None:
             return Response(status_code=GONE)  # nobody reads it
         key = request.scope.get(KEY_IN_SCOPE, "")
@@ -73,8 +73,8 @@ def make_app(
         request.scope[BODY_IN_SCOPE].release()
         return await _respond(request, answer)
 
-    async def translate(request: Request, make: Callable[[Any], dict[str, Any]], asked: Any) -> Response:
-        made = prepare_for(request)(lambda: JSONResponse(make(asked)))
+    async def translate(request: Request, make: Callable[[Any], dict[str, Any]], body: Any) -> Response:
+        made = prepare_for(request)(lambda: JSONResponse(make(body)))
         return await _unless_gone(request, made) or Response(status_code=GONE)
 
     @app.get("/", include_in_schema=False)
@@ -88,20 +88,20 @@ def make_app(
         return FileResponse(PAGE / name, headers=PAGE_HEADERS)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, asked: ChatCompletionRequest) -> Response:
-        return await respond(request, service.chat, asked)
+    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
+        return await respond(request, service.chat, body)
 
     @app.post("/v1/completions")
-    async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await respond(request, service.complete, asked)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await respond(request, service.complete, body)
 
     @app.post("/v1/responses")
-    async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await respond(request, service.respond, asked)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await respond(request, service.respond, body)
 
     @app.post("/infill")
-    async def infill(request: Request, asked: InfillRequest) -> Response:
-        return await respond(request, service.infill, asked)
+    async def infill(request: Request, body: InfillRequest) -> Response:
+        return await respond(request, service.infill, body)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -121,12 +121,12 @@ def make_app(
         }  # fmt: skip
 
     @app.post("/tokenize")
-    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
-        return await translate(request, service.tokenize, asked)
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+        return await translate(request, service.tokenize, body)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
-        return await translate(request, service.detokenize, asked)
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+        return await translate(request, service.detokenize, body)
 
     @app.get("/health")
     async def health() -> Response:
@@ -149,7 +149,7 @@ def make_app(
 
 async def _respond(request: Request, answer: Answer) -> Response:
     """The answer as JSON or as a stream; a client that vanishes ends the decoding."""
-    if answer.asked.stream:
+    if answer.body.stream:
         return StreamingResponse(
             _until_read(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )

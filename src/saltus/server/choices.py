@@ -91,7 +91,7 @@ class ChatForm(_Form):
         listed = of.top_logprobs or [[]] * len(of.tokens)
         return {
             "content": [
-                {**entry(token, value), "top_logprobs": [entry(*one) for one in likely]}
+                {**entry(token, value), "top_logprobs": [entry(*alternative) for alternative in likely]}
                 for token, value, likely in zip(of.tokens, of.logprobs, listed, strict=False)
             ],
             "refusal": None,
@@ -144,7 +144,7 @@ class TextForm(_Form):
 class ChoicesAnswer(Answer):
     """An answer in either form."""
 
-    asked: ChatCompletionRequest | CompletionRequest
+    body: ChatCompletionRequest | CompletionRequest
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class ChoicesAnswer(Answer):
         form: ChatForm | TextForm,
         requests: Sequence[TextRequest],
         method: str,
-        asked: ChatCompletionRequest | CompletionRequest,
+        body: ChatCompletionRequest | CompletionRequest,
     ) -> None:
         self.form, self.prefix = form, form.prefix
-        self.score_prompts = isinstance(asked, CompletionRequest) and asked.echo and asked.logprobs is not None
-        super().__init__(backend, requests, method, asked)
+        self.score_prompts = isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None
+        super().__init__(backend, requests, method, body)
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -164,13 +164,13 @@ class ChoicesAnswer(Answer):
             pass
         answer = self._object(self.form.object, [self.form.choice(choice) for choice in self.choices])
         answer["usage"] = self._usage()
-        if self.asked.include_metrics:
+        if self.body.include_metrics:
             answer["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
         return answer
 
     async def stream(self) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        options = self.asked.stream_options
+        options = self.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
 
         silent: list[list[CallRecord]] = [[] for _ in self.choices]  # calls whose text is still held back
@@ -179,7 +179,7 @@ class ChoicesAnswer(Answer):
             choices: list[dict[str, Any]], counts: dict[str, Any] | None, calls: Sequence[CallRecord] | None = None
         ) -> str:
             chunk = self._object(self.form.chunk_object, choices)
-            if calls is not None and self.asked.include_metrics:
+            if calls is not None and self.body.include_metrics:
                 chunk["metrics"] = {"speculative_decoding": speculation_metrics(calls)}
             if counts is not None:
                 chunk["usage"] = counts
@@ -210,10 +210,10 @@ class ChoicesAnswer(Answer):
 
     def _usage(self, num_unsent: int = 0) -> dict[str, Any]:
         """Token counts up to now, without the last tokens if they are not sent yet."""
-        each_prompt = self.choices[:: self.asked.n]
+        each_prompt = self.choices[:: self.body.n]
         return usage(
             sum(len(choice.request.request.prompt) for choice in each_prompt),
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
-            self.calls if getattr(self.asked, "prediction", None) is not None else None,
+            self.calls if getattr(self.body, "prediction", None) is not None else None,
         )

@@ -86,10 +86,16 @@ class LimitedConnection(H11Protocol):
         """Where there are too many connections, close the one that has kept us waiting longest."""
         if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency - BACKLOG:
             return
-        others = [one for one in self.connections if isinstance(one, LimitedConnection) and one is not self]
-        waiting = [one for one in others if one.incomplete and not one.transport.is_closing()]
+        others = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, LimitedConnection) and connection is not self
+        ]
+        waiting = [
+            connection for connection in others if connection.incomplete and not connection.transport.is_closing()
+        ]
         if waiting:
-            min(waiting, key=lambda one: one.made).transport.abort()
+            min(waiting, key=lambda connection: connection.made).transport.abort()
         elif len(self.connections) > self.limit_concurrency:  # up to there they are answered
             self.transport.abort()
 

@@ -44,10 +44,10 @@ class LimitedConstraint:
         drafts = self._seconds_left() >= DRAFTING_SECONDS
         return self._timed(lambda: self.constraint.num_allowed(text, tokens)) if drafts else 0
 
-    def forced(self, text: Sequence[int], room: int) -> Sequence[int]:
+    def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """As the constraint says; none while little time is left."""
         drafts = self._seconds_left() >= DRAFTING_SECONDS
-        return self._timed(lambda: self.constraint.forced(text, room)) if drafts else ()
+        return self._timed(lambda: self.constraint.fast_forward(text, max_tokens)) if drafts else ()
 
     def _seconds_left(self) -> float:
         new, self.num_calls = len(self.request.calls) - self.num_calls, len(self.request.calls)

@@ -30,9 +30,9 @@ async def _invalid_request(_: Request, error: Exception) -> Response:
     """The first field at fault, in one line."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
-    of_field = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    of_field = [detail for detail in errors if detail["loc"][:2] == errors[0]["loc"][:2]]
     # where a value may have several forms, the one that fits most: but for its length, or in its outer parts
-    first = max(of_field, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
+    first = max(of_field, key=lambda detail: (detail["type"].endswith("too_long"), len(detail["loc"])))
     names = _names_in(error.body, first["loc"])
     if first["type"] == "extra_forbidden":
         message = f"the field {names[-1]!r} is not supported; leave it out"

@@ -82,8 +82,8 @@ class Guard:
             body.release()
             seconds = round(time.monotonic() - started, 4)
             line = {"request_id": request_id.decode(), "method": scope["method"], "path": scope["path"]}
-            asked = {} if body.copy is None else {"body": body.copy.decode(errors="replace")}
-            log.info(json.dumps({**line, "status": status or GONE, "seconds": seconds, **asked}))
+            logged = {} if body.copy is None else {"body": body.copy.decode(errors="replace")}
+            log.info(json.dumps({**line, "status": status or GONE, "seconds": seconds, **logged}))
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         """Why a request is not answered; one with a valid key is noted to come from it."""

@@ -17,8 +17,8 @@ ALL_ADDRESSES = ("0.0.0.0", "::", "")  # to listen on all of them
 def allowed_hosts(address: str, more: Collection[str] = ()) -> frozenset[str]:
     """The names of a server that listens on `address`, and `more` of them."""
     machine = socket.gethostname()
-    own = (machine, f"{machine}.local") if address in ALL_ADDRESSES else (address,)
-    return frozenset(name.lower() for name in (*own, *more))
+    names = (machine, f"{machine}.local") if address in ALL_ADDRESSES else (address,)
+    return frozenset(name.lower() for name in (*names, *more))
 
 
 def is_allowed(host: str, names: Collection[str]) -> bool:

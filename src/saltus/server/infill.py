@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from saltus.engine.engine import AnyRequest, TextRequest
-from saltus.engine.infill import InfillRequest as InfillHoles
+from saltus.engine.infill import HolesRequest
 from saltus.engine.infill_template import InfillTemplate
 from saltus.engine.request import CallRecord
 from saltus.methods.shared.answer_memory import AnswerMemory
@@ -93,10 +93,10 @@ class InfillRequest(SamplingFields):
 class InfillAnswer(Answer):
     """The text in one hole, or from the first hole to the last."""
 
-    asked: InfillRequest
+    body: InfillRequest
 
-    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, asked: InfillRequest) -> None:
-        super().__init__(backend, requests, method, asked)
+    def __init__(self, backend: Backend, requests: Sequence[AnyRequest], method: str, body: InfillRequest) -> None:
+        super().__init__(backend, requests, method, body)
 
     def draft_from(self, memory: AnswerMemory) -> None:
         if isinstance(self.choices[0].request, TextRequest):  # tokens of holes do not follow on those given
@@ -110,8 +110,8 @@ class InfillAnswer(Answer):
     async def stream(self) -> AsyncIterator[str]:
         try:
             async for _, delta in self.arriving():
-                found = self._selected(self._object(delta.text, delta.finish_reason is not None, delta.calls))
-                yield f"data: {json.dumps(found, ensure_ascii=False)}\n\n"
+                chunk = self._selected(self._object(delta.text, delta.finish_reason is not None, delta.calls))
+                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
         except ApiError as error:
             yield f"data: {json.dumps(error.body())}\n\n"
 
@@ -119,41 +119,41 @@ class InfillAnswer(Answer):
         """llama.cpp's object, with what it says of a finished text at the end only."""
         choice = self.choices[0]
         request, calls = choice.request.request, choice.calls
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": 0, "content": content, "tokens": [], "id_slot": -1, "stop": stop,
             "tokens_predicted": len(choice.tokens), "tokens_evaluated": len(request.prompt),
         }  # fmt: skip
-        if self.asked.include_metrics:
-            found["metrics"] = {"speculative_decoding": speculation_metrics(new_calls)}
+        if self.body.include_metrics:
+            fields["metrics"] = {"speculative_decoding": speculation_metrics(new_calls)}
         if not stop:
-            return found
+            return fields
         read = calls[0].context_tokens_read if calls else 0
         timings = {
             **_timing("prompt", read, calls[0].seconds if calls else 0.0),
             **_timing("predicted", len(choice.tokens), sum((call.seconds for call in calls[1:]), 0.0)),
         }
-        if isinstance(choice.request, InfillHoles):
-            found["fillings"] = choice.request.infilling().fillings
+        if isinstance(choice.request, HolesRequest):
+            fields["fillings"] = choice.request.infilling().fillings
         kind = "limit" if choice.finish_reason == "length" else "word" if self._ended_by_word() else "eos"
-        found |= {
+        fields |= {
             "model": self.backend.name, "stop_type": kind, "stopping_word": "", "truncated": False,
             "has_new_line": "\n" in choice.text, "timings": timings,
             "tokens_cached": choice.served.cached_tokens if choice.served is not None else 0,
         }  # fmt: skip
-        return found
+        return fields
 
     def _ended_by_word(self) -> bool:
         choice = self.choices[0]
         ends = choice.request.output.end_tokens if isinstance(choice.request, TextRequest) else ()
         return not choice.tokens or choice.tokens[-1] not in ends
 
-    def _selected(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _selected(self, content: dict[str, Any]) -> dict[str, Any]:
         """The fields that the client wants, under the names that it gave."""
-        if not self.asked.response_fields:
-            return found
+        if not self.body.response_fields:
+            return content
         chosen = {}
-        for name in self.asked.response_fields:
-            value: Any = found
+        for name in self.body.response_fields:
+            value: Any = content
             for part in name.split("/"):
                 value = value.get(part) if isinstance(value, dict) else None
             if value is not None:

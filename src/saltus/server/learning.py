@@ -33,8 +33,8 @@ from saltus.loading.metadata import read_metadata
 from saltus.methods.ptp.network import DraftModel, DraftNetwork
 from saltus.methods.ptp.training.online import (
     DrafterWeights,
+    LearningProgress,
     LearningSettings,
-    Progress,
     drafter_weights,
     serve_training,
 )
@@ -112,7 +112,7 @@ class Learner:
         self._load_latest()
         self.waiting: deque[RecentText] = deque(maxlen=MAX_WAITING)
         self.states: WeakKeyDictionary[ServedRequest, TextStates] = WeakKeyDictionary()  # of running texts
-        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_progress: Callable[[LearningProgress], None] = lambda progress: None
         self.closed, self.wake = False, threading.Event()
         self.between_pieces = threading.Event()  # the process has nothing to do
         self.between_pieces.set()
@@ -223,7 +223,7 @@ class Learner:
                     continue
                 self.between_pieces.clear()
                 self.connection.send("advance")
-                progress: Progress = self.connection.recv()
+                progress: LearningProgress = self.connection.recv()
                 self.between_pieces.set()
                 idle = progress.idle
                 self._take(progress)
@@ -240,7 +240,7 @@ class Learner:
             self.waiting.clear()
             self.process.kill()
 
-    def _take(self, progress: Progress) -> None:
+    def _take(self, progress: LearningProgress) -> None:
         """Put a drafter in place that has passed its evaluation, and count what was done.
 
         After each evaluation without a gain the process has half of the time, until one passes.
@@ -293,9 +293,9 @@ class Learner:
 
 def _trainable_drafter(engine: Engine) -> DraftNetwork:
     """The drafter of the engine's method. Errors: ValueError if there is none that can be trained."""
-    found = engine.decoder.setup(engine.method).networks.get(DRAFTER)
-    if isinstance(found, DraftNetwork):
-        return found
+    drafter = engine.decoder.setup(engine.method).networks.get(DRAFTER)
+    if isinstance(drafter, DraftNetwork):
+        return drafter
     chosen = engine.decoder.chosen_method(engine.method)
     if "ptp" in chosen.split("+"):
         raise ValueError(
@@ -339,7 +339,7 @@ def _train(connection: Connection, training: dict[str, Any], time_slices: TimeSl
         return
 
 
-def progress_counter(metrics: ServerMetrics) -> Callable[[Progress], None]:
+def progress_counter(metrics: ServerMetrics) -> Callable[[LearningProgress], None]:
     """Adds the metrics of learning, which are ours, and returns what counts each piece of its work."""
 
     def made(kind: type, name: str, text: str, *more: str) -> Any:
@@ -350,7 +350,7 @@ def progress_counter(metrics: ServerMetrics) -> Callable[[Progress], None]:
     replacements = made(Counter, "learning_replacements", "drafters that were replaced").labels(**metrics.labels)
     tokens = made(Gauge, "learning_tokens_per_call", "tokens a call in the last comparison", "drafter")
 
-    def count(progress: Progress) -> None:
+    def count(progress: LearningProgress) -> None:
         steps.inc(progress.steps)
         replacements.inc(progress.drafter is not None)
         if progress.evaluation is not None:

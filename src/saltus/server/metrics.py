@@ -65,7 +65,7 @@ class ServerMetrics:
         for call in calls:
             self._generated.inc(len(call.tokens))
             if call.num_draft_tokens:
-                accepted = max(len(call.tokens) - call.num_forced_tokens - 1, 0)
+                accepted = max(len(call.tokens) - call.num_padding_tokens - 1, 0)
                 self._drafts.inc()
                 self._draft_tokens.inc(call.num_draft_tokens)
                 self._accepted.inc(accepted)

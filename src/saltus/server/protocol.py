@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from saltus.engine.decoder import MAX_BUDGET
+from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Items, JsonObject
 from saltus.server.structured import (
     MAX_TOOLS,
@@ -42,7 +42,7 @@ def _of_few_biases(given: Any) -> Any:
 def _of_few_items(given: Any) -> Any:
     """A conversation with few messages and parts: a million of them would take seconds to be read."""
     if isinstance(given, list):
-        contents = [one.get("content", one.get("output")) for one in given if isinstance(one, dict)]
+        contents = [item.get("content", item.get("output")) for item in given if isinstance(item, dict)]
         count = len(given) + sum(len(content) for content in contents if isinstance(content, list))
         if count > MAX_ITEMS:
             raise ValueError(
@@ -63,8 +63,8 @@ class Speculative(Fields):
     """How a text is drafted; it cannot change the text."""
 
     method: str | None = None
-    budget: int | None = Field(
-        None, ge=0, le=MAX_BUDGET
+    max_draft_tokens: int | None = Field(
+        None, ge=0, le=MAX_DRAFT_TOKENS
     )  # draft tokens of a call, at most; the server's is a limit, too
 
 
@@ -100,9 +100,9 @@ class SamplingFields(Fields):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     @property
-    def draft_budget(self) -> int | None:
+    def max_draft_tokens(self) -> int | None:
         """The draft tokens of a call that the request asks for; None: as many as the server drafts."""
-        return self.speculative.budget if isinstance(self.speculative, Speculative) else None
+        return self.speculative.max_draft_tokens if isinstance(self.speculative, Speculative) else None
 
 
 class SharedFields(SamplingFields, GrammarFields):

@@ -100,11 +100,11 @@ def stop_replicas() -> None:
 def wait_for_signal() -> None:
     """Until Ctrl-C or SIGTERM; a second one ends the process."""
     stopped = threading.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda *_: stopped.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
     stopped.wait()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _imported() -> tuple[Any, Any]:

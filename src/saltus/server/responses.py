@@ -17,14 +17,14 @@ from saltus.server.structured import Tools
 from saltus.server.translation import ROLES, speculation_metrics
 
 
-def response_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The conversation of a request, as the chat template reads it."""
     messages: list[dict[str, Any]] = []
-    if asked.instructions:
-        messages.append({"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        return [*messages, {"role": "user", "content": asked.input}]
-    for item in asked.input:
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for item in body.input:
         if isinstance(item, ResponseCall):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
@@ -47,12 +47,12 @@ class ResponseAnswer(Answer):
     """An answer with a message, calls of functions, or both."""
 
     prefix = "resp_"
-    asked: ResponsesRequest
+    body: ResponsesRequest
 
     def __init__(
-        self, backend: Backend, requests: Sequence[TextRequest], method: str, asked: ResponsesRequest, tools: Tools
+        self, backend: Backend, requests: Sequence[TextRequest], method: str, body: ResponsesRequest, tools: Tools
     ) -> None:
-        super().__init__(backend, requests, method, asked)
+        super().__init__(backend, requests, method, body)
         self.tools, self.reader = tools, tools.reader()
         self.items: list[dict[str, Any]] = []  # of the output
         self.message: dict[str, Any] | None = None  # among them
@@ -138,7 +138,7 @@ class ResponseAnswer(Answer):
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         """The response as far as it has arrived; without a status it is finished."""
-        choice, asked = self.choices[0], self.asked
+        choice, body = self.choices[0], self.body
         finished = status is None
         status = status or ("completed" if choice.finish_reason == "stop" else "incomplete")
         response: dict[str, Any] = {
@@ -150,21 +150,21 @@ class ResponseAnswer(Answer):
             "output": self.items if finished else [],
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": _dumped(asked.text.format) if asked.text and asked.text.format else {"type": "text"}},
-            "tool_choice": _dumped(asked.tool_choice) or "auto",
-            "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in asked.tools or ()],
-            "top_p": asked.top_p,
+            "temperature": body.temperature,
+            "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
+            "tool_choice": _dumped(body.tool_choice) or "auto",
+            "tools": [{"parameters": {}, "strict": True, **_dumped(tool)} for tool in body.tools or ()],
+            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": self._usage() if finished else None,
         }
-        if finished and asked.include_metrics:
+        if finished and body.include_metrics:
             response["metrics"] = {"speculative_decoding": speculation_metrics(self.calls)}
         return response
 

@@ -83,115 +83,115 @@ class Service:
         if self.learner is not None:
             self.learner.close()
 
-    async def chat(self, asked: ChatCompletionRequest, prepare: Prepare) -> Answer:
+    async def chat(self, body: ChatCompletionRequest, prepare: Prepare) -> Answer:
         """The answer to a conversation."""
-        self.check_model(asked.model)
-        self._check_capacity(asked.n)
-        method, limit = requested_method(asked.speculative, self.engine.method), max_tokens_of(asked)
+        self.check_model(body.model)
+        self._check_capacity(body.n)
+        method, limit = requested_method(body.speculative, self.engine.method), max_tokens_of(body)
 
         def make() -> tuple[Tools, list[TextRequest]]:
-            tools = Tools(self.engine, asked)
-            settings = {"grammar": tools.grammar(asked.grammar(self.engine)), "tools": tools.offered}
-            seeds, messages = chosen_seeds(asked, asked.n), conversation(asked.messages)
-            return tools, text_requests(self.engine, messages, asked, limit, seeds, raw=False, **settings)
+            tools = Tools(self.engine, body)
+            settings = {"grammar": tools.grammar(body.grammar(self.engine)), "tools": tools.offered}
+            seeds, messages = chosen_seeds(body, body.n), conversation(body.messages)
+            return tools, text_requests(self.engine, messages, body, limit, seeds, raw=False, **settings)
 
         tools, requests = await prepare(make)
         return ChoicesAnswer(
-            self.backend, ChatForm(self.engine.tokenizer, asked.logprobs, tools), requests, method, asked
+            self.backend, ChatForm(self.engine.tokenizer, body.logprobs, tools), requests, method, body
         )
 
-    async def respond(self, asked: ResponsesRequest, prepare: Prepare) -> Answer:
+    async def respond(self, body: ResponsesRequest, prepare: Prepare) -> Answer:
         """The answer in the form of OpenAI's responses."""
-        self.check_model(asked.model)
+        self.check_model(body.model)
         self._check_capacity(1)
         method, form = (
-            requested_method(asked.speculative, self.engine.method),
-            asked.text.format if asked.text else None,
+            requested_method(body.speculative, self.engine.method),
+            body.text.format if body.text else None,
         )
 
         def make() -> tuple[Tools, list[TextRequest]]:
-            tools = Tools(self.engine, asked.tool_fields())
+            tools = Tools(self.engine, body.tool_fields())
             of_text = None if form is None else checked_grammar(self.engine, "text.format", format_grammar, form)
             settings = {"grammar": tools.grammar(of_text), "tools": tools.offered}
-            limit, seeds, messages = asked.max_output_tokens, chosen_seeds(asked), response_messages(asked)
-            return tools, text_requests(self.engine, messages, asked, limit, seeds, raw=False, **settings)
+            limit, seeds, messages = body.max_output_tokens, chosen_seeds(body), response_messages(body)
+            return tools, text_requests(self.engine, messages, body, limit, seeds, raw=False, **settings)
 
         tools, requests = await prepare(make)
-        return ResponseAnswer(self.backend, requests, method, asked, tools)
+        return ResponseAnswer(self.backend, requests, method, body, tools)
 
-    async def complete(self, asked: CompletionRequest, prepare: Prepare) -> Answer:
+    async def complete(self, body: CompletionRequest, prepare: Prepare) -> Answer:
         """Continuations of texts."""
-        self.check_model(asked.model)
-        prompts = completion_prompts(asked.prompt)
-        self._check_capacity(len(prompts) * asked.n)
-        method, seeds = requested_method(asked.speculative, self.engine.method), chosen_seeds(asked, asked.n)
-        if asked.echo and asked.logprobs is not None:
-            self._check_scores_prompts(asked)
-        settings = {"raw": True, "suffix": asked.suffix, "grammar": await prepare(asked.grammar, self.engine)}
+        self.check_model(body.model)
+        prompts = completion_prompts(body.prompt)
+        self._check_capacity(len(prompts) * body.n)
+        method, seeds = requested_method(body.speculative, self.engine.method), chosen_seeds(body, body.n)
+        if body.echo and body.logprobs is not None:
+            self._check_scores_prompts(body)
+        settings = {"raw": True, "suffix": body.suffix, "grammar": await prepare(body.grammar, self.engine)}
         requests: list[TextRequest] = []
         for prompt in prompts:  # one by one: others have their turn between them, and a client that leaves ends it
-            make = partial(text_requests, self.engine, prompt, asked, asked.max_tokens, seeds, **settings)
+            make = partial(text_requests, self.engine, prompt, body, body.max_tokens, seeds, **settings)
             requests += await prepare(make)
-        echoes = [str(request.prompt) if asked.echo else "" for request in requests]
+        echoes = [str(request.prompt) if body.echo else "" for request in requests]
         return ChoicesAnswer(
-            self.backend, TextForm(self.engine.tokenizer, asked.logprobs is not None, echoes), requests, method, asked
+            self.backend, TextForm(self.engine.tokenizer, body.logprobs is not None, echoes), requests, method, body
         )
 
-    async def infill(self, asked: InfillRequest, prepare: Prepare) -> Answer:
+    async def infill(self, body: InfillRequest, prepare: Prepare) -> Answer:
         """What stands between two texts, in llama.cpp's form, or in the holes between several."""
-        self.check_model(asked.model)
+        self.check_model(body.model)
         self._check_capacity(1)
-        method = requested_method(asked.speculative, self.engine.method)
-        return InfillAnswer(self.backend, await prepare(self._infill_requests, asked), method, asked)
+        method = requested_method(body.speculative, self.engine.method)
+        return InfillAnswer(self.backend, await prepare(self._infill_requests, body), method, body)
 
-    def _infill_requests(self, asked: InfillRequest) -> Sequence[AnyRequest]:
-        seeds = chosen_seeds(asked)
+    def _infill_requests(self, body: InfillRequest) -> Sequence[AnyRequest]:
+        seeds = chosen_seeds(body)
         try:
-            template = asked.template()
+            template = body.template()
         except ValueError as error:
             raise ApiError(400, str(error), "parts") from error
         if self.engine.network.any_subset:
-            if asked.stop:
+            if body.stop:
                 raise ApiError(400, "the holes of this model have no stop strings; leave out stop", "stop")
-            given = "n_predict" in asked.model_fields_set and asked.n_predict > 0
-            open_tokens = asked.n_predict if given else DEFAULT_OPEN_TOKENS
-            return [infill_request(self.engine, template, asked, open_tokens, seeds[0])]
+            given = "n_predict" in body.model_fields_set and body.n_predict > 0
+            open_tokens = body.n_predict if given else DEFAULT_OPEN_TOKENS
+            return [infill_request(self.engine, template, body, open_tokens, seeds[0])]
         if template.hole_lengths != (None,):
             raise ApiError(400, "this model fills one hole and ends it itself; give two parts", "parts")
         before, after = template.pieces
-        files = [(one.filename, one.text) for one in asked.input_extra]
-        limit = asked.n_predict if asked.n_predict >= 0 else None
-        return text_requests(self.engine, before, asked, limit, seeds, raw=True, suffix=after, files=files)
+        files = [(file.filename, file.text) for file in body.input_extra]
+        limit = body.n_predict if body.n_predict >= 0 else None
+        return text_requests(self.engine, before, body, limit, seeds, raw=True, suffix=after, files=files)
 
-    def tokenize(self, asked: TokenizeRequest) -> dict[str, Any]:
+    def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or of a conversation. Errors: ApiError."""
-        self.check_model(asked.model)
+        self.check_model(body.model)
         engine, context = self.engine, self.engine.target.context_length
-        if (asked.prompt is None) == (asked.messages is None):
+        if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        messages = None if asked.messages is None else conversation(asked.messages)
-        texts = [asked.prompt or ""] if messages is None else [message["content"] for message in messages]
+        messages = None if body.messages is None else conversation(body.messages)
+        texts = [body.prompt or ""] if messages is None else [message["content"] for message in messages]
         try:
             if sum(map(len, texts)) > MAX_TOKENIZED:  # shorter ones may be longer than the context: clients cut them
                 require_fits(texts, engine.tokenizer, context, engine.target.name, "the text")
             if messages is not None:
                 tokens = engine.encode(messages)
-            elif asked.add_special_tokens:
+            elif body.add_special_tokens:
                 tokens = engine.encode(texts[0], raw=True)
             else:
                 tokens = engine.tokenizer(texts[0], add_special_tokens=False).input_ids
         except ValueError as error:
             raise ApiError(400, str(error), "prompt" if messages is None else "messages") from error
-        strings = engine.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {"tokens": tokens, "token_strs": strings, "count": len(tokens), "max_model_len": context}
 
-    def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
+    def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens. Errors: ApiError."""
-        self.check_model(asked.model)
+        self.check_model(body.model)
         size = max(len(self.engine.tokenizer), self.engine.target.num_token_ids)
-        if wrong := [token for token in asked.tokens if not 0 <= token < size]:
+        if wrong := [token for token in body.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {wrong[0]} does not exist; the vocabulary has {size:,}", "tokens")
-        return {"prompt": self.engine.tokenizer.decode(asked.tokens)}
+        return {"prompt": self.engine.tokenizer.decode(body.tokens)}
 
     def _check_capacity(self, num_texts: int) -> None:
         """Refuse more texts than can be queued, before they are prepared. Errors: ApiError 400 or 429."""
@@ -203,16 +203,16 @@ class Service:
         if self.engine_thread.num_open + num_texts > capacity:
             raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
 
-    def _check_scores_prompts(self, asked: CompletionRequest) -> None:
+    def _check_scores_prompts(self, body: CompletionRequest) -> None:
         """Refuse log-probabilities of an echoed prompt where there are none. Errors: ApiError 400."""
         if self.engine.network.any_subset:
             raise ApiError(400, "this model gives no log-probabilities of a prompt; leave out echo or logprobs", "echo")
-        if asked.suffix is not None:
+        if body.suffix is not None:
             raise ApiError(400, "a suffix and log-probabilities of an echoed prompt exclude each other", "suffix")
 
-    def check_model(self, asked: str | None) -> None:
+    def check_model(self, model: str | None) -> None:
         """Raise ApiError 404 for another model."""
-        if asked is not None and asked not in (self.name, "default"):
+        if model is not None and model not in (self.name, "default"):
             raise ApiError(
-                404, f"the model {asked!r} is not served here, but {self.name!r} is", "model", "model_not_found"
+                404, f"the model {model!r} is not served here, but {self.name!r} is", "model", "model_not_found"
             )

@@ -80,15 +80,15 @@ class GrammarFields(Fields):
         makers = {
             "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.lark,
         }  # fmt: skip
-        asked = [(f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in makers.items()]
+        grammars = [(f"guided_{kind}", make, getattr(self, f"guided_{kind}")) for kind, make in makers.items()]
         given = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
-        asked += [("structured_outputs", make, given[kind]) for kind, make in makers.items()]
-        asked.append(("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None))
-        asked.append(("response_format", format_grammar, self.response_format))
-        asked = [one for one in asked if one[2] is not None and not isinstance(one[2], TextFormat)]
-        if len(asked) > 1:
-            raise ApiError(400, f"give {asked[0][0]} or {asked[1][0]}, not both", asked[1][0])
-        return checked_grammar(engine, *asked[0]) if asked else None
+        grammars += [("structured_outputs", make, given[kind]) for kind, make in makers.items()]
+        grammars.append(("structured_outputs", lambda _: Grammar.json_object(), outputs.json_object or None))
+        grammars.append(("response_format", format_grammar, self.response_format))
+        grammars = [entry for entry in grammars if entry[2] is not None and not isinstance(entry[2], TextFormat)]
+        if len(grammars) > 1:
+            raise ApiError(400, f"give {grammars[0][0]} or {grammars[1][0]}, not both", grammars[1][0])
+        return checked_grammar(engine, *grammars[0]) if grammars else None
 
 
 def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat) -> Grammar | None:
@@ -103,9 +103,9 @@ def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | Fla
 def checked_grammar(engine: Engine, field: str, make: Callable[[Any], Grammar | None], given: Any) -> Grammar | None:
     """`make(given)`, ready for use. Errors: ApiError 400 that names the field of the request."""
     try:
-        if (found := make(given)) is not None:
-            found.constraint(engine.tokenizer, engine.target.end_tokens)  # compiles it
-        return found
+        if (grammar := make(given)) is not None:
+            grammar.constraint(engine.tokenizer, engine.target.end_tokens)  # compiles it
+        return grammar
     except ValueError as error:
         raise ApiError(400, str(error), field) from error
 
@@ -172,8 +172,8 @@ class ToolFields(Fields):
 class Tools:
     """The tools of a request: what the prompt says of them, and the calls in an answer."""
 
-    def __init__(self, engine: Engine, asked: ToolFields) -> None:
-        tools, choice = asked.tools or [], asked.tool_choice
+    def __init__(self, engine: Engine, body: ToolFields) -> None:
+        tools, choice = body.tools or [], body.tool_choice
         if choice == "none":
             tools = []
         self.offered = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -182,7 +182,7 @@ class Tools:
         self._callable = [tool.model_dump(exclude_none=True) for tool in tools]
         self.engine, self.form = engine, tool_format(engine.tokenizer)
         self.required = choice == "required" or isinstance(choice, NamedTool)
-        self.several = asked.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+        self.several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
     def grammar(self, of_text: Grammar | None) -> Grammar | None:
         """The grammar of an answer: of its calls, or without tools that of its text. Errors: ApiError 400."""

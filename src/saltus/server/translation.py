@@ -28,12 +28,12 @@ ROLES = {"developer": "system"}  # as chat templates name them
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the chat template reads them; the texts of a message's parts are joined."""
-    found = []
+    chat = []
     for message in messages:
         given = message.model_dump(exclude_none=True)
         role = ROLES.get(message.role, message.role)
-        found.append({**given, "role": role, "content": joined_text(message.content or "")})
-    return found
+        chat.append({**given, "role": role, "content": joined_text(message.content or "")})
+    return chat
 
 
 def joined_text(content: str | Sequence[ContentPart]) -> str:
@@ -50,13 +50,13 @@ def completion_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return list(prompt)
 
 
-def requested_method(asked: bool | Speculative, default: str) -> str:
+def requested_method(speculative: bool | Speculative, default: str) -> str:
     """The method of a request. Errors: ApiError 400 for one that does not exist."""
-    if asked is True:
+    if speculative is True:
         return default
-    if asked is False:
+    if speculative is False:
         return "plain"
-    method = "plain" if asked.budget == 0 else asked.method or default
+    method = "plain" if speculative.max_draft_tokens == 0 else speculative.method or default
     try:
         make_methods(method)
     except ValueError as error:
@@ -64,16 +64,16 @@ def requested_method(asked: bool | Speculative, default: str) -> str:
     return method
 
 
-def chosen_seeds(asked: SamplingFields, count: int = 1) -> list[int]:
+def chosen_seeds(body: SamplingFields, count: int = 1) -> list[int]:
     """The seeds of choices: the first is as asked for, else fresh. The i-th choice has the first seed plus i."""
-    first = int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed
+    first = int.from_bytes(os.urandom(7)) if body.seed is None else body.seed
     return [(first + i) % (MAX_SEED + 1) for i in range(count)]
 
 
 def text_requests(
     engine: Engine,
     prompt: Any,
-    asked: SamplingFields,
+    body: SamplingFields,
     max_tokens: int | None,
     seeds: Sequence[int],
     *,
@@ -85,16 +85,16 @@ def text_requests(
 ) -> list[TextRequest]:
     """Requests of the engine for one prompt, which is tokenised once. Errors: ApiError 400 that names the field."""
     context = engine.target.context_length
-    wants_logprobs, top_logprobs = asked_logprobs(asked)
-    prediction = asked.prediction if isinstance(asked, ChatCompletionRequest) else None
+    wants_logprobs, top_logprobs = requested_logprobs(body)
+    prediction = body.prediction if isinstance(body, ChatCompletionRequest) else None
     settings = {
-        **sampling_settings(asked), "prediction": None if prediction is None else joined_text(prediction.content)
+        **sampling_settings(body), "prediction": None if prediction is None else joined_text(prediction.content)
     }  # fmt: skip
-    check_logit_bias(engine, asked)
+    check_logit_bias(engine, body)
     try:
         first = engine.text_request(
             prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seeds[0],
-            stop=asked.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=asked.ignore_eos,
+            stop=body.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=body.ignore_eos,
             grammar=grammar, tools=tools, suffix=suffix, files=files, **settings,
         )  # fmt: skip
     except ValueError as error:
@@ -106,48 +106,48 @@ def text_requests(
 
 
 def infill_request(
-    engine: Engine, template: InfillTemplate, asked: SamplingFields, open_tokens: int, seed: int
+    engine: Engine, template: InfillTemplate, body: SamplingFields, open_tokens: int, seed: int
 ) -> AnyRequest:
     """A request of the engine for the holes of a text, which is taken as it is. Errors: ApiError 400."""
-    check_logit_bias(engine, asked)
+    check_logit_bias(engine, body)
     try:
         return engine.infill_request(
-            template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(asked)
+            template, open_tokens=open_tokens, seed=seed, verbatim=True, **sampling_settings(body)
         )
     except ValueError as error:
         raise ApiError(400, str(error), _field_of(str(error))) from error
 
 
-def check_logit_bias(engine: Engine, asked: SamplingFields) -> None:
+def check_logit_bias(engine: Engine, body: SamplingFields) -> None:
     """Refuse a bias of a token that does not exist. Errors: ApiError 400."""
     size = engine.target.num_token_ids
-    if (wrong := next((token for token in asked.logit_bias or () if not 0 <= token < size), None)) is not None:
+    if (wrong := next((token for token in body.logit_bias or () if not 0 <= token < size), None)) is not None:
         raise ApiError(400, f"logit_bias names token {wrong}, but the vocabulary has {size:,}", "logit_bias")
 
 
-def sampling_settings(asked: SamplingFields) -> dict[str, Any]:
+def sampling_settings(body: SamplingFields) -> dict[str, Any]:
     """Sampling settings of the request, as keyword arguments of the engine."""
     return {
-        "temperature": DEFAULT_TEMPERATURE if asked.temperature is None else float(asked.temperature),
-        "top_p": 1.0 if asked.top_p is None else float(asked.top_p),
-        "top_k": max(asked.top_k or 0, 0),
-        "min_p": float(asked.min_p or 0.0),
-        "repetition_penalty": 1.0 if asked.repetition_penalty is None else float(asked.repetition_penalty),
-        "presence_penalty": float(asked.presence_penalty or 0.0),
-        "frequency_penalty": float(asked.frequency_penalty or 0.0),
-        "logit_bias": tuple((token, float(bias)) for token, bias in (asked.logit_bias or {}).items()),
+        "temperature": DEFAULT_TEMPERATURE if body.temperature is None else float(body.temperature),
+        "top_p": 1.0 if body.top_p is None else float(body.top_p),
+        "top_k": max(body.top_k or 0, 0),
+        "min_p": float(body.min_p or 0.0),
+        "repetition_penalty": 1.0 if body.repetition_penalty is None else float(body.repetition_penalty),
+        "presence_penalty": float(body.presence_penalty or 0.0),
+        "frequency_penalty": float(body.frequency_penalty or 0.0),
+        "logit_bias": tuple((token, float(bias)) for token, bias in (body.logit_bias or {}).items()),
     }
 
 
-def asked_logprobs(asked: SamplingFields) -> tuple[bool, int]:
+def requested_logprobs(body: SamplingFields) -> tuple[bool, int]:
     """Whether a request wants log-probabilities, and of how many of the likeliest tokens beside. Errors: ApiError."""
-    if isinstance(asked, CompletionRequest):
-        return asked.logprobs is not None, asked.logprobs or 0
-    if not isinstance(asked, ChatCompletionRequest):
+    if isinstance(body, CompletionRequest):
+        return body.logprobs is not None, body.logprobs or 0
+    if not isinstance(body, ChatCompletionRequest):
         return False, 0
-    if asked.top_logprobs and not asked.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    return asked.logprobs, asked.top_logprobs or 0
+    return body.logprobs, body.top_logprobs or 0
 
 
 def _field_of(message: str) -> str | None:
@@ -163,7 +163,7 @@ def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, predicted: Sequence[CallRecord] | None
 ) -> dict[str, Any]:
     """Token counts of an answer; with the calls of a predicted one, how many draft tokens these accepted."""
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -172,17 +172,17 @@ def usage(
     if predicted is not None:
         drafted = speculation_metrics(predicted)
         accepted = drafted["num_accepted_draft_tokens"]
-        found["completion_tokens_details"] = {
+        counts["completion_tokens_details"] = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted["num_draft_tokens"] - accepted,
         }
-    return found
+    return counts
 
 
 def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
     """What drafting did for a text. A call's length counts the target's own token."""
     drafted = sum(call.num_draft_tokens for call in calls)
-    accepted = [len(call.tokens) - call.num_forced_tokens - 1 for call in calls]
+    accepted = [len(call.tokens) - call.num_padding_tokens - 1 for call in calls]
     verified = [count for call, count in zip(calls, accepted, strict=True) if call.num_draft_tokens]
     histogram = [0] * (1 + max(accepted, default=0))
     for count in accepted:
@@ -199,8 +199,8 @@ def speculation_metrics(calls: Sequence[CallRecord]) -> dict[str, Any]:
     }
 
 
-def max_tokens_of(asked: ChatCompletionRequest | CompletionRequest) -> int | None:
+def max_tokens_of(body: ChatCompletionRequest | CompletionRequest) -> int | None:
     """The limit of new tokens; None: as many as the model's context holds."""
-    if isinstance(asked, CompletionRequest):
-        return asked.max_tokens
-    return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    if isinstance(body, CompletionRequest):
+        return body.max_tokens
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -62,9 +62,9 @@ class QueryDrafterTask(CachedStateTask):
 
     def _loss(self, step: int) -> Float[Tensor, ""]:
         texts = self.window_dataset.training_batch(step)
-        own = self.processes.share(len(texts.tokens))
-        batch = texts.select(own)
-        unknown, chosen = (part[own] for part in self._random_positions(texts, step))
+        share = self.processes.share(len(texts.tokens))
+        batch = texts.select(share)
+        unknown, chosen = (part[share] for part in self._random_positions(texts, step))
         tokens, counted = self._draft_targets(batch)
         depths = torch.arange(self.shape.window, device=tokens.device).expand(counted.shape)[counted]
         weights = self.window_settings.discount**depths

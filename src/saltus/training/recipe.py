@@ -101,7 +101,7 @@ def _setting_paths(kind: str) -> list[str]:
     """The paths of all settings of a kind of recipe: `key`, or `section.key`."""
     paths = []
     for name, hint in [*_recipe_hints().items(), (kind, OBJECTIVES[kind].settings_type)]:
-        paths += [f"{name}.{one.name}" for one in fields(hint)] if is_dataclass(hint) else [name]
+        paths += [f"{name}.{field.name}" for field in fields(hint)] if is_dataclass(hint) else [name]
     return paths
 
 
@@ -138,7 +138,7 @@ def _parse_value(value: Any, hint: Any, where: str) -> Any:
     if kind is types.UnionType:  # X | None
         return _parse_value(value, inner[0], where)
     if kind is tuple and isinstance(value, list):
-        return tuple(_parse_value(one, inner[0], where) for one in value)
+        return tuple(_parse_value(item, inner[0], where) for item in value)
     if hint is float and type(value) is int:
         return float(value)
     if kind is None and type(value) is hint:

@@ -16,7 +16,7 @@ from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.processes import ONE_PROCESS, Processes
-from saltus.training.loop.training_loop import Progress, Schedule
+from saltus.training.loop.training_loop import Schedule, TrainingProgress
 from saltus.training.objective import TrainingInputs
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
@@ -53,7 +53,10 @@ class TrainingRun(TrainingInputs):
         return task
 
     def train(
-        self, task: TrainingTask, on_checkpoint: Callable[[Progress], None], on_step: Callable[[int, float], None]
+        self,
+        task: TrainingTask,
+        on_checkpoint: Callable[[TrainingProgress], None],
+        on_step: Callable[[int, float], None],
     ) -> dict[str, Any]:
         """Train to the end, from the last checkpoint on; returns the results for the card. Errors: ValueError."""
         recipe = json.loads(json.dumps(self.recipe.identity))
@@ -101,7 +104,7 @@ def train_task(
     schedule: Schedule,
     checkpoint_path: Path,
     settings: dict[str, Any],
-    on_checkpoint: Callable[[Progress], None],
+    on_checkpoint: Callable[[TrainingProgress], None],
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """Run the training loop on a task; returns the mean losses between checkpoints."""

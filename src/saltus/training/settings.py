@@ -56,5 +56,5 @@ class Recipe:
             omitted.append("coupling")
         if not self.truncation:
             omitted += ["top_k", "top_p"]
-        found = {name: value for name, value in asdict(self).items() if name not in omitted}
-        return found | {self.kind: getattr(self.settings, "identity", None) or asdict(self.settings)}
+        values = {name: value for name, value in asdict(self).items() if name not in omitted}
+        return values | {self.kind: getattr(self.settings, "identity", None) or asdict(self.settings)}

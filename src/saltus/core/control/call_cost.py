@@ -25,10 +25,10 @@ class CallCost:
         if self.seconds:
             nearest = min(self.seconds, key=lambda size: abs(math.log(size / rows)))
             change = self.update_rate * (min(max(seconds / self.seconds_for(rows), 0.5), 2.0) - 1)
-            own = self.seconds[nearest] * (1 + change)
+            updated = self.seconds[nearest] * (1 + change)
             for size, known in self.seconds.items():
                 moved = known * (1 + change / 2)
-                self.seconds[size] = own if size == nearest or (moved > own) == (size < nearest) else moved
+                self.seconds[size] = updated if size == nearest or (moved > updated) == (size < nearest) else moved
 
     def seconds_for(self, rows: int) -> float:
         """Seconds of a call of `rows` rows; if nothing was measured, relative ones: 1 + 2 % for each row."""
@@ -54,8 +54,8 @@ class CallCost:
 
 def never_falling(seconds: Mapping[int, float]) -> dict[int, float]:
     """The times by numbers of rows, none above that of a larger number."""
-    least, found = math.inf, {}
+    least, lowered = math.inf, {}
     for rows in sorted(seconds, reverse=True):
         least = min(least, seconds[rows])
-        found[rows] = least
-    return dict(sorted(found.items()))
+        lowered[rows] = least
+    return dict(sorted(lowered.items()))

@@ -18,11 +18,11 @@ class Controller:
     Under `match` it cannot change the text. Under `reject` the tree decides which tokens are sampled, so the engine
     then uses one that is not adaptive.
 
-    Without `adaptive` a call carries the whole tree, up to `budget` nodes. With it, a call carries the nodes that pay,
-    and drafters with draft models are switched off while they do not pay for their time.
+    Without `adaptive` a call carries the whole tree, up to `max_draft_tokens` nodes. With it, a call carries the nodes
+    that pay, and drafters with draft models are switched off while they do not pay for their time.
     """
 
-    budget: int = 16
+    max_draft_tokens: int = 16
     adaptive: bool = True
     acceptance: Acceptance = field(default_factory=Acceptance)
     call_cost: CallCost = field(default_factory=CallCost)
@@ -60,10 +60,10 @@ class Controller:
         pruning by them would bias rejection sampling.
         """
         if not self.adaptive:
-            return min(len(tree.tokens), self.budget)
+            return min(len(tree.tokens), self.max_draft_tokens)
         sampled = any(distribution is not None for distribution in tree.distributions)
         best, best_rate, expected = 0, 1 / self.call_cost.seconds_for(1), 1.0
-        for n, value in enumerate(tree.expected_tokens[: self.budget], start=1):
+        for n, value in enumerate(tree.expected_tokens[: self.max_draft_tokens], start=1):
             expected += value
             rate = expected / self.call_cost.seconds_for(n + 1)
             if rate > best_rate:
@@ -99,8 +99,8 @@ class Controller:
             )
             drafted = draft_seconds or step.inputs.has_token_queries
             throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
-            throughput.record(len(decided) - step.num_forced_tokens, spent / self.call_cost.seconds_for(1))
+            throughput.record(len(decided) - step.num_padding_tokens, spent / self.call_cost.seconds_for(1))
 
 
-def _same_drafter(one: str, other: str) -> bool:
-    return one.partition("/")[0] == other.partition("/")[0]
+def _same_drafter(source: str, other: str) -> bool:
+    return source.partition("/")[0] == other.partition("/")[0]

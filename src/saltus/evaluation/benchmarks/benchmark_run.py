@@ -66,7 +66,7 @@ class Benchmark:
 
         Plain decoding's answer enters the next turn of all systems, so that all read the same.
         """
-        task, found = self.tasks[task_index], []
+        task, records = self.tasks[task_index], []
         raw = task.raw is not None and (self.raw or task.always_raw or not self.engine.tokenizer.chat_template)
         first = task_index % len(self.systems)
         order = [*self.systems[first:], *self.systems[:first]]
@@ -84,10 +84,10 @@ class Benchmark:
             for system in self.systems:
                 answer, seconds = made[system.name]
                 written = system.to_answer(request, answer)
-                found.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
+                records.append({"prompt": shown} | self._record(task, turn, system, request, written, seconds))
                 if system is self.systems[0]:
                     conversation.add_answer("".join(written.pieces))
-        return found
+        return records
 
     def _new_request(self, prompt: Any, raw: bool, stop: tuple[str, ...]) -> BenchmarkRequest:
         raw = raw or not self.engine.tokenizer.chat_template
@@ -103,11 +103,11 @@ class Benchmark:
         seconds: float,
     ) -> Record:
         context = self.engine.target.context_length
-        room = None if context is None else context - len(request.prompt_tokens)
+        available_tokens = None if context is None else context - len(request.prompt_tokens)
         ends = self.engine.target.end_tokens | request.end_tokens
         if request.template is not None:
-            ends, room = frozenset(() if request.hole_end is None else (request.hole_end,)), None
-        early = early_end_problems(request, answer, ends, room)
+            ends, available_tokens = frozenset(() if request.hole_end is None else (request.hole_end,)), None
+        early = early_end_problems(request, answer, ends, available_tokens)
         last = turn == len(task.prompt.turns or (0,)) - 1
         score = self.grader.score(task.reference, "".join(answer.pieces)) if self.grader and last else None
         return {
@@ -119,7 +119,7 @@ class Benchmark:
             "calls": None if answer.calls is None else [dataclasses.asdict(call) for call in answer.calls],
             "problems": answer.problems + (early if system.kind == "method" else []),
             "score": score, "accuracy_of": self.grader and self.grader.metric_name,
-            "other_dice": system.kind == "baseline" and not request.sampling.greedy,
+            "other_rng": system.kind == "baseline" and not request.sampling.greedy,
         }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def open_records(
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"--out {folder} is a file; give a folder") from None
     before = _read_plan(kept) if kept.exists() and not fresh else None
-    begun = before.pop("circumstances") if before else run_info
+    begun = before.pop("environment") if before else run_info
     if before is not None and before != plan:
         key = next(key for key in [*plan, *before] if plan.get(key) != before.get(key))
         was, now = (_abbreviate(each.get(key)) for each in (before, plan))
@@ -184,7 +184,7 @@ def open_records(
         )
     if before is None:
         file.unlink(missing_ok=True)
-        kept.write_text(json.dumps({**plan, "circumstances": run_info}, indent=1))
+        kept.write_text(json.dumps({**plan, "environment": run_info}, indent=1))
     needed = {task.id: len(task.prompt.turns or (0,)) * len(plan["systems"]) for task in tasks}
     records = BenchmarkRecords(_read_complete_tasks(file, needed), begun, file)
     if records.num_measured_tasks < len(tasks) and begun["commit"] != run_info["commit"]:
@@ -225,7 +225,7 @@ def _read_plan(file: Path) -> dict[str, Any]:
         plan = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         plan = None
-    if not isinstance(plan, dict) or "circumstances" not in plan:
+    if not isinstance(plan, dict) or "environment" not in plan:
         raise ValueError(f"{file} is damaged; give another --out, or --fresh to measure anew")
     return plan
 

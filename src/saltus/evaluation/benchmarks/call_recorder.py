@@ -62,8 +62,8 @@ def record_calls(network: Any) -> CallRecorder:
 
     From Python 3.12 on `isinstance` of a protocol ignores `__getattr__`, so its class has their members.
     """
-    own = {name: property(attrgetter(f"network.{name}")) for name in MEMBERS_OF_PROTOCOLS if hasattr(network, name)}
-    return type(CallRecorder.__name__, (CallRecorder,), own)(network)
+    members = {name: property(attrgetter(f"network.{name}")) for name in MEMBERS_OF_PROTOCOLS if hasattr(network, name)}
+    return type(CallRecorder.__name__, (CallRecorder,), members)(network)
 
 
 def _known_tokens(inputs: ForwardInputs) -> np.ndarray:
@@ -90,22 +90,22 @@ def verification_problems(calls: Sequence[RecordedCall], prompt: Sequence[int], 
     text = np.concatenate([np.asarray(prompt, dtype=np.int64), np.asarray(tokens, dtype=np.int64)])
     if not calls:
         return [f"{len(tokens)} tokens came without a call of the model"] if len(tokens) else []
-    found = []
+    problems = []
     first = calls[0]
     if first.context_tokens_read < len(prompt):
-        found.append(f"only {first.context_tokens_read} of the prompt's {len(prompt)} tokens were read")
+        problems.append(f"only {first.context_tokens_read} of the prompt's {len(prompt)} tokens were read")
     ends = [*(len(_known_tokens(seen.inputs)) for seen in calls[1:]), len(text)]
     for number, (seen, end) in enumerate(zip(calls, ends, strict=True)):
         before = _known_tokens(seen.inputs)
         if not np.array_equal(before, text[: len(before)]):
-            found.append(f"call {number} stood after another text than the one that was given out")
+            problems.append(f"call {number} stood after another text than the one that was given out")
             break
-        checked = len(seen.inputs.match_tokens(text[len(before) : end].tolist()))
+        checked = len(seen.inputs.matching_nodes(text[len(before) : end].tolist()))
         if end > len(before) + checked + 1:
             position = len(before) + checked + 1 - len(prompt)
-            found.append(f"token {position} was given out, but never checked by the model")
+            problems.append(f"token {position} was given out, but never checked by the model")
             break
         if end <= len(before) and not (seen.inputs.query_nodes and not seen.inputs.num_draft_tokens):
-            found.append(f"call {number} decided nothing")
+            problems.append(f"call {number} decided nothing")
             break
-    return found
+    return problems

@@ -69,19 +69,19 @@ def _nearest_sides(engine: Engine, task: Task, reserved: int) -> tuple[str, str]
     if context is None:
         return task.raw, task.suffix
     before, after = task.raw.splitlines(keepends=True), task.suffix.splitlines(keepends=True)
-    room = context - reserved
+    available_tokens = context - reserved
     right = sum(_num_tokens(tokenizer, line) for line in after)
-    before = _nearest(tokenizer, before[::-1], max(room - right, room * 2 // 3))[::-1]
-    after = _nearest(tokenizer, after, room - sum(_num_tokens(tokenizer, line) for line in before))
+    before = _nearest(tokenizer, before[::-1], max(available_tokens - right, available_tokens * 2 // 3))[::-1]
+    after = _nearest(tokenizer, after, available_tokens - sum(_num_tokens(tokenizer, line) for line in before))
     return "".join(before), "".join(after)
 
 
-def _nearest(tokenizer: Any, lines: Sequence[str], room: int) -> list[str]:
-    """The first lines that have `room` tokens together, at most."""
+def _nearest(tokenizer: Any, lines: Sequence[str], max_tokens: int) -> list[str]:
+    """The first lines that have `max_tokens` tokens together, at most."""
     kept: list[str] = []
     for line in lines:
-        room -= _num_tokens(tokenizer, line)
-        if room < 0:
+        max_tokens -= _num_tokens(tokenizer, line)
+        if max_tokens < 0:
             break
         kept.append(line)
     return kept

@@ -77,7 +77,7 @@ class LlamaCppBaseline:
         return tokens, clock
 
     def _stopped(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
-        return bool(stop) and any(one in self.engine.tokenizer.decode(tokens) for one in stop)
+        return bool(stop) and any(string in self.engine.tokenizer.decode(tokens) for string in stop)
 
     def to_answer(self, request: BenchmarkRequest, output: Any) -> MeasuredAnswer:
         tokens, clock = output

@@ -43,7 +43,7 @@ class SaltusLMBase:
     """A model of lm_eval that decodes with Saltus; `model_class` joins it with lm_eval's base class.
 
     `pretrained` (or `model`) is a name, a folder, a GGUF file or an Engine. `method`, `dtype`, `weights`,
-    `arithmetic`, `rule`, `budget` and `options` are those of `saltus.load`; an argument such as
+    `arithmetic`, `rule`, `max_draft_tokens` and `options` are those of `saltus.load`; an argument such as
     `lookup.max_ngram_size=5` is an option too.
     If a task samples, each request has a seed of its own, derived from `seed`, its prompt and the number of its
     repetition, and `coupling` says which token its random numbers pick. Errors: ValueError.
@@ -66,7 +66,7 @@ class SaltusLMBase:
         seed: int = 0,
         coupling: Any = None,
         rule: str = "match",
-        budget: int | None = None,
+        max_draft_tokens: int | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         max_length: int | None = None,
@@ -93,7 +93,7 @@ class SaltusLMBase:
             "weights": weights,
             "arithmetic": arithmetic,
             "rule": rule,
-            "budget": budget,
+            "max_draft_tokens": max_draft_tokens,
             "options": chosen,
         }
         settings |= {"device": device or "auto", "chat_template": chat_template}
@@ -225,10 +225,10 @@ class SaltusLMBase:
         pairs = [self._truncate_context(request, context, continuation) for request, context, continuation in requests]
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
 
-            def done(index: int, found: Any) -> None:
+            def done(index: int, score: Any) -> None:
                 bar.update()
                 if requests[index][0] is not None:  # for rolling windows the caller caches
-                    answer = (found.log_likelihood, found.is_greedy)
+                    answer = (score.log_likelihood, score.is_greedy)
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
 
             scores = score_continuations(self.engine.network, pairs, self.batch_size, done)
@@ -303,14 +303,14 @@ class SaltusLMBase:
         end = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         stops = handle_stop_sequences(wanted.pop("until", None), eos=end)
         length = wanted.pop("max_gen_toks")
-        room = self.max_length - length
-        if room <= 0:
+        max_prompt_tokens = self.max_length - length
+        if max_prompt_tokens <= 0:
             raise ValueError(f"max_gen_toks is {length:,}, but prompt and answer share {self.max_length:,}; lower it")
         special = False if context.startswith(self.tokenizer.bos_token or "\0") else self.add_bos_token
         prompt = self._encode(context, special) or [self.prefix_token_id]
-        if len(prompt) > room:
-            logger.warning("a prompt is %d tokens too long; its beginning is cut off", len(prompt) - room)
-        prompt = prompt[-room:]
+        if len(prompt) > max_prompt_tokens:
+            logger.warning("a prompt is %d tokens too long; its beginning is cut off", len(prompt) - max_prompt_tokens)
+        prompt = prompt[-max_prompt_tokens:]
         if "max_length" in wanted:
             length = max(int(wanted.pop("max_length")) - len(prompt), 0)
             length = min(length, self.max_length - len(prompt))

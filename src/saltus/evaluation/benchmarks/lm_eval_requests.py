@@ -58,9 +58,9 @@ def sampling_from_kwargs(generation_kwargs: Mapping[str, Any], model: Any) -> An
         raise ValueError(
             f"generation argument {unknown[0]} is unknown to saltus; it can do {', '.join(SAMPLING_SETTINGS)}"
         )
-    own = getattr(model, "generation_config", None)
+    model_config = getattr(model, "generation_config", None)
     distribution: dict[str, Any] = {"top_k": DEFAULT_TOP_K} | {
-        name: value for name in SAMPLING_SETTINGS if (value := getattr(own, name, None)) is not None
+        name: value for name in SAMPLING_SETTINGS if (value := getattr(model_config, name, None)) is not None
     }
     distribution |= {name: value for name, value in given.items() if value is not None}
     temperature = float(generation_kwargs.get("temperature") or 0.0)  # lm_eval has set it to 0 where do_sample is false

@@ -77,12 +77,12 @@ def score_continuations(
     Texts are read in the order of their tokens, so that one KV cache serves all with a common prefix; `batch_size`
     such caches are used in each call. A continuation that is too long for a call is scored in pieces.
     """
-    room = max(MAX_NODES_PER_CALL // batch_size, MIN_NODES_PER_TEXT)
+    max_nodes = max(MAX_NODES_PER_CALL // batch_size, MIN_NODES_PER_TEXT)
     order = sorted(range(len(pairs)), key=lambda i: (*pairs[i][0], *pairs[i][1]))
     scores = [ContinuationScore() for _ in pairs]
     share = -(-len(order) // batch_size) or 1
     sequences = [
-        SequenceState(_scoring_generator(order[start : start + share], pairs, room, scores, on_score))
+        SequenceState(_scoring_generator(order[start : start + share], pairs, max_nodes, scores, on_score))
         for start in range(0, len(order), share)
     ]
     for _ in run_batch(sequences, {"target": network}):
@@ -108,7 +108,7 @@ def _scoring_generator(
 def _continuation_trees(
     order: Sequence[int], pairs: Sequence[Pair], max_nodes: int
 ) -> Iterator[tuple[ContinuationTree, list[int]]]:
-    """Trees of at most `room` nodes, each with the continuations whose scores it completes."""
+    """Trees of at most `max_nodes` nodes, each with the continuations whose scores it completes."""
     tree, complete = None, []
     for owner in order:
         context, tokens = pairs[owner]

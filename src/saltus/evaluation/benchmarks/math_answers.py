@@ -30,8 +30,8 @@ def math_answer(row: Mapping[str, Any], text: str) -> dict[str, bool | float]:
             f"the reference {row['solution'][:40]!r} has no answer; give rows an answer, or a solution that has it"
             " in \\boxed{}"
         )
-    found = final_answer(text)
-    return {"correct": found is not None and same_answer(reference, found)}
+    answer = final_answer(text)
+    return {"correct": answer is not None and same_answer(reference, answer)}
 
 
 def final_answer(text: str) -> str | None:

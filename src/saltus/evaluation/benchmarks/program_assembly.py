@@ -103,7 +103,7 @@ def _longest_parsable_code(text: str) -> str:
     that is cut off."""
     begin = CODE_START.search(text)
     code = text[begin.start() :] if begin else text
-    ends = [len(code), *(found.start() for found in reversed(list(TOP_LEVEL_STATEMENT.finditer(code))))]
+    ends = [len(code), *(statement.start() for statement in reversed(list(TOP_LEVEL_STATEMENT.finditer(code))))]
     return next((code[:end] for end in ends if end and _parses(code[:end])), code)
 
 
@@ -137,8 +137,8 @@ def _definition(row: Mapping[str, Any]) -> re.Pattern[str]:
 
 def _above(row: Mapping[str, Any]) -> str:
     """The part of a prompt above the function that is asked for: imports, and functions that tests use."""
-    own = _definition(row).search(row["prompt"])
-    return row["prompt"][: own.start()] if own else ""
+    definition = _definition(row).search(row["prompt"])
+    return row["prompt"][: definition.start()] if definition else ""
 
 
 def _with_tests(row: Mapping[str, Any], code: str) -> GradedProgram:

@@ -99,14 +99,14 @@ class MethodUnderTest:
         self.call_recorder.calls.clear()
         sampling = request.sampling
         if request.template is not None:
-            one = self.engine.infill_request(
+            prepared = self.engine.infill_request(
                 request.template, open_tokens=request.max_new_tokens, verbatim=True, seed=request.seed,
                 temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                 coupling=sampling.coupling,
             )  # fmt: skip
-            for _ in run_requests(self.engine.decoder, [one.request], self.name):
+            for _ in run_requests(self.engine.decoder, [prepared.request], self.name):
                 pass
-            infilling = one.infilling()
+            infilling = prepared.infilling()
             return infilling.token_texts[0], infilling, list(self.call_recorder.calls)
         stream = self.engine.stream(
             request.prompt, method=self.name, raw=request.raw, stop=request.stop, seed=request.seed,
@@ -152,11 +152,11 @@ def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnd
 
 def split_text_by_call(tokenizer: Any, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:
     """The text that each call added, for systems that report tokens only."""
-    detokenizer, found, at = Detokenizer(tokenizer), [], 0
+    detokenizer, pieces, at = Detokenizer(tokenizer), [], 0
     for count in tokens_per_call:
-        found.append("".join(detokenizer.add(token) for token in tokens[at : at + count]))
+        pieces.append("".join(detokenizer.add(token) for token in tokens[at : at + count]))
         at += count
-    return found
+    return pieces
 
 
 def early_end_problems(

@@ -51,12 +51,12 @@ def profile_call(
     measurement slows the call. On CUDA the parts are kernel times without graphs, and the whole is a call with graphs:
     `rest` may then be negative.
     """
-    kv_cache, one = network.new_kv_cache(), synthetic_inputs(num_nodes, text_length, vocab_size)
+    kv_cache, inputs = network.new_kv_cache(), synthetic_inputs(num_nodes, text_length, vocab_size)
 
     def call() -> float:
         synchronize()
         started = clock()
-        network.forward([one], [kv_cache])
+        network.forward([inputs], [kv_cache])
         synchronize()
         return clock() - started
 
@@ -65,12 +65,12 @@ def profile_call(
     call()  # reads the text
     call()
     watched(network, call, clock)
-    found, alone = [], []
+    profiled, alone = [], []
     for _ in range(rounds):
         alone.append(call())
-        found.append(watched(network, call, clock))
+        profiled.append(watched(network, call, clock))
     unprofiled = quartiles(alone)[1]
-    whole, parts = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+    whole, parts = sorted(profiled, key=lambda each: each[0])[(len(profiled) - 1) // 2]
     overhead = None if cuda else whole / unprofiled - 1
     whole = unprofiled if cuda else whole
     ms = {part: 1000 * parts.get(part, 0.0) for part in PARTS[:-1]}
@@ -84,12 +84,12 @@ def profile_call(
 def _measure_by_timer(network: Any, call: Callable[[], float], clock: Clock) -> tuple[float, dict[str, float]]:
     decoder = network.native_decoder
     if isinstance(decoder, NativeDecoder):
-        decoder.seconds = found = native.SecondsOfParts()
+        decoder.seconds = timed = native.SecondsOfParts()
         try:
             whole = call()
         finally:
             decoder.seconds = None
-        return whole, {part: getattr(found, name) for name, part in PARTS_OF_KERNEL.items()}
+        return whole, {part: getattr(timed, name) for name, part in PARTS_OF_KERNEL.items()}
     watch = PartTimer(clock)
     with instrumented(network, watch.time_function):
         whole = call()
@@ -155,9 +155,9 @@ def _part_of_module(module: Any, output_embeddings: Any) -> str | None:
 
 @contextmanager
 def _patch_attention(wrap: WrapFunction) -> Iterator[None]:
-    own = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
-    AttentionInterface.register(attention.ATTENTION_NAME, wrap(ATTENTION, own))
+    original = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
+    AttentionInterface.register(attention.ATTENTION_NAME, wrap(ATTENTION, original))
     try:
         yield
     finally:
-        AttentionInterface.register(attention.ATTENTION_NAME, own)
+        AttentionInterface.register(attention.ATTENTION_NAME, original)

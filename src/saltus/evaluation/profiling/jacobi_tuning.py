@@ -13,11 +13,11 @@ from saltus.engine.results import PromptLike
 
 PLAIN = "plain"
 VALUES: Mapping[str, Sequence[int | float]] = {  # that are tried, in this order of options
-    "block": (4, 8, 16, 32, 64),
+    "block_size": (4, 8, 16, 32, 64),
     "candidates": (0, 1, 2, 4, 8),
-    "ngram": (2, 3, 4, 6, 8),  # tokens of a recycled n-gram, its key included
-    "blocks": (1, 2, 3, 4),
-    "spawn": (0.5, 0.85, 1.0),
+    "ngram_size": (2, 3, 4, 6, 8),  # tokens of a recycled n-gram, its key included
+    "max_blocks": (1, 2, 3, 4),
+    "spawn_ratio": (0.5, 0.85, 1.0),
 }
 
 Setting = Mapping[str, Any]
@@ -41,7 +41,7 @@ class JacobiSearch:
 
     engine: Engine
     prompts: Sequence[PromptLike]
-    budget: int  # nodes of a call
+    max_draft_tokens: int  # of a call
     generate_settings: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
@@ -52,10 +52,10 @@ class JacobiSearch:
 
     @property
     def values(self) -> dict[str, list[int | float]]:
-        """What is tried: blocks within the budget, of which an adapter needs two rows a guess."""
-        rows = self.budget // 2 if "model" in self.fixed_options else self.budget
+        """What is tried: blocks that fit into `max_draft_tokens`, of which an adapter needs two rows a guess."""
+        rows = self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         return {
-            option: [value for value in tried if option != "block" or value <= max(rows + 1, tried[0])]
+            option: [value for value in tried if option != "block_size" or value <= max(rows + 1, tried[0])]
             for option, tried in VALUES.items()
         }
 
@@ -67,7 +67,7 @@ class JacobiSearch:
     def run(self) -> Iterator[None]:
         """Measure; yields after each text."""
         for option, tried in self.values.items():
-            unused = {"ngram": self.best.get("candidates") == 0, "spawn": self.best.get("blocks") == 1}
+            unused = {"ngram_size": self.best.get("candidates") == 0, "spawn_ratio": self.best.get("max_blocks") == 1}
             if unused.get(option):
                 continue
             rows: list[dict[str, Any]] = [{PLAIN: True}, *({**self.best, option: value} for value in tried)]
@@ -99,7 +99,9 @@ class JacobiSearch:
 
     def _engine(self, row: Setting) -> Engine:
         options = {} if PLAIN in row else row
-        return self.engine.copy_with(options={"jacobi": {**self.fixed_options, **options}}, budget=self.budget)
+        return self.engine.copy_with(
+            options={"jacobi": {**self.fixed_options, **options}}, max_draft_tokens=self.max_draft_tokens
+        )
 
     def _generate(self, engine: Engine, row: Setting, text: int) -> tuple[int, int]:
         """Tokens and calls of a text."""

@@ -46,15 +46,15 @@ def profile_step(
         return clock() - started, steps
 
     write()
-    alone, found = [], []
+    alone, profiled = [], []
     for _ in range(rounds):
         seconds, steps = write()
         alone.append(seconds / max(steps, 1))
         watch = PartTimer(clock)
         with instrumented(engine, method, watch, synchronize):
             seconds, steps = write(watch)
-        found.append((seconds / max(steps, 1), steps, watch.seconds))
-    whole, steps, parts = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+        profiled.append((seconds / max(steps, 1), steps, watch.seconds))
+    whole, steps, parts = sorted(profiled, key=lambda each: each[0])[(len(profiled) - 1) // 2]
     unprofiled = quartiles(alone)[1]
     ms = {part: 1000 * parts.get(part, 0.0) / max(steps, 1) for part in PARTS[:-1]}
     ms[REST] = 1000 * whole - sum(ms.values())
@@ -88,7 +88,7 @@ def instrumented(engine: Any, method: str, timer: PartTimer, synchronize: Callab
         ),
         *(
             (distributions, name, timer.time_function(SAMPLING, getattr(distributions, name)))
-            for name in ("token_distribution", "greedy_tokens", "pick_token", "race_winner")
+            for name in ("token_distribution", "greedy_tokens", "pick_token", "gumbel_max_token")
         ),
     ]
     with ExitStack() as stack:

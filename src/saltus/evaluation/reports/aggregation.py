@@ -41,27 +41,27 @@ def aggregate_records(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sums = {system: _sum_by_task([r for r in records if r["system"] == system], tasks) for system in systems}
     category = {record["task"]: record["category"] for record in records}
     groups = {name: np.array([category[task] == name for task in tasks]) for name in dict.fromkeys(category.values())}
-    found = {}
+    by_system = {}
     for system in systems:
-        own = [record for record in records if record["system"] == system]
-        reported = own[0]["calls"] is not None
-        scored = next((record for record in own if record["score"]), None)
-        found[system] = {
-            "kind": own[0]["kind"],
+        of_system = [record for record in records if record["system"] == system]
+        reported = of_system[0]["calls"] is not None
+        scored = next((record for record in of_system if record["score"]), None)
+        by_system[system] = {
+            "kind": of_system[0]["kind"],
             **_rates_with_intervals(sums[system], sums[PLAIN], reported),
-            "acceptance_by_position": _acceptance_by_position(own) if reported else None,
-            "identical": _count_identical(own, of_plain),
+            "acceptance_by_position": _acceptance_by_position(of_system) if reported else None,
+            "identical": _count_identical(of_system, of_plain),
             "accuracy_of": scored and scored["accuracy_of"],
-            "problems": _list_problems(own),
+            "problems": _list_problems(of_system),
             "by_category": {
                 name: _rates_with_intervals(
                     _select_tasks(sums[system], mask), _select_tasks(sums[PLAIN], mask), reported
                 )
-                | {"identical": _count_identical([r for r in own if r["category"] == name], of_plain)}
+                | {"identical": _count_identical([r for r in of_system if r["category"] == name], of_plain)}
                 for name, mask in groups.items()
             },
         }
-    return found
+    return by_system
 
 
 def text_id(record: Mapping[str, Any]) -> tuple[str, int]:
@@ -98,31 +98,31 @@ def _select_tasks(sums: Sums, mask: np.ndarray) -> Sums:
     return {name: column[mask] for name, column in sums.items()}
 
 
-def _rates_with_intervals(own: Sums, plain: Sums, calls_known: bool) -> dict[str, Any]:
+def _rates_with_intervals(sums: Sums, plain: Sums, calls_known: bool) -> dict[str, Any]:
     """Rates of a system over some tasks, each with the central 95 % of a bootstrap over tasks."""
-    weights = _resample_counts(len(own["texts"]))
-    point, spread = _rates(own, plain, np.ones((1, len(own["texts"])))), _rates(own, plain, weights)
+    weights = _resample_counts(len(sums["texts"]))
+    point, spread = _rates(sums, plain, np.ones((1, len(sums["texts"])))), _rates(sums, plain, weights)
     unknown = set() if calls_known else {"tokens_per_call", "ms_per_call", "nodes_per_call"}
     known = {name: None if name in unknown else _finite_or_none(values[0]) for name, values in point.items()}
     return {
-        "texts": int(own["texts"].sum()),
-        "calls": int(own["calls"].sum()) if calls_known else None,
-        "tokens": int(own["tokens"].sum()),
-        "seconds": float(own["seconds"].sum()),
-        "prefill_seconds": float(own["prefill_seconds"].sum()),
+        "texts": int(sums["texts"].sum()),
+        "calls": int(sums["calls"].sum()) if calls_known else None,
+        "tokens": int(sums["tokens"].sum()),
+        "seconds": float(sums["seconds"].sum()),
+        "prefill_seconds": float(sums["prefill_seconds"].sum()),
         **known,
         "ci95": {name: None if known[name] is None else _central_95(spread[name]) for name in RATES_WITH_INTERVALS},
     }
 
 
-def _rates(own: Sums, plain: Sums, weights: Float[np.ndarray, "resamples tasks"]) -> dict[str, np.ndarray]:
+def _rates(sums: Sums, plain: Sums, weights: Float[np.ndarray, "resamples tasks"]) -> dict[str, np.ndarray]:
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = {name: (weights @ own[over]) / (weights @ own[under]) for name, (over, under) in RATES.items()}
-        found["ms_per_call"] *= 1000
+        rates = {name: (weights @ sums[over]) / (weights @ sums[under]) for name, (over, under) in RATES.items()}
+        rates["ms_per_call"] *= 1000
         for name, rate in RATIOS_TO_BASELINE.items():
             over, under = RATES[rate]
-            found[name] = found[rate] / ((weights @ plain[over]) / (weights @ plain[under]))
-    return found
+            rates[name] = rates[rate] / ((weights @ plain[over]) / (weights @ plain[under]))
+    return rates
 
 
 @lru_cache(maxsize=16)
@@ -152,20 +152,20 @@ def _acceptance_by_position(records: Sequence[Mapping[str, Any]]) -> list[float]
 
 def _count_identical(records: Sequence[Mapping[str, Any]], plain: Mapping[Any, Mapping[str, Any]]) -> int | None:
     """Texts equal to plain's; None for systems with another random generator."""
-    if any(record["other_dice"] for record in records):
+    if any(record["other_rng"] for record in records):
         return None
     return sum(_is_same_text(record, plain[text_id(record)]) for record in records)
 
 
-def _is_same_text(one: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    if one["calls"] is None:  # a server gives characters, not tokens
-        return "".join(one["pieces"]) == "".join(plain["pieces"])
-    return one["tokens"] == plain["tokens"]
+def _is_same_text(record: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    if record["calls"] is None:  # a server gives characters, not tokens
+        return "".join(record["pieces"]) == "".join(plain["pieces"])
+    return record["tokens"] == plain["tokens"]
 
 
 def _list_problems(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = []
+    problems = []
     for record in records:
         where = f"task {record['task']}" + (f", turn {record['turn']}" if record["turn"] else "")
-        found += [f"{where}: {problem}" for problem in record["problems"]]
-    return found
+        problems += [f"{where}: {problem}" for problem in record["problems"]]
+    return problems

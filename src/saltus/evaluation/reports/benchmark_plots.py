@@ -7,9 +7,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from saltus.evaluation.reports.coloured_text import draw_coloured_text
 from saltus.evaluation.reports.label_placement import place_labels
 from saltus.evaluation.reports.palette import ALARM, BACKGROUND, BAND, INK, LINE, MUTED, Colour, assign_colours
+from saltus.evaluation.reports.text_figure import draw_coloured_text
 
 WIDTH, NARROW_WIDTH = 720, 620  # pixels, a hundred an inch
 STYLE: Any = {
@@ -97,12 +97,12 @@ def _new_figure(
 def _plot_speedup(results: Mapping[str, Any]) -> Any:
     """Dots with intervals: one row for each system over all texts; below, one for each category."""
     shown = {
-        system: one for system, one in results["methods"].items() if system != "plain" and one["speedup"] is not None
+        system: row for system, row in results["methods"].items() if system != "plain" and row["speedup"] is not None
     }
     if not shown:
         return None
     paint = assign_colours(results["methods"])
-    categories = list(dict.fromkeys(name for one in results["methods"].values() for name in one["by_category"]))
+    categories = list(dict.fromkeys(name for row in results["methods"].values() for name in row["by_category"]))
     categories = categories if len(categories) > 1 else []
     pitch, gap = max(7.5, 11 - len(shown) / 2), 12
     height = 22 * len(shown) + 14 + len(categories) * (pitch * len(shown) + gap)
@@ -116,13 +116,13 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.axvline(1, color=paint.get("plain", paint[next(iter(shown))]).light, lw=1.4, zorder=1)
-    for number, (system, one) in enumerate(shown.items()):
+    for number, (system, row) in enumerate(shown.items()):
         y = 11 + 22 * number
-        _draw_speedup(axes, one, y, paint[system], one["kind"], 7)
+        _draw_speedup(axes, row, y, paint[system], row["kind"], 7)
         axes.annotate(_abbreviate(system), (0, y), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", weight="bold",
                       color=paint[system].light)  # fmt: skip
-        said = f"{one['speedup']:.2f} ×{_format_interval(one['ci95'].get('speedup'))}"
+        said = f"{row['speedup']:.2f} ×{_format_interval(row['ci95'].get('speedup'))}"
         axes.annotate(said, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                       va="center", size=8.5)  # fmt: skip
     top = 22 * len(shown) + 14
@@ -133,9 +133,9 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
         middle = start + (pitch * len(shown) + gap) / 2
         axes.annotate(_abbreviate(category), (0, middle), xycoords=("axes fraction", "data"), xytext=(-10, 0),
                       textcoords="offset points", ha="right", va="center", size=9.5)  # fmt: skip
-        for line, (system, one) in enumerate(shown.items()):
-            if part := one["by_category"].get(category):
-                _draw_speedup(axes, part, start + gap / 2 + pitch * (line + 0.5), paint[system], one["kind"], 4.6)
+        for line, (system, row) in enumerate(shown.items()):
+            if part := row["by_category"].get(category):
+                _draw_speedup(axes, part, start + gap / 2 + pitch * (line + 0.5), paint[system], row["kind"], 4.6)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.9), max(high, 1.1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} ×")
@@ -150,15 +150,15 @@ def _plot_speedup(results: Mapping[str, Any]) -> Any:
 
 
 def _draw_speedup(
-    axes: Any, one: Mapping[str, Any], y: float | int, colour: Colour, kind: str, size: float | int
+    axes: Any, row: Mapping[str, Any], y: float | int, colour: Colour, kind: str, size: float | int
 ) -> None:
     """A speed-up and its interval; a baseline's mark is hollow."""
-    if one["speedup"] is None:
+    if row["speedup"] is None:
         return
-    if bounds := one["ci95"].get("speedup"):
+    if bounds := row["ci95"].get("speedup"):
         axes.plot(bounds, [y, y], color=colour.light, lw=size / 3.2, solid_capstyle="round", zorder=2, alpha=0.55)
     face = BACKGROUND if kind == "baseline" else colour.light
-    axes.plot([one["speedup"]], [y], colour.marker, color=colour.light, mfc=face, ms=size, mew=1.3, zorder=3)
+    axes.plot([row["speedup"]], [y], colour.marker, color=colour.light, mfc=face, ms=size, mew=1.3, zorder=3)
 
 
 def _abbreviate(name: str) -> str:
@@ -172,12 +172,12 @@ def _format_interval(bounds: Sequence[float | int] | None, form: str = ".2f") ->
 def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float | int) -> None:
     """Notes below: systems with problems, or with texts other than plain's (no fault of a baseline)."""
     ours, baselines, problems = [], [], []
-    for system, one in results["methods"].items():
-        if one["identical"] is not None and one["identical"] < one["texts"]:
-            own = ours if one["kind"] == "method" else baselines
-            own.append(f"{system} {one['texts'] - one['identical']} of {one['texts']}")
-        if one["problems"]:
-            problems.append(f"{system} {len(one['problems'])}")
+    for system, row in results["methods"].items():
+        if row["identical"] is not None and row["identical"] < row["texts"]:
+            notes = ours if row["kind"] == "method" else baselines
+            notes.append(f"{system} {row['texts'] - row['identical']} of {row['texts']}")
+        if row["problems"]:
+            problems.append(f"{system} {len(row['problems'])}")
     lines = [("other texts than plain’s: ", baselines, MUTED), ("other texts than plain’s: ", ours, ALARM),
              ("problems: ", problems, ALARM)]  # fmt: skip
     for number, (what, said, colour) in enumerate(line for line in lines if line[1]):
@@ -188,7 +188,7 @@ def _draw_problem_notes(figure: Any, results: Mapping[str, Any], height: float |
 
 def _plot_calls(results: Mapping[str, Any]) -> Any:
     """Tokens per call against the cost of a call, with lines of equal speed."""
-    shown = {system: one for system, one in results["methods"].items() if one["tokens_per_call"] and one["ms_per_call"]}
+    shown = {system: row for system, row in results["methods"].items() if row["tokens_per_call"] and row["ms_per_call"]}
     if not shown:
         return None
     paint = assign_colours(results["methods"])
@@ -201,22 +201,22 @@ def _plot_calls(results: Mapping[str, Any]) -> Any:
         names = ", ".join(map(_abbreviate, silent[:3])) + (" …" if len(silent) > 3 else "")
         figure.text(14 / NARROW_WIDTH, 7 / 450, f"not reported by {names}", size=8.5, color=MUTED)
     bars = []
-    for system, one in shown.items():
-        x, y, colour = one["ms_per_call"], one["tokens_per_call"], paint[system]
+    for system, row in shown.items():
+        x, y, colour = row["ms_per_call"], row["tokens_per_call"], paint[system]
         for name, line in (
             ("ms_per_call", lambda b, y=y: (b, [y, y])),
             ("tokens_per_call", lambda b, x=x: ([x, x], b)),
         ):
-            if bounds := one["ci95"].get(name):
+            if bounds := row["ci95"].get(name):
                 bars += axes.plot(*line(bounds), color=colour.light, lw=2, alpha=0.5, solid_capstyle="round", zorder=3)
-        face = BACKGROUND if one["kind"] == "baseline" else colour.light
+        face = BACKGROUND if row["kind"] == "baseline" else colour.light
         axes.plot([x], [y], colour.marker, color=colour.light, mfc=face, ms=8, mew=1.5, zorder=4)
     low, high = axes.get_xlim()
     axes.set_xlim(max(0, low - 0.12 * (high - low)), high + 0.2 * (high - low))
     low, high = axes.get_ylim()
     axes.set_ylim(max(0, low - 0.12 * (high - low)), high + 0.14 * max(high - low, 0.2))
     bars += _draw_equal_speed_lines(axes, shown.get("plain"))
-    points = {system: [(one["ms_per_call"], one["tokens_per_call"])] for system, one in shown.items()}
+    points = {system: [(row["ms_per_call"], row["tokens_per_call"])] for system, row in shown.items()}
     place_labels(axes, points, {system: paint[system].light for system in shown}, bars)
     axes.set_xlabel("milliseconds per call", loc="right")
     axes.set_ylabel("tokens per call")
@@ -229,13 +229,13 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
 
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     slowest, fastest = 1000 * low / right, 1000 * high / max(left, 1e-9)
-    own = 1000 * plain["tokens_per_call"] / plain["ms_per_call"] if plain else None
+    plain_speed = 1000 * plain["tokens_per_call"] / plain["ms_per_call"] if plain else None
     reach = 1000 * high / right  # the ray that leaves through the corner
     rounded = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(slowest, min(fastest, 3.2 * reach))
     speeds = [speed for speed in rounded if slowest < speed < fastest]
     taken: list[tuple[float, float]] = []
     strong: list[Any] = []
-    for speed in ([own] if own else []) + speeds:
+    for speed in ([plain_speed] if plain_speed else []) + speeds:
         x = min(right, 1000 * high / speed)
         y = speed * x / 1000
         place = ((x - left) / (right - left), (y - low) / (high - low))
@@ -245,7 +245,7 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
         ):
             continue
         taken.append(place)
-        mine = speed == own
+        mine = speed == plain_speed
         ray = axes.plot([0, x], [0, y], color=MUTED if mine else LINE, lw=1.8 if mine else 0.9, zorder=2 if mine else 1,
                         scalex=False, scaley=False)  # fmt: skip
         strong += ray if mine else []
@@ -254,10 +254,10 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
         axes.annotate(said, (x, y), xytext=(5, 0) if outside else (0, 3), textcoords="offset points", size=8.5,
                       ha="left" if outside else "center", va="center" if outside else "bottom",
                       color=INK if mine else MUTED, weight="bold" if mine else "normal")  # fmt: skip
-    if own:
+    if plain_speed:
         xs = [0, right]
-        axes.fill_between(xs, [own * x / 1000 for x in xs], [max(high, own * right / 1000)] * 2, color=BAND, lw=0,
-                          zorder=0)  # fmt: skip
+        line, top = [plain_speed * x / 1000 for x in xs], [max(high, plain_speed * right / 1000)] * 2
+        axes.fill_between(xs, line, top, color=BAND, lw=0, zorder=0)
         axes.annotate("faster than plain", (0.015, 0.975), xycoords="axes fraction", va="top", size=9, color=MUTED,
                       style="italic")  # fmt: skip
     axes.set_xlim(left, right)
@@ -267,7 +267,7 @@ def _draw_equal_speed_lines(axes: Any, plain: Mapping[str, Any] | None) -> list[
 
 def _plot_acceptance(results: Mapping[str, Any]) -> Any:
     """Lines over the position in the draft, named at their ends."""
-    shown = {system: one["acceptance_by_position"] for system, one in results["methods"].items()}
+    shown = {system: row["acceptance_by_position"] for system, row in results["methods"].items()}
     shown = {system: shares for system, shares in shown.items() if shares}
     if not shown:
         return None

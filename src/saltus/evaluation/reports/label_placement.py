@@ -65,7 +65,7 @@ def _box_around(point: Any, radius: float | int) -> Box:
     return point[0] - radius, point[1] - radius, point[0] + radius, point[1] + radius
 
 
-def _overlap_area(one: Box, other: Box) -> float:
-    wide = min(one[2], other[2]) - max(one[0], other[0])
-    tall = min(one[3], other[3]) - max(one[1], other[1])
+def _overlap_area(box: Box, other: Box) -> float:
+    wide = min(box[2], other[2]) - max(box[0], other[0])
+    tall = min(box[3], other[3]) - max(box[1], other[1])
     return max(wide, 0.0) * max(tall, 0.0)

@@ -59,8 +59,8 @@ def _categories_table(results: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _table_head(["texts", *(f"`{name}`" for name in others)])
     for name, plain in categories.items():
-        own = (systems[system]["by_category"][name] for system in others)
-        cells = (f"{_format_number(one['speedup'])} × ({_format_number(one['tokens_per_call'])})" for one in own)
+        rows = (systems[system]["by_category"][name] for system in others)
+        cells = (f"{_format_number(row['speedup'])} × ({_format_number(row['tokens_per_call'])})" for row in rows)
         yield _table_row([f"{name} ({plain['texts']})", *cells])
     yield ""
 

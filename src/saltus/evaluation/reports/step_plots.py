@@ -159,7 +159,7 @@ def _label_line_ends_log(axes: Any, x: float | int, ends: Sequence[tuple[float, 
 
 def _mark_knees(axes: Any, result: Mapping[str, Any], length: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """A drop line at the knee of the bound, and one where a call costs a quarter more than a call of one node."""
-    knee = next(one for one in result["knees"] if one["length"] == length)
+    knee = next(each for each in result["knees"] if each["length"] == length)
     bottom = axes.get_ylim()[0]
     marks = []
     if rows[0]["nodes"] < knee["predicted"] < rows[-1]["nodes"]:
@@ -184,13 +184,13 @@ def _plot_parts(result: Mapping[str, Any]) -> Any:
     top = 122
     if calls:
         axes = figure.add_axes((84 / WIDTH, 1 - (top + bars[0]) / height, (WIDTH - 150) / WIDTH, bars[0] / height))
-        names = [f"{one['nodes']} node{'' if one['nodes'] == 1 else 's'}" for one in calls]
+        names = [f"{row['nodes']} node{'' if row['nodes'] == 1 else 's'}" for row in calls]
         _draw_stacked_bars(axes, calls, names, list(calls[0]["parts"]), "of a network call")
         top += bars[0] + 118
     if loop:
         axes = figure.add_axes((84 / WIDTH, 1 - (top + bars[1]) / height, (WIDTH - 150) / WIDTH, bars[1] / height))
-        names = ["greedy" if one["temperature"] == 0 else f"at {one['temperature']}" for one in loop]
-        network = " and ".join(f"{one['parts']['network call']:.3g}" for one in loop)
+        names = ["greedy" if row["temperature"] == 0 else f"at {row['temperature']}" for row in loop]
+        network = " and ".join(f"{row['parts']['network call']:.3g}" for row in loop)
         title = f"of a step of {loop[0]['method']}, beside the call's own {network} ms"
         _draw_stacked_bars(axes, loop, names, list(PARTS_AROUND_CALL), title)
     return figure
@@ -202,19 +202,19 @@ def _draw_stacked_bars(
     """Stacked bars with a legend above and their sums at their ends."""
     from matplotlib.patches import Patch
 
-    wide = max(sum(max(one["parts"][part], 0) for part in parts) for one in rows) or 1
+    wide = max(sum(max(row["parts"][part], 0) for part in parts) for row in rows) or 1
     axes.set_xlim(0, wide)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    for line, one in enumerate(rows):
+    for line, row in enumerate(rows):
         left = 0.0
         for part in parts:
-            value = max(one["parts"][part], 0)
+            value = max(row["parts"][part], 0)
             axes.barh(line, value, left=left, height=0.72, color=PART_COLOURS[part], edgecolor=BACKGROUND, lw=0.8)
             if value > 0.075 * wide:
                 axes.text(left + value / 2, line, f"{value:.3g}", ha="center", va="center", size=8.5,
                           color=BACKGROUND if PART_COLOURS[part] in DARK_COLOURS else INK)  # fmt: skip
             left += value
-        axes.annotate(f"{sum(one['parts'][part] for part in parts):.3g}", (left, line), xytext=(5, 0),
+        axes.annotate(f"{sum(row['parts'][part] for part in parts):.3g}", (left, line), xytext=(5, 0),
                       textcoords="offset points", va="center", size=9, weight="bold")  # fmt: skip
     axes.set_yticks(range(len(rows)), names)
     axes.tick_params(axis="y", labelcolor=INK)

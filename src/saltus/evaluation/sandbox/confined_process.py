@@ -238,8 +238,8 @@ def install_audit_hook(end_process: Callable[[str], None]) -> None:
             return None
         hidden = starts(path, ("/dev/", "/proc/"))
         try:
-            found = status(path)  # whatever links or .. the path has
-            hidden = hidden or found.st_dev in mounts or kind(found.st_mode) in device_nodes
+            state = status(path)  # whatever links or .. the path has
+            hidden = hidden or state.st_dev in mounts or kind(state.st_mode) in device_nodes
         except failed:
             pass
         return "tried to open a device" if hidden else None

@@ -208,9 +208,9 @@ class Peer:
 
 def look_up(namespace: dict[str, Any], names: list[str]) -> dict[str, tuple[bool, Any]]:
     """Those of the names that a program defines: whether each is a module, and the object or the module's name."""
-    found = {name: namespace[name] for name in names if name in namespace}
-    modules = {name: isinstance(value, ModuleType) for name, value in found.items()}
-    return {name: (modules[name], value.__name__ if modules[name] else value) for name, value in found.items()}
+    values = {name: namespace[name] for name in names if name in namespace}
+    modules = {name: isinstance(value, ModuleType) for name, value in values.items()}
+    return {name: (modules[name], value.__name__ if modules[name] else value) for name, value in values.items()}
 
 
 def names_for_tests(peer: Peer, tests: CodeType, functions: list[str], modules: dict[str, str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def verify_tree(
     inputs = ForwardInputs(canvas, tuple(tree.tokens[1:].tolist()), tuple((tree.parents[1:] - 1).tolist()))
     distributions = TargetDistributions(inputs, ForwardOutputs(logits), sampling, noise)
     tokens, node = match(inputs, distributions)
-    return [0, *(one + 1 for one in inputs.path(node))], tokens.tolist()
+    return [0, *(ancestor + 1 for ancestor in inputs.path(node))], tokens.tolist()
 
 
 def pick_next(text: Sequence[int], logits: Float[Tensor, "vocab"], sampling: Sampling, noise: Noise) -> int:

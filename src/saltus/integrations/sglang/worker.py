@@ -52,12 +52,15 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
 
         def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
             """The tokens [batch · nodes] and masks [batch · nodes · nodes] of the draft trees."""
-            asked = []
+            draft_requests = []
             for request in batch.reqs:
                 tokens = np.array(_tokens(request), dtype=np.int64)
-                asked.append(DraftRequest(self._text(request), tokens, self.draft_token_num - 1))
-            found = zip(asked, self.drafting.trees(asked), strict=True)
-            self.trees = [padded_tree(int(one.tokens[-1]), tree, self.draft_token_num) for one, tree in found]
+                draft_requests.append(DraftRequest(self._text(request), tokens, self.draft_token_num - 1))
+            drafted = zip(draft_requests, self.drafting.trees(draft_requests), strict=True)
+            self.trees = [
+                padded_tree(int(draft_request.tokens[-1]), tree, self.draft_token_num)
+                for draft_request, tree in drafted
+            ]
             tokens = np.concatenate([tree.tokens for tree in self.trees])
             return tokens, np.concatenate([tree.mask.ravel() for tree in self.trees])
 
@@ -74,8 +77,8 @@ def saltus_worker(ngram_worker: type[Any]) -> type[Any]:
             lengths = torch.zeros(len(requests), dtype=torch.int32)
             accepted = torch.full((len(requests), nodes), -1, dtype=torch.int32)
             for row, (request, tree) in enumerate(zip(requests, self.trees, strict=True)):
-                text, own = self._text(request), logits[row * nodes : (row + 1) * nodes]
-                path, tokens = verify_tree(_tokens(request), tree, own, text.sampling, text.noise)
+                text, text_logits = self._text(request), logits[row * nodes : (row + 1) * nodes]
+                path, tokens = verify_tree(_tokens(request), tree, text_logits, text.sampling, text.noise)
                 lengths[row] = len(path)
                 accepted[row, : len(path)] = torch.tensor(path, dtype=torch.int32) + row * nodes
                 predicted[accepted[row, : len(path)].long()] = torch.tensor(tokens, dtype=torch.int32)

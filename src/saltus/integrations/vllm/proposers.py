@@ -85,29 +85,32 @@ class Proposer:
         ]
         chains = [best_chain(tree) for tree in self.drafting.trees(requests, use_networks)]
         lengths = lengths_that_pay(chains, self.step_cost.seconds_for)
-        found: list[list[int]] = [[] for _ in sampled_token_ids]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for index, text, chain, length in zip(running, texts, chains, lengths, strict=True):
             text.offered = chain
-            found[index] = list(chain.tokens[:length])
+            drafts[index] = list(chain.tokens[:length])
         self.rows = len(texts) + sum(lengths) if len(texts) == len(sampled_token_ids) else 0
         self.ended = time.perf_counter()
-        return found
+        return drafts
 
     def _find_texts(self, running: Sequence[int], tokens: Sequence[np.ndarray], size: int) -> list[DraftedText]:
         """The text of each running row: the one that was there before, another that it continues, or a new one."""
         free = {id(text): text for text in self.texts}
-        found = []
+        assigned = []
         for index, now in zip(running, tokens, strict=True):
             same_row = self.slots[index : index + 1]
             candidates = (*same_row, *reversed(free.values()))
-            text = next((one for one in candidates if id(one) in free and self._continues(now, one)), None)
+            text = next(
+                (candidate for candidate in candidates if id(candidate) in free and self._continues(now, candidate)),
+                None,
+            )
             free.pop(id(text), None)
-            found.append(text or self.drafting.new_text())
-        self.texts = [*free.values(), *found][-self.max_texts :]
+            assigned.append(text or self.drafting.new_text())
+        self.texts = [*free.values(), *assigned][-self.max_texts :]
         self.slots = [None] * size
-        for index, text in zip(running, found, strict=True):
+        for index, text in zip(running, assigned, strict=True):
             self.slots[index] = text
-        return found
+        return assigned
 
     def _continues(self, tokens: np.ndarray, text: DraftedText | None) -> bool:
         """True if these tokens are the text after one more step."""
@@ -123,8 +126,8 @@ class Proposer:
                 "vLLM gave no hidden states for a text, so its drafts come from lookup alone; with a GPU use"
                 " enforce_eager or piecewise CUDA graphs"
             )
-        room = min(self.num_draft_tokens, self.max_length - len(tokens) - 1)
-        return DraftRequest(text, tokens, max(room, 0), states)
+        max_depth = min(self.num_draft_tokens, self.max_length - len(tokens) - 1)
+        return DraftRequest(text, tokens, max(max_depth, 0), states)
 
     def _record_step(self, seconds: float, num_texts: int, num_decided: int) -> None:
         """Record the step that the last call of `propose` has begun, and whether draft networks paid for it."""

@@ -61,13 +61,13 @@ def _described_model(model: Any, config: Any) -> Any:
 
 def _share_weight(place: Any, module: Any, name: str) -> None:
     """Put the weight of vLLM's module, which may have further rows, into the described model."""
-    (vocab, hidden), found = place.weight.shape, getattr(module, "weight", None)
-    if found is None or found.shape[0] < vocab or found.shape[1:] != (hidden,):
+    (vocab, hidden), module_weight = place.weight.shape, getattr(module, "weight", None)
+    if module_weight is None or module_weight.shape[0] < vocab or module_weight.shape[1:] != (hidden,):
         raise ValueError(
             f"drafters read all {name} of the model, and this process of vLLM has a part of them;"
             " use tensor_parallel_size=1 and pipeline_parallel_size=1, or saltus.vllm.Lookup"
         )
-    place.weight = nn.Parameter(found[:vocab].detach(), requires_grad=False)
+    place.weight = nn.Parameter(module_weight[:vocab].detach(), requires_grad=False)
 
 
 def is_capturing() -> bool:
@@ -142,5 +142,5 @@ class HiddenStateReader:
 
     def take(self) -> StepStates | None:
         """What was kept of the latest step, once."""
-        found, self.latest = self.latest, None
-        return found
+        taken, self.latest = self.latest, None
+        return taken

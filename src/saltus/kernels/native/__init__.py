@@ -218,32 +218,35 @@ def load_kernels() -> ctypes.CDLL | None:
             log.warning("the compiled kernels cannot be had, going on with slower exact ones: %s", error)
             return None
     try:
-        found = ctypes.CDLL(str(target))
+        library = ctypes.CDLL(str(target))
     except OSError as error:
         log.warning("the compiled kernels did not load, going on with slower exact ones: %s", error)
         return None
     for suffix in KERNEL_SUFFIXES.values():
-        if (race := getattr(found, f"win_race_{suffix}", None)) is not None:
-            race.argtypes, race.restype = (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64), INTEGER
-            getattr(found, f"greatest_{suffix}").argtypes = POINTER, INTEGER, INTEGER, POINTER
-    return found
+        if (gumbel_max := getattr(library, f"gumbel_max_{suffix}", None)) is not None:
+            gumbel_max.argtypes, gumbel_max.restype = (
+                (POINTER, INTEGER, REAL, ctypes.c_uint64, ctypes.c_uint64),
+                INTEGER,
+            )
+            getattr(library, f"greatest_{suffix}").argtypes = POINTER, INTEGER, INTEGER, POINTER
+    return library
 
 
 def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[..., int] | None:
     """A compiled kernel for a dtype; most take a pointer to their struct. None where there is none."""
-    if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (found := load_kernels()) is None:
+    if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (library := load_kernels()) is None:
         return None
-    return getattr(found, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
+    return getattr(library, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
 
 
 @contextlib.contextmanager
 def kernel_threads_only() -> Iterator[None]:
     """Run torch on one thread while open: its threads would compete with those of the kernels."""
-    found, threads = load_kernels(), torch.get_num_threads()
-    if found is None:
+    library, threads = load_kernels(), torch.get_num_threads()
+    if library is None:
         yield
         return
-    found.saltus_threads(INTEGER(threads))
+    library.saltus_threads(INTEGER(threads))
     torch.set_num_threads(1)
     try:
         yield
@@ -295,7 +298,7 @@ def _processor_features() -> str:
     """The processor's maker and instructions, on which the compiled code depends: unlike machines may share a cache."""
     try:
         with open("/proc/cpuinfo") as info:
-            found = dict(line.split(":", 1) for line in info if line.startswith(("vendor_id", "flags")))
-            return " ".join(found.values()) or platform.processor()
+            fields = dict(line.split(":", 1) for line in info if line.startswith(("vendor_id", "flags")))
+            return " ".join(fields.values()) or platform.processor()
     except OSError:
         return platform.platform() + platform.processor()

@@ -1,5 +1,5 @@
 // The candidates of a draft node of an any-subset model: the likely tokens of a hole, whose logits are corrected by the two
-// tokens to its left (`PairwiseCorrection`, methods/shared/token_correction.py).
+// tokens to its left (`PairwiseCorrection`, methods/shared/logit_correction.py).
 #pragma once
 #include "draft_paths.h"
 

@@ -32,9 +32,9 @@ from saltus.core.sampling import (
 )
 from saltus.core.tree import Branch
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs, HoleLogits, HolePredictions
-from saltus.methods.shared.draft_tree import Chooser, Coupled, Likeliest, likely_paths
-from saltus.methods.shared.ptp_queries import two_call_drafter, with_query_chains
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.draft_tree import Chooser, Likeliest, SharedNoise, likely_paths
+from saltus.methods.shared.logit_correction import PairwiseCorrection
+from saltus.methods.shared.query_chains import two_call_drafter, with_query_chains
 
 SOURCE = "assd"
 PAUSE_CALLS = 32  # calls without drafts, where they did not pay
@@ -106,10 +106,10 @@ class SelfDrafter:
     first_drafts: set[int] = field(default_factory=set)  # the first draft tokens of this step's paths
     paused_calls: int = 0  # calls for which predicting ahead stays off
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         if last is not None:
             self._store_logits(last)
-        holes = self._predicted_holes(canvas, min(self.num_draft_tokens, room))
+        holes = self._predicted_holes(canvas, min(self.num_draft_tokens, max_depth))
         branches: Sequence[Branch] = []
         if holes:
             branches = self._sampled_path(canvas, holes) if self.rule is reject else self._likely_paths(canvas, holes)
@@ -136,22 +136,22 @@ class SelfDrafter:
         if sampling.greedy:
             choose: Chooser = Likeliest(self.top_k)
         else:
-            choose = Coupled(self.top_k, sampling, self.noise, canvas.open_positions)
+            choose = SharedNoise(self.top_k, sampling, self.noise, canvas.open_positions)
         return likely_paths(predictions, canvas.new_tokens[-2:].tolist(), choose, SOURCE)
 
     def _sampled_path(self, canvas: Canvas, holes: Sequence[HoleLogits]) -> list[Branch]:
         """One path, whose tokens are sampled with uniforms that nothing else uses."""
-        found = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
+        builder = _BranchBuilder(SOURCE, self.noise, self.sampling, _first_fresh(canvas, self.rule))
         context = canvas.tokens[canvas.known_positions] if self.sampling.uses_context else None
         latest = canvas.new_tokens[-2:].tolist()
         for index, hole in enumerate(holes, start=canvas.num_decided):
-            seen = None if context is None else np.append(context, found.tokens).astype(np.int64)
+            seen = None if context is None else np.append(context, builder.tokens).astype(np.int64)
             unknown = hole.num_unknown(canvas.order, index)
-            logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *found.tokens]))
-            found.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
-            if self.sampling.num_forced_after(index, found.tokens[-1]):
+            logits = torch.from_numpy(hole.corrected(self.pairwise_correction, unknown, [*latest, *builder.tokens]))
+            builder.add(token_distribution(logits, self.sampling, seen, index), int(canvas.order[index]), logits)
+            if self.sampling.num_padding_after(index, builder.tokens[-1]):
                 break
-        return found.branches()
+        return builder.branches()
 
     def _store_logits(self, last: Step) -> None:
         """Keep what the step predicted for holes that are still open."""
@@ -173,7 +173,7 @@ class SelfDrafter:
         self.paused_calls = max(self.paused_calls - 1, 0)
         holes = inputs.canvas.open_positions[: self.ahead].tolist()
         needed = holes[1 : max(inputs.depths, default=-1) + 2 + self.num_draft_tokens]
-        if not controller.budget or self.paused_calls or all(hole in self.hole_logits for hole in needed):
+        if not controller.max_draft_tokens or self.paused_calls or all(hole in self.hole_logits for hole in needed):
             return inputs
         inputs = with_query_chains(inputs, [(-1, [math.nan] * len(holes))], self.sampling.temperature)
         return replace(inputs, output_hidden_states=self.pairwise_correction is not None or not self.hole_logits)
@@ -230,20 +230,20 @@ class BigramDrafter:
     counts: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     counted: set[int] = field(default_factory=set)  # positions whose left neighbour was counted
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         self._count(canvas, last)
-        holes = canvas.open_positions[: min(self.num_draft_tokens, room)]
+        holes = canvas.open_positions[: min(self.num_draft_tokens, max_depth)]
         text = canvas.tokens.copy()
-        found = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
+        builder = _BranchBuilder(f"{SOURCE}/bigram", self.noise, self.sampling, _first_fresh(canvas, self.rule))
         for hole in holes.tolist():
             followers = self.counts.get(int(text[hole - 1])) if hole else None
             if not followers:
                 break
             ids = np.array(sorted(followers), dtype=np.int64)
             counts = np.array([followers[token] for token in ids.tolist()], dtype=np.float64)
-            found.add(Distribution(ids, counts, self.sampling.coupling), hole)
-            text[hole] = found.tokens[-1]
-        return found.branches()
+            builder.add(Distribution(ids, counts, self.sampling.coupling), hole)
+            text[hole] = builder.tokens[-1]
+        return builder.branches()
 
     def _count(self, canvas: Canvas, last: Step | None) -> None:
         """Count pairs of decided neighbours that were not counted before."""

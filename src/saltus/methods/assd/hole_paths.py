@@ -13,8 +13,8 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.methods.assd.hole_predictions import HolePredictions
 from saltus.methods.shared.draft_tree import Chooser, PathNode
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.methods.shared.row_candidates import grow_natively, knows_chooser
-from saltus.methods.shared.token_correction import PairwiseCorrection
 
 MOST_LANES = 16  # the kernel's ranks are multiples of it
 RUN = 64  # tokens whose rows of `right` lie together: RUN of draft_paths.h

@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.core.forward import ForwardOutputs
 from saltus.core.sampling import float_row
 from saltus.methods.shared.draft_tree import Chooser, GrowPaths, LikelyTokens, PathNode, likely_tokens
-from saltus.methods.shared.token_correction import PairwiseCorrection, corrected_logits
+from saltus.methods.shared.logit_correction import PairwiseCorrection, corrected_logits
 
 NO_CANDIDATES = LikelyTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), 0.0)
 
@@ -70,8 +70,8 @@ class HoleLogits:
         if correction is None or self.weights is None or not unknown or not path:
             return row
         second_left = path[-2] if unknown > 1 and len(path) > 1 else None
-        found = corrected_logits(correction, row, self.weights, path[-1], second_left)
-        return found if np.isfinite(found.max()) else row
+        corrected_row = corrected_logits(correction, row, self.weights, path[-1], second_left)
+        return corrected_row if np.isfinite(corrected_row.max()) else row
 
 
 @dataclass(eq=False)
@@ -103,10 +103,10 @@ class HolePredictions:
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
         """See DraftPredictions; empty for logits that are not finite."""
-        found = NO_CANDIDATES
+        likely = NO_CANDIDATES
         if not position or path[-1] not in self.last_tokens:
-            found = self._likely_tokens(position, path)
-        return found.columns, found.logits, found.rest
+            likely = self._likely_tokens(position, path)
+        return likely.columns, likely.logits, likely.rest
 
     def _likely_tokens(self, position: int, path: Sequence[int]) -> LikelyTokens:
         if position in self._without_correction:
@@ -115,7 +115,7 @@ class HolePredictions:
         if len(self.banned):
             row = row.copy()
             row[self.banned[self.banned < len(row)]] = -np.inf
-        found = likely_tokens(row)
+        likely = likely_tokens(row)
         if self.correction is None:
-            self._without_correction[position] = found
-        return found
+            self._without_correction[position] = likely
+        return likely

@@ -28,7 +28,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.hole_paths import with_kernel
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.models.causal import MAX_NODES, CausalNetwork, _Chunk
 from saltus.models.cpu.attention import SequenceRows, ancestor_mask
 from saltus.models.cpu.kv_cache import KVCache
@@ -103,8 +103,8 @@ class AnySubsetNetwork(CausalNetwork):
             required, rows = required_distributions(inputs)
             states = None if states is None else states[len(states) - len(required) :]
             if inputs.query_nodes:
-                states = None if states is None else select_rows(states, rows)
-                logits = select_rows(logits, rows)
+                states = None if states is None else repeat_rows(states, rows)
+                logits = repeat_rows(logits, rows)
         return AnySubsetOutputs(
             logits, states, outputs.seconds, outputs.context_tokens_read, outputs.num_rows,
             correction=self.pairwise_correction,
@@ -151,8 +151,8 @@ def load_pairwise_correction(folder: Path, vocab_size: int, hidden_size: int) ->
     if not (folder / PAIRWISE_CORRECTION_FILE).is_file():
         return None
     try:
-        found = load_file(folder / PAIRWISE_CORRECTION_FILE)
-        left, second_left, right, gate = (found[name].float().numpy() for name in CORRECTION_TENSORS)
+        tensors = load_file(folder / PAIRWISE_CORRECTION_FILE)
+        left, second_left, right, gate = (tensors[name].float().numpy() for name in CORRECTION_TENSORS)
         correction = PairwiseCorrection(left, second_left, right, gate)
         _, rank = correction.left.shape
     except (SafetensorError, KeyError, ValueError) as error:
@@ -173,7 +173,7 @@ def save_pairwise_correction(correction: PairwiseCorrection, folder: Path) -> No
     save_file({name: torch.from_numpy(table).bfloat16() for name, table in tables}, folder / PAIRWISE_CORRECTION_FILE)
 
 
-def select_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float[Tensor, "places size"]:
+def repeat_rows(table: Float[Tensor, "rows size"], rows: Sequence[int]) -> Float[Tensor, "places size"]:
     """Rows of a table, which may repeat; on the CPU by NumPy, since torch would wake its threads."""
     if table.device.type != "cpu":
         return table[rows]
@@ -187,12 +187,12 @@ def required_distributions(inputs: ForwardInputs) -> tuple[list[tuple[int, int]]
     Each is (last draft token that it depends on, number of the open hole). The first query of a chain is for the same
     hole as the row of the node before it, so both share a distribution.
     """
-    found: dict[tuple[int, int], int] = {}
-    rows = [found.setdefault((-1, 0), 0)]
+    numbers: dict[tuple[int, int], int] = {}
+    rows = [numbers.setdefault((-1, 0), 0)]
     last_tokens: list[int] = []  # of each node: the last draft token on its path
     for node, parent in enumerate(inputs.parents):
         own_position = inputs.has_own_position(node)
         last_tokens.append((last_tokens[parent] if parent >= 0 else -1) if own_position else node)
         key = last_tokens[node], inputs.depths[node] + (not own_position)
-        rows.append(found.setdefault(key, len(found)))
-    return list(found), rows
+        rows.append(numbers.setdefault(key, len(numbers)))
+    return list(numbers), rows

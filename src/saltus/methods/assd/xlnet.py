@@ -19,7 +19,7 @@ import torch
 from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.assd.hole_predictions import AnySubsetOutputs
 from saltus.methods.assd.network import required_distributions
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 
 QUERIES_PER_PASS = 16  # holes queried in one pass over the text
 
@@ -88,9 +88,9 @@ class XlnetNetwork:
 
     def _forward(self, inputs: ForwardInputs) -> ForwardOutputs:
         started = time.perf_counter()
-        found, rows = required_distributions(inputs)
+        required, rows = required_distributions(inputs)
         passes: list[_Pass] = []
-        for number, (node, hole) in enumerate(found):
+        for number, (node, hole) in enumerate(required):
             path = inputs.path_tokens(node)
             one_pass = next((each for each in passes if each.can_add(path, hole)), None)
             if one_pass is None:
@@ -98,7 +98,7 @@ class XlnetNetwork:
             one_pass.path_tokens = max(one_pass.path_tokens, path, key=len)
             one_pass.queried_holes[hole] = len(path)
             one_pass.outputs.append((number, hole))
-        logits: list[Any] = [None] * len(found)
+        logits: list[Any] = [None] * len(required)
         for one_pass in passes:
             for (number, _), row in zip(one_pass.outputs, self._run_pass(inputs, one_pass), strict=False):
                 logits[number] = row
@@ -108,7 +108,7 @@ class XlnetNetwork:
             None,
             seconds,
             1,
-            len(found),
+            len(required),
             correction=self.pairwise_correction,
         )
 

@@ -14,7 +14,7 @@ class BlockWindow:
     size: int
     max_blocks: int
     spawn_threshold: int  # decided or settled tokens of the last block from which the next one starts
-    running: bool
+    sliding: bool
     start: int = 0  # where the first live block starts
     live: int = 1
 
@@ -23,7 +23,7 @@ class BlockWindow:
         while self.start + self.size <= done:
             self.start += self.size
             self.live = max(self.live - 1, 1)
-        if self.running:
+        if self.sliding:
             self.start = done
         while self.live < self.max_blocks:
             last = self.start + (self.live - 1) * self.size
@@ -83,8 +83,8 @@ class FrozenBlocks:
             matched = accepted
             while matched < end and guesses[first + matched] == answers[first + matched]:
                 matched += 1
-            own = matched < self.size and first + matched < len(answers)  # the model's token after them
-            self.accepted[number] = matched + own
+            bonus = matched < self.size and first + matched < len(answers)  # the model's token after them
+            self.accepted[number] = matched + bonus
         return kept
 
     def first_guess(self, hole: int, done: int, guesses: Sequence[int]) -> int | None:
@@ -94,7 +94,9 @@ class FrozenBlocks:
         return clone[offset] if hole >= self.start + self.size and offset < len(clone) else None
 
 
-def new_window(size: int, max_blocks: int, spawn: float, running: bool, frozen: bool) -> BlockWindow | FrozenBlocks:
-    """The window of a text; `spawn` is the share of a block from which the next one starts."""
-    threshold = math.ceil(spawn * size)
-    return FrozenBlocks(size, max_blocks, threshold) if frozen else BlockWindow(size, max_blocks, threshold, running)
+def new_window(
+    size: int, max_blocks: int, spawn_ratio: float, sliding: bool, frozen: bool
+) -> BlockWindow | FrozenBlocks:
+    """The window of a text; `spawn_ratio` is the share of a block from which the next one starts."""
+    threshold = math.ceil(spawn_ratio * size)
+    return FrozenBlocks(size, max_blocks, threshold) if frozen else BlockWindow(size, max_blocks, threshold, sliding)

@@ -18,7 +18,7 @@ from saltus.core.sampling import Sampling, most_likely, probability
 from saltus.core.tree import Branch
 from saltus.methods.jacobi.block_window import BlockWindow, FrozenBlocks, new_window
 from saltus.methods.jacobi.ngram_pool import NgramPool
-from saltus.methods.shared.ptp_queries import with_token_queries
+from saltus.methods.shared.query_chains import with_token_queries
 
 MAX_ADAPTER_GUESSES = 128  # guesses that an adapter reads in a call, at most
 
@@ -35,37 +35,48 @@ class Jacobi:
     """
 
     model: str = ""  # a folder with an adapter of `saltus train jacobi`; empty: the target corrects the guesses
-    block: int = 16  # tokens of a block
-    blocks: int = 2  # blocks that may be live at once
-    spawn: float = 0.85  # the next block starts when this share of the last one is decided or settled
+    block_size: int = 16  # tokens of a block
+    max_blocks: int = 2  # blocks that may be live at once
+    spawn_ratio: float = 0.85  # the next block starts when this share of the last one is decided or settled
     multi_block: str = "corrected"  # guesses of later blocks: corrected in each call, or frozen once accepted (Alg. 1)
-    running: bool = False  # the first block keeps its length: it moves on as its tokens are decided
+    sliding: bool = False  # the first block keeps its length: it moves on as its tokens are decided
     candidates: int = 4  # recycled n-grams offered beside the chain
     recycle: str = "diagonals"  # n-grams of what: tails (of iterates, a block long) or diagonals (of successive ones)
-    ngram: int = 4  # tokens of a diagonal, its first token (the key) included
-    pool: int = 1024  # n-grams kept
+    ngram_size: int = 4  # tokens of a diagonal, its first token (the key) included
+    ngram_pool_size: int = 1024  # n-grams kept
 
     def __post_init__(self) -> None:
-        for name, least in {"block": 1, "blocks": 1, "candidates": 0, "ngram": 2, "pool": 1}.items():
+        limits = {"block_size": 1, "max_blocks": 1, "candidates": 0, "ngram_size": 2, "ngram_pool_size": 1}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ValueError(f"jacobi: {name} is {getattr(self, name)}, but must be {least} or more")
-        if not 0 <= self.spawn <= 1:
-            raise ValueError(f"jacobi: spawn is {self.spawn}, but is a share of a block, in [0, 1]")
+        if not 0 <= self.spawn_ratio <= 1:
+            raise ValueError(f"jacobi: spawn_ratio is {self.spawn_ratio}, but is a share of a block, in [0, 1]")
         if self.recycle not in ("tails", "diagonals"):
             raise ValueError(f"jacobi: recycle is {self.recycle!r}, but must be tails or diagonals")
         if self.multi_block not in ("corrected", "frozen"):
             raise ValueError(f"jacobi: multi_block is {self.multi_block!r}, but must be corrected or frozen")
-        if self.running and self.multi_block == "frozen":
-            raise ValueError("jacobi: a running block has no later blocks to freeze; drop running or multi_block")
+        if self.sliding and self.multi_block == "frozen":
+            raise ValueError("jacobi: a sliding block has no later blocks to freeze; drop sliding or multi_block")
 
     @property
     def draft_models(self) -> dict[str, str]:
         return {"jacobi": f"adapter:{self.model}"} if self.model else {}
 
     def drafter(self, noise: Noise, sampling: Sampling, rule: Rule) -> Drafter:
-        window = new_window(self.block, self.blocks, self.spawn, self.running, self.multi_block == "frozen")
-        tail_length = self.block if self.recycle == "tails" else 0
-        parts = noise, rule, Iterate(self.ngram), window, NgramPool(self.pool), self.candidates, tail_length
+        window = new_window(
+            self.block_size, self.max_blocks, self.spawn_ratio, self.sliding, self.multi_block == "frozen"
+        )
+        tail_length = self.block_size if self.recycle == "tails" else 0
+        parts = (
+            noise,
+            rule,
+            Iterate(self.ngram_size),
+            window,
+            NgramPool(self.ngram_pool_size),
+            self.candidates,
+            tail_length,
+        )
         return AdapterJacobiDrafter(*parts, sampling.temperature) if self.model else JacobiDrafter(*parts)
 
 
@@ -82,7 +93,7 @@ class JacobiDrafter:
     tail_length: int  # tokens after the key of a recycled tail; 0: diagonals are recycled
     tail: tuple[int, ...] = field(default=(), init=False)  # the last decided token and the iterate, at the latest call
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         iterate = self.iterate
         if last is not None:
             iterate.start_at(last.canvas.num_decided)
@@ -96,17 +107,17 @@ class JacobiDrafter:
         if not len(canvas.decided_prefix):  # the text starts with a hole: there are no tokens to guess from
             return []
         end = self.window.end(canvas.num_decided, iterate.settled)
-        missing = range(len(iterate.guesses), min(end - canvas.num_decided, room))
+        missing = range(len(iterate.guesses), min(end - canvas.num_decided, max_depth))
         text = canvas.decided_prefix
         uniforms = self.noise.uniforms("jacobi/guess", canvas.open_positions[missing.start : missing.stop])
         for hole, u in zip(missing, uniforms, strict=True):
             cloned = self.window.first_guess(canvas.num_decided + hole, canvas.num_decided, iterate.tokens)
             iterate.guesses.append(Guess((int(text[int(u * len(text))]) if cloned is None else cloned,)))
-        chain = iterate.guesses[: min(end - canvas.num_decided, room)]
+        chain = iterate.guesses[: min(end - canvas.num_decided, max_depth)]
         recycled = self.pool.starting_with(int(text[-1]), self.candidates)
         return [
             self.branch(chain),
-            *(Branch(tail[:room], probabilities[:room], "jacobi/pool") for tail, probabilities in recycled),
+            *(Branch(tail[:max_depth], probabilities[:max_depth], "jacobi/pool") for tail, probabilities in recycled),
         ]
 
     def _recycle(self, canvas: Canvas, corrected: Sequence[Guess]) -> None:
@@ -204,8 +215,8 @@ class Guess:
 class Iterate:
     """The guesses for the holes from index `done` on."""
 
-    def __init__(self, ngram: int) -> None:
-        self.ngram = ngram
+    def __init__(self, ngram_size: int) -> None:
+        self.ngram_size = ngram_size
         self.done = 0
         self.guesses: list[Guess] = []
 
@@ -235,7 +246,7 @@ class Iterate:
                 trails[i:] = [(token,)]
         corrected = []
         for i, token in enumerate(answers):
-            trail = (*trails[i - 1][1 - self.ngram :], token) if i else (token,)
+            trail = (*trails[i - 1][1 - self.ngram_size :], token) if i else (token,)
             settled = i < len(inputs) and inputs[i] == token
             likely = probabilities[i] if probabilities else Guess.acceptance_probability
             corrected.append(Guess(trail, True, settled, likely))
@@ -246,7 +257,7 @@ class Iterate:
 def nodes_of_next_iterate(last: Step, guesses: Sequence[int]) -> list[int]:
     """The nodes whose logits give the next iterate: the chain of guesses, or the branch that was accepted instead."""
     inputs: ForwardInputs = last.inputs
-    nodes = inputs.match_tokens(guesses)
+    nodes = inputs.matching_nodes(guesses)
     if nodes and last.last_node in (-1, *nodes):
         return nodes
     nodes, node = inputs.path(last.last_node), last.last_node

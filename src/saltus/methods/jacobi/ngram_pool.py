@@ -43,8 +43,8 @@ class NgramPool:
         for age, tail in enumerate(latest):
             weights[tail[0]] = weights.get(tail[0], 0.0) + 0.75**age
         total = sum(weights.values()) + 0.6
-        found = []
+        tails = []
         for tail in list(dict.fromkeys(latest))[:count]:
             first = max(weights[tail[0]] - 0.3, 0.1) / total
-            found.append((tail, [first, *[0.3] * (len(tail) - 1)]))
-        return found
+            tails.append((tail, [first, *[0.3] * (len(tail) - 1)]))
+        return tails

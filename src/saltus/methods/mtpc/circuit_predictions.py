@@ -52,12 +52,12 @@ class CircuitPredictions:
 
     def candidates(self, position: int, path: Sequence[int]) -> tuple[np.ndarray, np.ndarray, float]:
         """See DraftPredictions; the last `position` tokens of `path` are draft tokens of this window."""
-        found = self.positions[position]
+        by_state = self.positions[position]
         weights = np.exp(self._filter_after(tuple(path[len(path) - position :])).state_log_weights)
-        probabilities = weights @ found.probabilities
+        probabilities = weights @ by_state.probabilities
         if not np.isfinite(probabilities).all():
-            return found.tokens[:0], probabilities[:0], 0.0
-        return found.tokens, np.log(np.maximum(probabilities, TINY)), max(1.0 - float(probabilities.sum()), 0.0)
+            return by_state.tokens[:0], probabilities[:0], 0.0
+        return by_state.tokens, np.log(np.maximum(probabilities, TINY)), max(1.0 - float(probabilities.sum()), 0.0)
 
     def _filter_after(self, drafts: tuple[int, ...]) -> CircuitFilter[np.ndarray]:
         if not drafts:

@@ -43,7 +43,9 @@ class Circuit:
             raise ValueError(f"a circuit's rank is {self.rank}, but must be 1 or more")
         if not self.position_latents:
             raise ValueError("a circuit's window is 0, but must be 1 or more")
-        assert self.parents[0] == -1 and all(0 <= parent < own for own, parent in enumerate(self.parents) if own)
+        assert self.parents[0] == -1 and all(
+            0 <= parent < latent for latent, parent in enumerate(self.parents) if latent
+        )
         assert set(self.position_latents) | set(self.parents[1:]) == set(range(self.num_latents)), (
             "a latent has no children and no positions"
         )
@@ -61,28 +63,28 @@ class Circuit:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """The children of each latent."""
-        found: list[list[int]] = [[] for _ in self.parents]
+        children: list[list[int]] = [[] for _ in self.parents]
         for latent, parent in enumerate(self.parents[1:], start=1):
-            found[parent].append(latent)
-        return tuple(map(tuple, found))
+            children[parent].append(latent)
+        return tuple(map(tuple, children))
 
     @cached_property
     def transitions_between_positions(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """For each position, the (left, entered) latents on the way from the previous position's latent to its own."""
-        found, here = [], 0
+        transitions, here = [], 0
         for latent_above in self.position_latents:
             above, below = self._path_to_root(here), self._path_to_root(latent_above)
             left = tuple(latent for latent in above if latent not in below)
-            found.append((left, tuple(latent for latent in reversed(below) if latent not in above)))
+            transitions.append((left, tuple(latent for latent in reversed(below) if latent not in above)))
             here = latent_above
-        return tuple(found)
+        return tuple(transitions)
 
     def _path_to_root(self, latent: int) -> list[int]:
         """A latent, its parent, and so on to the first latent."""
-        found = [latent]
-        while found[-1]:
-            found.append(self.parents[found[-1]])
-        return found
+        path = [latent]
+        while path[-1]:
+            path.append(self.parents[path[-1]])
+        return path
 
 
 class CircuitFilter(Generic[Array]):
@@ -132,9 +134,9 @@ class CircuitFilter(Generic[Array]):
     def _go_to_next_position(self) -> None:
         left, entered = self.circuit.transitions_between_positions[self.position]
         for latent in left:
-            parent, own = self.circuit.parents[latent], self.evidence_by_latent.pop(latent)
+            parent, evidence = self.circuit.parents[latent], self.evidence_by_latent.pop(latent)
             del self.joint_by_latent[latent]
-            message = _logsumexp(self.transitions[..., latent - 1, :, :] + own[..., None, :], -1)
+            message = _logsumexp(self.transitions[..., latent - 1, :, :] + evidence[..., None, :], -1)
             self.joint_by_latent[parent] = self.joint_by_latent[parent] + message
             self.evidence_by_latent[parent] = self.evidence_by_latent[parent] + message
         for latent in entered:

@@ -5,7 +5,7 @@ outputs the parameters of a circuit over a window of positions. Each position's 
 unembedding, restricted to frequent tokens. Components of a circuit differ in a small subspace: a component's logits are
 the position's logits plus a few coordinates times the logits of as many directions. This saves each component a product
 with the unembedding, though not a softmax. For a small vocabulary, as of bytes, every position and component can have
-an unembedding of its own instead (`own`).
+an unembedding of its own instead (`untied_unembedding`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from saltus.kernels.batch_invariant_ops import linear
 from saltus.methods.mtpc import circuits
 from saltus.methods.mtpc.circuits import Circuit
 from saltus.methods.mtpc.upper_layers import UpperLayers
-from saltus.methods.shared.token_correction_model import rms_normalized
+from saltus.methods.shared.hidden_state_correction import rms_normalized
 
 CIRCUITS = {"cp": circuits.mixture_circuit, "hmm": circuits.chain_circuit, "btree": circuits.tree_circuit}
 
@@ -37,17 +37,15 @@ class HeadShape:
     circuit: str = "btree"  # ff, cp, hmm or btree
     window: int = 8  # positions of the joint distribution
     rank: int = 8  # states of each latent; ff has 1
-    directions: int = 16  # dimensions of the subspace that components differ in
-    own: bool = False  # an unembedding of its own for every position and component, in place of directions
+    subspace_dim: int = 16  # of the subspace that components differ in
+    untied_unembedding: bool = False  # a matrix for every position and component, in place of the target's unembedding
     embeds_last_token: bool = True  # the text's last token is an input; else it is the window's first token, and known
-    features: str = (
-        "learned"  # "learned" by layers of the heads, or the "state" itself, which needs own and not embeds_last_token
-    )
+    features: str = "learned"  # by layers of the heads, or "state": the hidden state itself, for untied_unembedding
     contextual: bool = True  # the circuit's weights depend on the text
     homogeneous: bool = False  # all transitions of a circuit share one table
-    stay: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
+    self_transition_init: float = 6.0  # initial logit of a latent for its parent's state; 0: no preference
     layers: int = 0  # the target's last layers that run on the text again, with low-rank adapters
-    lora: int = 16  # rank of these adapters
+    lora_rank: int = 16  # of these adapters
     hidden_state_layers: tuple[int, ...] = ()  # the layer whose states these layers read
 
     def __post_init__(self) -> None:
@@ -55,14 +53,15 @@ class HeadShape:
             raise ValueError(f"heads' circuit is {self.circuit!r}, but must be one of ff, {', '.join(CIRCUITS)}")
         if self.layers < 0:
             raise ValueError(f"heads' layers is {self.layers}, but must be 0 or more")
-        for name in ("window", "rank", "directions", "lora"):
+        for name in ("window", "rank", "subspace_dim", "lora_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"heads' {name} is {getattr(self, name)}, but must be 1 or more")
         if self.features not in ("learned", "state"):
             raise ValueError(f"heads' features is {self.features!r}, but must be learned or state")
-        if self.features == "state" and (self.embeds_last_token or not self.own):
+        if self.features == "state" and (self.embeds_last_token or not self.untied_unembedding):
             raise ValueError(
-                "heads that read the state itself have own matrices alone; take own=true and embeds_last_token=false"
+                "heads that read the state itself have untied matrices alone; take untied_unembedding=true and"
+                " embeds_last_token=false"
             )
         if not self.embeds_last_token and self.window < 2:
             raise ValueError(
@@ -110,10 +109,11 @@ class HeadModel(nn.Module):
         self.norm = nn.Parameter(torch.ones(size)) if learned else None
         tables = 1 if shape.homogeneous and circuit.num_latents > 1 else circuit.num_latents - 1
         self.sums = nn.Linear(size, rank + tables * rank * rank)
-        several = rank > 1 and not shape.own
-        self.codes = nn.Linear(size, window * rank * shape.directions, bias=False) if several else None
-        self.directions = nn.Parameter(torch.zeros(shape.directions, size)) if several else None
-        self.own = nn.Parameter(torch.zeros(window, rank, len(tokens), size)) if shape.own else None
+        several = rank > 1 and not shape.untied_unembedding
+        self.codes = nn.Linear(size, window * rank * shape.subspace_dim, bias=False) if several else None
+        self.directions = nn.Parameter(torch.zeros(shape.subspace_dim, size)) if several else None
+        untied = torch.zeros(window, rank, len(tokens), size) if shape.untied_unembedding else None
+        self.untied_unembedding = None if untied is None else nn.Parameter(untied)
         self.upper = upper
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("unembedding", unembedding[tokens].clone(), persistent=False)
@@ -145,7 +145,7 @@ class HeadModel(nn.Module):
             steps = steps.expand(*steps.shape[:-3], circuit.num_latents - 1, -1, -1)
         codes = None
         if self.codes is not None:
-            codes = self._linear(self.codes, fused).unflatten(-1, (shape.window, circuit.rank, shape.directions))
+            codes = self._linear(self.codes, fused).unflatten(-1, (shape.window, circuit.rank, shape.subspace_dim))
         return CircuitParameters(initial.log_softmax(-1), steps.log_softmax(-1), features, codes)
 
     def _features(
@@ -168,9 +168,9 @@ class HeadModel(nn.Module):
     def logits(self, parameters: CircuitParameters, position: int) -> Float[Tensor, "*batch rank draft"]:
         """Logits of the drafted tokens in each state of a position."""
         features = parameters.position_features[..., position, :]
-        if self.own is not None:
-            logits = self._product(features, self.own[position].flatten(0, 1))
-            return logits.float().unflatten(-1, self.own.shape[1:3])
+        if self.untied_unembedding is not None:
+            logits = self._product(features, self.untied_unembedding[position].flatten(0, 1))
+            return logits.float().unflatten(-1, self.untied_unembedding.shape[1:3])
         codes = None if parameters.state_codes is None else parameters.state_codes[..., position, :, :]
         return self.state_logits(self.shared_logits(features), codes, self.direction_logits())
 
@@ -214,15 +214,16 @@ def new_head_model(
 
     Every position and component starts with the target's distribution of the next token, or, where the target itself
     predicts several tokens (EvaByte's unembedding is for eight), with its distribution of that position. So CP starts
-    as FF, and HMM and BTree nearly as CP, since latents copy their parent's state (`shape.stay`). The circuit's weights
-    differ between texts from the start, which breaks the symmetry of components.
+    as FF, and HMM and BTree nearly as CP, since latents copy their parent's state (`self_transition_init`). The
+    circuit's weights differ between texts from the start, which breaks the symmetry of components.
     """
     embeddings, unembedding = (
         module.weight.detach().float() for module in (target.get_input_embeddings(), target.get_output_embeddings())
     )
     tables = unembedding.unflatten(0, (-1, len(embeddings)))  # [positions that the target predicts, vocab, hidden]
-    if len(tables) > 1 and not shape.own:
-        raise ValueError(f"the target predicts {len(tables)} tokens by matrices of their own; set own=true")
+    if len(tables) > 1 and not shape.untied_unembedding:
+        count = len(tables)
+        raise ValueError(f"the target predicts {count} tokens by matrices of their own; set untied_unembedding=true")
     upper = upper_layers(shape, target)
     model, circuit = HeadModel(shape, tokens, embeddings, tables[0], upper), shape.circuit_structure
     norm = getattr(target.get_decoder(), "norm", None)
@@ -240,11 +241,11 @@ def new_head_model(
         draw_normal(model.sums.weight, 0.02)
         model.sums.bias.zero_()
         if circuit.num_latents > 1:
-            copies = shape.stay * torch.eye(circuit.rank).flatten()
+            copies = shape.self_transition_init * torch.eye(circuit.rank).flatten()
             model.sums.bias[circuit.rank :] = copies.repeat(len(model.sums.bias[circuit.rank :]) // len(copies))
-        if model.own is not None:
-            for position, own in enumerate(model.own):
-                own.copy_(tables[min(position + shape.embeds_last_token, len(tables) - 1), tokens])
+        if model.untied_unembedding is not None:
+            for position, matrices in enumerate(model.untied_unembedding):
+                matrices.copy_(tables[min(position + shape.embeds_last_token, len(tables) - 1), tokens])
         if model.codes is not None and model.directions is not None:
             model.codes.weight.zero_()
             draw_normal(model.directions, 1 / shape.hidden**0.5)
@@ -262,10 +263,12 @@ def own_heads(target: Any) -> HeadModel | None:
     window = len(matrices) // vocab
     if window < 2:
         return None
-    shape = HeadShape(hidden, "ff", window, 1, own=True, embeds_last_token=False, features="state", contextual=False)
+    shape = HeadShape(
+        hidden, "ff", window, 1, untied_unembedding=True, embeds_last_token=False, features="state", contextual=False
+    )
     tables = matrices.unflatten(0, (window, vocab))
     model = HeadModel(shape, torch.arange(vocab, device=matrices.device), embeddings, tables[0]).to(tables.dtype)
-    model.own = nn.Parameter(tables[:, None], requires_grad=False)
+    model.untied_unembedding = nn.Parameter(tables[:, None], requires_grad=False)
     nn.init.zeros_(model.sums.weight)  # of one state: nothing to choose
     nn.init.zeros_(model.sums.bias)
     return model.to(matrices.device).eval()
@@ -273,4 +276,4 @@ def own_heads(target: Any) -> HeadModel | None:
 
 def upper_layers(shape: HeadShape, target: Any) -> UpperLayers | None:
     """The adapted last layers of a Hugging Face model; None if heads of this shape have none."""
-    return UpperLayers(target, shape.layers, shape.lora) if shape.layers else None
+    return UpperLayers(target, shape.layers, shape.lora_rank) if shape.layers else None

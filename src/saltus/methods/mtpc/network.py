@@ -42,7 +42,7 @@ class WindowCache:
     initial: np.ndarray = field(default_factory=lambda: np.empty(0))
     transitions: np.ndarray = field(default_factory=lambda: np.empty(0))
     shared_logits: Tensor | None = None  # [window, draft] logits, if states share any
-    state_codes: np.ndarray | None = None  # [window, rank, directions]
+    state_codes: np.ndarray | None = None  # [window, rank, subspace_dim]
     distributions: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by position
     window_tokens: list[int] = field(default_factory=list)  # observed so far
     circuit_filter: CircuitFilter[np.ndarray] | None = None
@@ -108,16 +108,16 @@ class HeadNetwork:
     ) -> list[StateDistributions]:
         """The likely tokens of the first positions: those of the logits that the states share, where they share any."""
         shared = kv_cache.shared_logits
-        found = None if shared is None else row_candidates(shared[:count])
+        candidates = None if shared is None else row_candidates(shared[:count])
         positions = []
         for position in range(count):
-            if shared is None or found is None:
+            if shared is None or candidates is None:
                 tokens, rest = self.tokens, 0.0
                 logits = _float_array(self.model.logits(parameters, position))
             else:
-                columns = found.columns[position, : found.counts[position]]
-                tokens, rest = self.tokens[columns], float(found.rests[position])
-                logits = found.logits[None, position, : len(columns)]
+                columns = candidates.columns[position, : candidates.counts[position]]
+                tokens, rest = self.tokens[columns], float(candidates.rests[position])
+                logits = candidates.logits[None, position, : len(columns)]
                 if self.direction_logits is not None and kv_cache.state_codes is not None:
                     logits = logits + kv_cache.state_codes[position] @ self.direction_logits[:, columns]
             greatest = logits.max(-1, keepdims=True, initial=0.0)
@@ -212,7 +212,7 @@ class HeadNetwork:
         )
         last = torch.tensor([int(decided[-1]) for decided, *_ in starting], device=self.device)
         outputs = self.model(states, last)
-        shared = None if self.model.shape.own else self.model.shared_logits(outputs.position_features)
+        shared = None if self.model.shape.untied_unembedding else self.model.shared_logits(outputs.position_features)
         for number, (decided, _, kv_cache) in enumerate(starting):
             codes = None if outputs.state_codes is None else outputs.state_codes[number]
             parameters = CircuitParameters(
@@ -266,8 +266,10 @@ def _evidence(
     tokens: Int[Tensor, "likely"], of_states: Float[Tensor, "rank likely"], token: int
 ) -> Float[Tensor, "rank"]:
     """The log-probability of a token in each state; 0 for a token outside the distribution, which is no evidence."""
-    found = (tokens == token).nonzero()
-    return of_states[:, int(found[0, 0])].clamp_min(LEAST).log() if len(found) else of_states.new_zeros(len(of_states))
+    columns = (tokens == token).nonzero()
+    return (
+        of_states[:, int(columns[0, 0])].clamp_min(LEAST).log() if len(columns) else of_states.new_zeros(len(of_states))
+    )
 
 
 def _float_array(x: Tensor | None) -> Any:

@@ -48,13 +48,15 @@ def load_published_circuit(folder: Path, target: Any, target_name: str) -> HeadM
             f"{folder} has heads for {vocab} tokens and states of {hidden} numbers, but {target_name}'s output layer is"
             f" {rows} × {size}; take the model that they were trained for"
         )
-    found = {int(match[1]): weight for name, weight in weights.items() if (match := SUM_MATRICES.fullmatch(name))}
-    sums = [found[number] for number in sorted(found)]
+    sums_by_depth = {
+        int(match[1]): weight for name, weight in weights.items() if (match := SUM_MATRICES.fullmatch(name))
+    }
+    sums = [sums_by_depth[number] for number in sorted(sums_by_depth)]
     kind = _kind(folder, window, rank, sums)
-    shape = HeadShape(hidden, kind, window, rank, own=True, embeds_last_token=False, features="state")
+    shape = HeadShape(hidden, kind, window, rank, untied_unembedding=True, embeds_last_token=False, features="state")
     model = HeadModel(shape, torch.arange(vocab, device=embeddings.device), embeddings, unembedding)
     positions = _fold_positions(weights, kind, window)
-    model.own = nn.Parameter(matrices[positions.argsort()], requires_grad=False)
+    model.untied_unembedding = nn.Parameter(matrices[positions.argsort()], requires_grad=False)
     rows = [sums[-1].flatten(0, 2), *_transition_rows(shape.circuit_structure, kind, sums)] if sums else []
     model.sums.weight = nn.Parameter(
         torch.cat(rows) if rows else matrices.new_zeros(model.sums.weight.shape), requires_grad=False
@@ -65,8 +67,10 @@ def load_published_circuit(folder: Path, target: Any, target_name: str) -> HeadM
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, by step."""
-    found = [(match, file) for file in folder.glob("model@*.pt") if (match := CHECKPOINT_FILE.fullmatch(file.name))]
-    return [file for _, file in sorted(found, key=lambda pair: int(pair[0][1]))]
+    checkpoints = [
+        (match, file) for file in folder.glob("model@*.pt") if (match := CHECKPOINT_FILE.fullmatch(file.name))
+    ]
+    return [file for _, file in sorted(checkpoints, key=lambda pair: int(pair[0][1]))]
 
 
 def _read_checkpoint(file: Path) -> dict[str, Tensor]:
@@ -84,26 +88,26 @@ def _check_supported(folder: Path, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{folder} adapts layers of its target (LoRA), which cannot be imported; take one without")
     if config.is_file() and "random-btree" in config.read_text(encoding="utf-8"):
         raise ValueError(f"{folder} is a tree over shuffled tokens (random-btree), which Saltus does not support")
-    own = {name for name in weights if name.startswith(HEADS)}
-    odd = sorted(name for name in own if name != TOKEN_MATRICES and not SUM_MATRICES.fullmatch(name))
-    if odd or TOKEN_MATRICES not in own:
+    head_weights = {name for name in weights if name.startswith(HEADS)}
+    odd = sorted(name for name in head_weights if name != TOKEN_MATRICES and not SUM_MATRICES.fullmatch(name))
+    if odd or TOKEN_MATRICES not in head_weights:
         what = odd[0] if odd else f"no {TOKEN_MATRICES}"
         raise ValueError(f"{folder} has other heads than linear ones ({what}); only linear ones can be imported")
 
 
 def _kind(folder: Path, window: int, rank: int, sums: Sequence[Tensor]) -> str:
     """Which circuit has sums of these shapes."""
-    found = [tuple(weight.shape[:3]) for weight in sums]
+    sum_shapes = [tuple(weight.shape[:3]) for weight in sums]
     root = (1, 1, rank)
     halves = [window >> depth for depth in range(1, window.bit_length())]  # of a window of 8: 4, 2, 1
     kinds: dict[str, list[tuple[int, ...]]] = {"ff": [], "cp": [root], "hmm": [(1, rank, rank)] * (window - 1) + [root]}
     if window.bit_count() == 1:
         kinds["btree"] = [*((folds, rank, rank) for folds in halves[:-1]), root]
     for kind, shapes in kinds.items():
-        if found == shapes and (kind == "ff") == (rank == 1):
+        if sum_shapes == shapes and (kind == "ff") == (rank == 1):
             return kind
     raise ValueError(
-        f"{folder} has sums of shapes {found}, which no circuit of {window} tokens and rank {rank} has;"
+        f"{folder} has sums of shapes {sum_shapes}, which no circuit of {window} tokens and rank {rank} has;"
         " ff, cp, hmm and btree can be imported"
     )
 
@@ -122,9 +126,9 @@ def _transition_rows(circuit: Circuit, kind: str, sums: Sequence[Tensor]) -> lis
 
 def _fold_positions(weights: Mapping[str, Tensor], kind: str, window: int) -> Tensor:
     """The position of each fold of the token matrices; where the file has none, a chain's folds go backwards."""
-    found = [
+    scopes = [
         weight.flatten() for name, weight in weights.items() if name.endswith(FOLD_POSITIONS) and len(weight) == window
     ]
-    if found:
-        return found[0].long()
+    if scopes:
+        return scopes[0].long()
     return torch.arange(window).flip(0) if kind == "hmm" else torch.arange(window)

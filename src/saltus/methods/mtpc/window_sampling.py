@@ -40,12 +40,12 @@ def levels_of_window(circuit: Circuit, first: int, length: int, device: torch.de
     depths: dict[int, int] = {}
     for latent in sorted(owner):  # parents come first
         depths[latent] = depths[circuit.parents[latent]] + 1 if latent else 0
-    found = []
+    levels = []
     for depth in range(max(depths.values()) + 1):
-        latents = [latent for latent, own in depths.items() if own == depth]
+        latents = [latent for latent, latent_depth in depths.items() if latent_depth == depth]
         columns = latents, [circuit.parents[latent] for latent in latents], [owner[latent] for latent in latents]
-        found.append(Level(*(torch.tensor(column, device=device) for column in columns)))
-    return tuple(found)
+        levels.append(Level(*(torch.tensor(column, device=device) for column in columns)))
+    return tuple(levels)
 
 
 def draw_window(
@@ -67,8 +67,8 @@ def draw_window(
     evidence = initial.new_zeros(circuit.num_latents, circuit.rank)
     for position, leaf in enumerate(known):
         evidence[circuit.position_latents[position]] += leaf
-    own, _ = _upward(levels, transitions, evidence) if known else (evidence, evidence)
-    states, left = _draw_states(levels, initial, transitions, own, uniforms)
+    below, _ = _upward(levels, transitions, evidence) if known else (evidence, evidence)
+    states, left = _draw_states(levels, initial, transitions, below, uniforms)
     of_state = token_probabilities[torch.arange(length, device=above.device), states[above]]
     columns, _ = _choose(of_state, left)
     leaves = token_probabilities.gather(-1, columns[:, None, None].expand(-1, circuit.rank, 1))[..., 0]
@@ -77,14 +77,14 @@ def draw_window(
 
 
 def _draw_states(
-    levels: Sequence[Level], initial: Tensor, transitions: Tensor, own: Tensor, uniforms: Tensor
+    levels: Sequence[Level], initial: Tensor, transitions: Tensor, below: Tensor, uniforms: Tensor
 ) -> tuple[Int[Tensor, "latents"], Float[Tensor, "length"]]:
     """A state for each latent, level by level, and what is left of the uniforms."""
-    states = torch.zeros(len(own), dtype=torch.int64, device=own.device)
+    states = torch.zeros(len(below), dtype=torch.int64, device=below.device)
     left = uniforms.clone()
     for depth, level in enumerate(levels):
         prior = transitions[level.latents - 1, states[level.parents]] if depth else initial[None]
-        weights = (prior + own[level.latents]).softmax(-1)
+        weights = (prior + below[level.latents]).softmax(-1)
         states[level.latents], left[level.positions] = _choose(weights, left[level.positions])
     return states, left
 
@@ -102,12 +102,12 @@ def _choose(weights: Float[Tensor, "rows n"], uniforms: Float[Tensor, "rows"]) -
 def _upward(levels: Sequence[Level], transitions: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
     """Of each latent, log P(evidence below it | its state), and the same given its parent's state [*batch, latents,
     rank]; one stage a level."""
-    own, messages = evidence.clone(), torch.zeros_like(evidence)
+    below, messages = evidence.clone(), torch.zeros_like(evidence)
     for level in reversed(levels[1:]):
-        message = (transitions[level.latents - 1] + own[..., level.latents, None, :]).logsumexp(-1)
+        message = (transitions[level.latents - 1] + below[..., level.latents, None, :]).logsumexp(-1)
         messages[..., level.latents, :] = message
-        own.index_add_(-2, level.parents, message)
-    return own, messages
+        below.index_add_(-2, level.parents, message)
+    return below, messages
 
 
 def _next_state_weights(
@@ -122,11 +122,11 @@ def _next_state_weights(
     earlier = torch.ones(length, length, dtype=leaves.dtype, device=leaves.device).tril(-1)
     given = evidence.expand(length, -1, -1).clone()
     given.index_add_(1, above, earlier[:, :, None] * leaves)
-    own, messages = _upward(levels, transitions, given)
-    joint = own.clone()  # log P(state, all evidence)
+    below, messages = _upward(levels, transitions, given)
+    joint = below.clone()  # log P(state, all evidence)
     joint[:, 0] += initial
     for level in levels[1:]:
         outside = joint[:, level.parents] - messages[:, level.latents]
         prior = (outside[..., :, None] + transitions[level.latents - 1]).logsumexp(-2)
-        joint[:, level.latents] = prior + own[:, level.latents]
+        joint[:, level.latents] = prior + below[:, level.latents]
     return joint[torch.arange(length, device=above.device), above].softmax(-1)

@@ -15,9 +15,9 @@ from saltus.core.protocols import Drafter
 from saltus.core.rules import Rule, match, reject
 from saltus.core.sampling import Coupling, Sampling
 from saltus.methods.ptp.fused_drafter import FusedPtpDrafter
-from saltus.methods.shared.draft_tree import Coupled, Likeliest, likely_paths, position_predictions
+from saltus.methods.shared.draft_tree import Likeliest, SharedNoise, likely_paths, position_predictions
 from saltus.methods.shared.hidden_state_drafter import DraftCalls, HiddenStateDrafter
-from saltus.methods.shared.ptp_queries import (
+from saltus.methods.shared.query_chains import (
     SOURCE,
     position_uniforms,
     query_uniforms,
@@ -97,7 +97,7 @@ class DrafterPtp:
             outputs = yield inputs
             predictions = position_predictions(outputs)
             if rule is match and not sampling.greedy and not sampling.has_uniforms:
-                choose = Coupled(choices, sampling, noise, canvas.open_positions)
+                choose = SharedNoise(choices, sampling, noise, canvas.open_positions)
             else:
                 of_this_temperature = predictions.reads_uniforms or sampling.greedy
                 choose = Likeliest(choices, 1.0 if of_this_temperature else sampling.temperature)

@@ -15,7 +15,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling
 from saltus.core.tree import Branch
-from saltus.methods.shared.ptp_queries import (
+from saltus.methods.shared.query_chains import (
     SOURCE,
     UniformConditioning,
     drafts_of_chain,
@@ -48,7 +48,7 @@ class FusedPtpDrafter:
     )  # for each of them up to the first wrong one: True if it was right
     calls_without_queries: int = field(default=0, init=False)  # since the last chain
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch]:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch]:
         """The drafts of the query chain after the node where the last step ended."""
         tokens: list[int] = []
         probabilities: list[float] = []
@@ -59,7 +59,7 @@ class FusedPtpDrafter:
                 probabilities.append(chance)
         before, self.last_drafts = self.last_drafts, tokens
         self.last_correct = [] if last is None else correct_prefix(before, last.tokens.tolist())
-        return [Branch(tokens[:room], probabilities[:room], SOURCE)] if tokens and room else []
+        return [Branch(tokens[:max_depth], probabilities[:max_depth], SOURCE)] if tokens and max_depth else []
 
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller
@@ -68,7 +68,7 @@ class FusedPtpDrafter:
 
         Lengths follow from where the accepted path may end, from acceptance by depth, and from the cost of rows.
         """
-        if not controller.budget:
+        if not controller.max_draft_tokens:
             return inputs
         for depth, right in enumerate(self.last_correct):
             if controller.adaptive:
@@ -77,10 +77,10 @@ class FusedPtpDrafter:
         odds = [controller.calibrated_probability(f"{SOURCE}/{depth}", DEPTH_PRIOR) for depth in depths]
         ends, reached = path_end_probabilities(inputs, probabilities)
         left = len(inputs.canvas.open_positions) - 1
-        room = [left, *(left - depth - 1 for depth in inputs.depths)]
+        holes_after = [left, *(left - depth - 1 for depth in inputs.depths)]
         rows, expected = len(inputs.tokens) + 1, sum(reached)  # including the token that every call decides
         costs = controller.call_cost.seconds_for if controller.adaptive else lambda rows: 1.0
-        sizes = query_chain_lengths(ends, odds, self.max_queries, room, rows, expected, costs)
+        sizes = query_chain_lengths(ends, odds, self.max_queries, holes_after, rows, expected, costs)
         self.calls_without_queries = 0 if any(sizes) else self.calls_without_queries + 1
         if self.calls_without_queries >= RETRY_CALLS and left > 1:
             sizes[0], self.calls_without_queries = 2, 0
@@ -97,12 +97,12 @@ class FusedPtpDrafter:
 
 def correct_prefix(drafts: Sequence[int], decided: Sequence[int]) -> list[bool]:
     """Which drafts were right, up to the first wrong one or the last decided token."""
-    found = []
+    correct = []
     for draft, token in zip(drafts, decided, strict=False):
-        found.append(draft == token)
+        correct.append(draft == token)
         if draft != token:
             break
-    return found
+    return correct
 
 
 def path_end_probabilities(inputs: ForwardInputs, probabilities: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -120,7 +120,7 @@ def query_chain_lengths(
     end_probabilities: Sequence[float],
     depth_probabilities: Sequence[float],
     max_queries: int,
-    room: Sequence[int],
+    holes_after: Sequence[int],
     rows: int,
     expected: float,
     costs: Callable[[int], float],
@@ -128,7 +128,7 @@ def query_chain_lengths(
     """The number of queries after the decided text and after each node, at most `max_queries` in all.
 
     `end_probabilities[i]` is the probability that the accepted path ends there, `depth_probabilities[j]` that draft j
-    is right if those before it are, and `room[i]` the holes after the token that the first query predicts. A chain of
+    is right if those before it are, and `holes_after[i]` the holes after the token of the first query. A chain of
     k queries gives end · Σ_j Π depth[:j + 1] expected tokens over its k − 1 drafts. Chains grow along the concave hull
     of that, the steepest step first, while tokens per second rise: `costs` gives seconds for a number of rows, and
     `rows` and `expected` tokens are those of the call without queries.
@@ -142,7 +142,7 @@ def query_chain_lengths(
     left = max_queries
     while heap:
         slope, place, step = heapq.heappop(heap)
-        width = min(steps[step][0], room[place] + 1 - sizes[place], left)
+        width = min(steps[step][0], holes_after[place] + 1 - sizes[place], left)
         if width < 1 or sizes[place] + width < 2:
             continue
         value = -slope * width

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from saltus.methods.ptp.native_draft_pass import DraftedRows
 from saltus.methods.shared.context_layers import DraftRows
+from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import rows_likely_tokens
-from saltus.methods.shared.token_correction_model import RMS_EPSILON
 from saltus.models.cuda.cuda_graphs import GraphCapture, to_host
 from saltus.models.cuda.fixed_shape_attention import StaticInputs
 from saltus.models.cuda.fixed_shape_calls import (
@@ -68,11 +68,11 @@ class GPUDraftPass:
         logits, states, projected = self._run(call, texts)
         rows = [slice(start + len(text.states) - 1, start + text.num_rows)
                 for (start, _), text in zip(call.placed(), texts, strict=True)]  # fmt: skip
-        own_states = [states[own].clone() for own in rows]
-        host = to_host(*(logits[own] for own in rows), *(projected[own] for own in rows))
+        own_states = [states[part].clone() for part in rows]
+        host = to_host(*(logits[part] for part in rows), *(projected[part] for part in rows))
         return [
-            DraftedRows(found, kept, rows_likely_tokens(found), vectors.float().numpy())
-            for found, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
+            DraftedRows(text_logits, kept, rows_likely_tokens(text_logits), vectors.float().numpy())
+            for text_logits, vectors, kept in zip(host[: len(texts)], host[len(texts) :], own_states, strict=True)
         ]
 
     def _run(self, call: Call, texts: Sequence[DraftRows]) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,8 @@ from saltus.kernels import native
 from saltus.kernels.packed_weight import is_kernel_weight, kernel_arguments
 from saltus.methods.shared.context_layers import ContextLayers, DraftRows, plan_pass, run_in_passes
 from saltus.methods.shared.draft_tree import LikelyTokens
+from saltus.methods.shared.hidden_state_correction import RMS_EPSILON
 from saltus.methods.shared.row_candidates import RowCandidates
-from saltus.methods.shared.token_correction_model import RMS_EPSILON
 from saltus.models.cpu.native_decoder import DecoderCall, linear_struct, raise_if_failed
 
 
@@ -72,14 +72,16 @@ class NativeDraftPass:
     def _evaluate(self, texts: Sequence[DraftRows]) -> list[DraftedRows]:
         positions, attention, kept = plan_pass(texts, self.decoder.num_layers)
         call = self.decoder.prepare(len(positions), positions, attention, kept)
-        found = RowCandidates.empty(len(kept))
+        candidates = RowCandidates.empty(len(kept))
         projected = np.empty((len(kept), self.rank), dtype=np.float32)
-        self._run(texts, call, found, projected)
+        self._run(texts, call, candidates, projected)
         ends = list(accumulate(text.num_outputs for text in texts))
-        own = [slice(end - text.num_outputs, end) for end, text in zip(ends, texts, strict=True)]
-        return [DraftedRows(call.logits[rows], call.states[rows], found[rows], projected[rows]) for rows in own]
+        parts = [slice(end - text.num_outputs, end) for end, text in zip(ends, texts, strict=True)]
+        return [DraftedRows(call.logits[rows], call.states[rows], candidates[rows], projected[rows]) for rows in parts]
 
-    def _run(self, texts: Sequence[DraftRows], call: DecoderCall, found: RowCandidates, projected: np.ndarray) -> None:
+    def _run(
+        self, texts: Sequence[DraftRows], call: DecoderCall, candidates: RowCandidates, projected: np.ndarray
+    ) -> None:
         struct = native.DraftPass.from_buffer_copy(self.constants)
         struct.decoder = call.struct
         states, queries = ((native.POINTER * len(texts))() for _ in range(2))
@@ -95,5 +97,5 @@ class NativeDraftPass:
         struct.embedding.rows = tokens.ctypes.data
         struct.projected = projected.ctypes.data if self.rank else None
         struct.likely.x = call.logits.data_ptr()
-        found.point(struct.likely)
+        candidates.point(struct.likely)
         raise_if_failed(self.kernel(ctypes.byref(struct)), struct.vocab)

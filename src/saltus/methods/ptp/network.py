@@ -29,9 +29,9 @@ from saltus.methods.shared.context_layers import (
     unread_states,
 )
 from saltus.methods.shared.draft_tree import DraftOutputs
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.methods.shared.query_predictions import QueryPredictor, rows_linear
 from saltus.methods.shared.timed_outputs import timed_outputs
-from saltus.methods.shared.token_correction_model import TokenCorrectionModel, corrected_states, rms_normalized
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, check_decoder_sizes
 from saltus.models.uniform_embedding import UniformEmbedding
 
@@ -204,16 +204,16 @@ class DraftNetwork:
         u = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
         zeros = torch.zeros(len(u), self.model.shape.hidden, dtype=self.model.query.dtype, device=self.device)
         depths = torch.arange(len(u), device=self.device)
-        found = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
+        vectors = self.model.query_inputs(zeros, u, torch.full_like(u, temperature), depths)
         if constant:
             if len(self.query_vectors) >= MAX_QUERY_VECTORS:
                 self.query_vectors.clear()
-            self.query_vectors[key] = found
-        return found
+            self.query_vectors[key] = vectors
+        return vectors
 
     def new_kv_cache(self) -> ContextKVCache:
-        own = self.whole_pass
-        return ContextKVCache(own.new_kv_cache) if isinstance(own, GPUDraftPass) else ContextKVCache()
+        whole_pass = self.whole_pass
+        return ContextKVCache(whole_pass.new_kv_cache) if isinstance(whole_pass, GPUDraftPass) else ContextKVCache()
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
@@ -229,16 +229,18 @@ class DraftNetwork:
         texts = [self._rows(*pair) for pair in pairs]
         if self.whole_pass is not None:
             drafted = self.whole_pass(texts)
-            found = [(one.logits, one.hidden_states) for one in drafted]
-            predictions = [self.predictor.of_likely_tokens(one.likely[1:], one.projected[1:]) for one in drafted]
+            by_text = [(rows.logits, rows.hidden_states) for rows in drafted]
+            predictions = [self.predictor.of_likely_tokens(rows.likely[1:], rows.projected[1:]) for rows in drafted]
         else:
-            found = self._run(texts)
-            predictions = [self.predictor(logits[1:], states[1:]) for logits, states in found]
+            by_text = self._run(texts)
+            predictions = [self.predictor(logits[1:], states[1:]) for logits, states in by_text]
         outputs, num_rows = [], sum(text.num_rows for text in texts)
-        for (inputs, kv_cache), text, (logits, states), own in zip(pairs, texts, found, predictions, strict=True):
+        for (inputs, kv_cache), text, (logits, states), predicted in zip(
+            pairs, texts, by_text, predictions, strict=True
+        ):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
             outputs.append(
-                DraftOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predictions=own)
+                DraftOutputs(logits, states, 0.0, len(text.states), num_rows, self.model.tokens, predictions=predicted)
             )
         return outputs
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from saltus.kernels.packed_weight import select_rows
-from saltus.methods.shared.token_correction_model import TokenCorrectionModel, corrected_states
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, corrected_states
 from saltus.models.cpu.torch_decoder import normed, rotated
 from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, RMSNorm, check_decoder_sizes
 

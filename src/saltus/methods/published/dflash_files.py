@@ -247,8 +247,10 @@ def _read_mask(folder: Path) -> Tensor | None:
 
 def _with_weights(model: DFlashModel, weights: dict[str, Tensor], folder: Path) -> DFlashModel:
     names = {name.removeprefix(LAYERS_PREFIX): name for name in model.state_dict()}
-    names = {name: own for name, own in names.items() if "embed_tokens" not in name and "lm_head" not in name}
-    needed = {name: model.state_dict()[own] for name, own in names.items()}
+    names = {
+        name: module_name for name, module_name in names.items() if "embed_tokens" not in name and "lm_head" not in name
+    }
+    needed = {name: model.state_dict()[module_name] for name, module_name in names.items()}
     check_weights(folder, weights, needed, "a DFlash drafter of Qwen3 layers")
     placed = {names[name]: weight.to(model.mask.device) for name, weight in weights.items()}
     model.load_state_dict(placed, strict=False, assign=True)

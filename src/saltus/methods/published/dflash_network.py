@@ -66,8 +66,8 @@ class DFlashNetwork:
             for block, kv_cache, length in zip(blocks, kv_caches, lengths, strict=True)
         ]
         num_rows, outputs = sum(map(len, states)) + blocks.shape[0] * blocks.shape[1], []
-        found = self.context_layers.run_together(texts)
-        for (inputs, kv_cache), read, (logits, hidden) in zip(pairs, states, found, strict=True):
+        by_text = self.context_layers.run_together(texts)
+        for (inputs, kv_cache), read, (logits, hidden) in zip(pairs, states, by_text, strict=True):
             kv_cache.tokens = inputs.canvas.decided_prefix[kv_cache.first_position :].copy()
             rows = 1 + min(len(inputs.uniforms), self.model.shape.window)
             predictions = self.predictor(logits[1:rows], hidden[1:rows])

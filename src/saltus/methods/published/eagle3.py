@@ -130,8 +130,8 @@ class Eagle3Network:
             return self._run(batch, kv_caches)
 
     def _run(self, batch: Sequence[ForwardInputs], kv_caches: Sequence[ContextKVCache]) -> list[ForwardOutputs]:
-        layers, own = self.target.hidden_state_layers, self.model.shape.hidden_state_layers
-        states = [unread_states(each, cache, layers, own) for each, cache in zip(batch, kv_caches, strict=True)]
+        layers, read_layers = self.target.hidden_state_layers, self.model.shape.hidden_state_layers
+        states = [unread_states(each, cache, layers, read_layers) for each, cache in zip(batch, kv_caches, strict=True)]
         counts = [len(each) for each in states]
         decided = [inputs.canvas.decided_prefix for inputs in batch]
         ends = [len(text) - cache.first_position for text, cache in zip(decided, kv_caches, strict=True)]

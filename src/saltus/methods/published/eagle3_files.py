@@ -66,14 +66,16 @@ def _read_shape(config: Mapping[str, Any], folder: Path, target: Any) -> Eagle3S
     """The sizes of either format. Errors: ValueError for what such heads do not compute here."""
     layers = LLAMA_DEFAULTS | dict(config.get("transformer_layer_config", config))
     rope = layers.get("rope_parameters") or layers.get("rope_scaling") or {}
-    kind, own = rope.get("rope_type", rope.get("type", "default")), config.get("eagle_config") or {}
+    kind, eagle_config = rope.get("rope_type", rope.get("type", "default")), config.get("eagle_config") or {}
     odd = {
         f"{layers['num_hidden_layers']} layers": layers["num_hidden_layers"] != 1,
         "biases of attention": layers.get("attention_bias"),
         f"rotary embeddings of the type {kind}": kind != "default",
         f"the activation {layers['hidden_act']}": layers["hidden_act"] != "silu",
-        "normalised inputs of fc": config.get("norm_before_fc") or config.get("fc_norm") or own.get("norm_before_fc"),
-        "no hidden states of several layers": not own.get("use_aux_hidden_state", True),
+        "normalised inputs of fc": config.get("norm_before_fc")
+        or config.get("fc_norm")
+        or eagle_config.get("norm_before_fc"),
+        "no hidden states of several layers": not eagle_config.get("use_aux_hidden_state", True),
         "scaled logits": config.get("logit_scale", 1.0) != 1.0,
     }
     for what, is_there in odd.items():
@@ -82,7 +84,7 @@ def _read_shape(config: Mapping[str, Any], folder: Path, target: Any) -> Eagle3S
                 f"{folder} is an EAGLE-3 head with {what}, which Saltus does not support; take another one"
             )
     count = target.config.get_text_config().num_hidden_layers
-    given = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
+    given = config.get("eagle_aux_hidden_state_layer_ids") or eagle_config.get("eagle_aux_hidden_state_layer_ids")
     heads = layers["num_attention_heads"]
     return Eagle3Shape(
         layers["hidden_size"], layers["intermediate_size"], tuple(given or (2, count // 2, count - 3)), heads,

@@ -40,12 +40,12 @@ def save_adapter(
     would add them to every row.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as room:
-        new = Path(room, "new")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        new = Path(temporary, "new")
         new.mkdir()
         _write(adapter, new, target, target_name, training or {})
         if folder.exists():
-            os.rename(folder, Path(room, "old"))
+            os.rename(folder, Path(temporary, "old"))
         os.rename(new, folder)
 
 
@@ -104,14 +104,14 @@ def load_adapter(folder: Path, model: Any, target_name: str) -> Adapter:
 
 def lora_tensors(adapter: Adapter, copy: bool = True) -> dict[str, Tensor]:
     """The low-rank parts by PEFT's names."""
-    found = {}
+    tensors = {}
     for path in adapter.sizes:
         part = adapter.lora_layer(path)
         assert part is not None
         for letter, weight in (("A", part.down), ("B", part.up)):
             key = f"base_model.model.{path}.lora_{letter}.weight"
-            found[key] = weight.detach().cpu().contiguous() if copy else weight
-    return found
+            tensors[key] = weight.detach().cpu().contiguous() if copy else weight
+    return tensors
 
 
 def layer_sizes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -129,7 +129,7 @@ def load_initial_adapter(
 ) -> Adapter:
     """A saved adapter of this model. Errors: ValueError if its settings are others."""
     adapter = load_adapter(folder, model, model_name)
-    found = replace(adapter.settings, window=settings.window) if ignore_window else adapter.settings
-    if found != settings:
+    saved_settings = replace(adapter.settings, window=settings.window) if ignore_window else adapter.settings
+    if saved_settings != settings:
         raise ValueError(f"the adapter in {folder} has other settings than the recipe; take the one it was made by")
     return adapter

@@ -38,7 +38,7 @@ class AnswerMemory:
     @property
     def num_bytes(self) -> int:
         """About as much memory as is used."""
-        return BYTES_PER_TOKEN * sum(len(one.tokens) for one in self.generations)
+        return BYTES_PER_TOKEN * sum(len(texts.tokens) for texts in self.generations)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Remember an answer, as far as there is room for one."""
@@ -51,8 +51,8 @@ class AnswerMemory:
         self, text: Sequence[int], max_ngram_size: int, max_matches: int
     ) -> list[tuple[Sequence[int], list[tuple[int, int]]]]:
         """Where the last tokens of `text` occurred: tokens, and (position after them, how many agree), latest first."""
-        found = [(one.tokens, one.repeats(text, max_ngram_size, max_matches)) for one in self.generations]
-        return [(tokens, repeats) for tokens, repeats in found if repeats]
+        by_generation = [(texts.tokens, texts.repeats(text, max_ngram_size, max_matches)) for texts in self.generations]
+        return [(tokens, repeats) for tokens, repeats in by_generation if repeats]
 
 
 class _RememberedTexts:
@@ -73,15 +73,15 @@ class _RememberedTexts:
         self.before.append(-1)
 
     def repeats(self, text: Sequence[int], max_ngram_size: int, max_matches: int) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
+        repeats: list[tuple[int, int]] = []
         at = self.latest.get(hash(tuple(text[-KEY_LENGTH:])), -1) if len(text) >= KEY_LENGTH else -1
         text = array("q", text)
-        while at >= 0 and len(found) < max_matches:
+        while at >= 0 and len(repeats) < max_matches:
             size = num_agreeing(self.tokens, at, text, len(text), max_ngram_size)
             if size >= KEY_LENGTH:  # hashes may agree by accident
-                found.append((at, size))
+                repeats.append((at, size))
             at = self.before[at - 1]
-        return found
+        return repeats
 
 
 class AnswerMemories:
@@ -93,8 +93,8 @@ class AnswerMemories:
 
     def of(self, group: str) -> AnswerMemory:
         """The memory of a group; others that were not used for longest are forgotten where there is no room."""
-        found = self.memories.setdefault(group, AnswerMemory(self.max_bytes))
+        memory = self.memories.setdefault(group, AnswerMemory(self.max_bytes))
         self.memories.move_to_end(group)
-        while len(self.memories) > 1 and sum(one.num_bytes for one in self.memories.values()) > self.max_bytes:
+        while len(self.memories) > 1 and sum(each.num_bytes for each in self.memories.values()) > self.max_bytes:
             self.memories.popitem(last=False)
-        return found
+        return memory

@@ -152,8 +152,8 @@ class ContextLayers:
         Rows before these may run in several calls. Without `output_logits` the logits are empty.
         """
         rows = ContextRows(inputs, kv_cache, past_length, num_outputs)
-        (found,) = run_in_passes([rows], partial(self._forward, output_logits=output_logits), self._run_without_logits)
-        return found
+        (result,) = run_in_passes([rows], partial(self._forward, output_logits=output_logits), self._run_without_logits)
+        return result
 
     def run_together(self, texts: Sequence[ContextRows]) -> list[tuple[Tensor, Tensor]]:
         """The same for several texts, in few passes of limited rows. A row rounds as if it were alone."""
@@ -188,7 +188,7 @@ def run_in_passes(
 
     Where a pass cannot hold one text, its first rows go through `run_first`.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     waiting: list[Rows] = []
     for text in texts:
         assert text.num_outputs < MAX_ROWS_PER_CALL and (text.causal or text.num_rows <= MAX_ROWS_PER_CALL)
@@ -196,10 +196,10 @@ def run_in_passes(
             first, text = text.split(min(MAX_ROWS_PER_CALL, text.num_rows - text.num_outputs))
             run_first([first])
         if waiting and sum(each.num_rows for each in (*waiting, text)) > MAX_ROWS_PER_CALL:
-            found += run(waiting)
+            results += run(waiting)
             waiting = []
         waiting.append(text)
-    return found + (run(waiting) if waiting else [])
+    return results + (run(waiting) if waiting else [])
 
 
 def plan_pass(
@@ -208,8 +208,8 @@ def plan_pass(
     """Of one pass over texts: the positions of all rows, what they see, and the numbers of those with outputs."""
     positions = [np.arange(text.num_rows) + text.past_length for text in texts]
     rows = [
-        SequenceRows(text.kv_cache.kv_cache, text.past_length, own, _tree_mask(text))
-        for text, own in zip(texts, positions, strict=True)
+        SequenceRows(text.kv_cache.kv_cache, text.past_length, text_positions, _tree_mask(text))
+        for text, text_positions in zip(texts, positions, strict=True)
     ]
     counts, ends = [text.num_outputs for text in texts], accumulate(text.num_rows for text in texts)
     outputs = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])

@@ -17,7 +17,7 @@ from saltus.core.forward import ForwardOutputs
 from saltus.core.noise import Noise
 from saltus.core.sampling import Sampling, float_row, token_distribution
 from saltus.core.tree import Branch
-from saltus.methods.shared.token_correction import TokenCorrection
+from saltus.methods.shared.logit_correction import TokenCorrection
 
 MIN_PATH_PROBABILITY = 0.01  # nodes that are reached with a smaller probability are not offered
 MAX_NODES = 12  # nodes of the branches, at most
@@ -141,15 +141,15 @@ class Likeliest:
         ids, logits, rest = predictions.candidates(position, path)
         if not len(ids):
             return []
-        found = largest(logits, self.top_k)
-        top = logits[found[0]]
+        best = largest(logits, self.top_k)
+        top = logits[best[0]]
         weights = np.exp((logits - top) / self.temperature)
         total = float(weights.sum(dtype=np.float64)) + rest * math.exp(-min(max(float(top), -80.0), 80.0))
-        return list(zip(ids[found].tolist(), (weights[found] / total).tolist(), strict=True))
+        return list(zip(ids[best].tolist(), (weights[best] / total).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class Coupled:
+class SharedNoise:
     """A chooser: the `top_k` tokens that the text's own random numbers favour at each of `positions`.
 
     Penalties and bans, which need the whole text, are left out.
@@ -162,7 +162,7 @@ class Coupled:
     _log_noise: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, init=False)  # ids and theirs
 
     @property
-    def is_race(self) -> bool:
+    def is_gumbel_max(self) -> bool:
         """True if the tokens are those of the greatest log P + G among all tokens."""
         return self.sampling.coupling == "gumbel" and not self.sampling.truncates
 
@@ -170,12 +170,14 @@ class Coupled:
         ids, logits, _ = predictions.candidates(position, path)
         if not len(ids):
             return []
-        if not self.is_race:
+        if not self.is_gumbel_max:
             kept = ("temperature", "top_k", "top_p", "min_p", "coupling")
             sampling = Sampling(**{name: getattr(self.sampling, name) for name in kept})
-            found = token_distribution(torch.from_numpy(logits), sampling)
-            found = replace(found, tokens=ids if found.tokens is None else ids[found.tokens])
-            return draft_tokens(found, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
+            distribution = token_distribution(torch.from_numpy(logits), sampling)
+            distribution = replace(
+                distribution, tokens=ids if distribution.tokens is None else ids[distribution.tokens]
+            )
+            return draft_tokens(distribution, self.noise, "text", self.positions[position], self.top_k, PARALLEL_ERROR)
         known_ids, log_noise = self._log_noise.get(position, (None, ids))
         if known_ids is not ids:
             numbers = self.noise.of_tokens("text", self.positions[position], int(ids[-1]) + 1)

@@ -59,8 +59,8 @@ def save_drafter(
 
 def find_shipped(kind: str, target: Any) -> Path | None:
     """The folder of the drafter or heads that come with this package for a target, None if there are none."""
-    found = [(read_metadata(file.parent), file.parent) for file in SHIPPED_FOLDERS[kind].glob(f"*/{METADATA_FILE}")]
-    ranked = sorted((match_target(metadata, target), folder) for metadata, folder in found)
+    shipped = [(read_metadata(file.parent), file.parent) for file in SHIPPED_FOLDERS[kind].glob(f"*/{METADATA_FILE}")]
+    ranked = sorted((match_target(metadata, target), folder) for metadata, folder in shipped)
     return ranked[0][1] if ranked and ranked[0][0] != TargetMatch.OTHER else None
 
 

@@ -34,11 +34,11 @@ class HiddenStateDrafter:
     pending: list[Tensor] = field(default_factory=list, init=False)  # hidden states that were not read yet
     num_tokens_seen: int = field(default=0, init=False)  # decided tokens whose hidden states were collected
 
-    def __call__(self, canvas: Canvas, last: Step | None, room: int) -> Sequence[Branch] | DraftCalls:
+    def __call__(self, canvas: Canvas, last: Step | None, max_depth: int) -> Sequence[Branch] | DraftCalls:
         if last is None:
             return ()
         self._collect(last, len(canvas.decided_prefix))
-        return self._draft(canvas, min(self.num_draft_tokens, room)) if self.pending else ()
+        return self._draft(canvas, min(self.num_draft_tokens, max_depth)) if self.pending else ()
 
     def _draft(self, canvas: Canvas, num_draft_tokens: int) -> DraftCalls:
         hidden_states = self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)

@@ -24,10 +24,10 @@ UNUSED_WEIGHTS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # f
 def read_config(folder: Path) -> dict[str, Any]:
     """The settings in config.json; none where there is no such file, or a damaged one."""
     try:
-        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -55,12 +55,12 @@ def take_own_matrices(
     for name in UNUSED_WEIGHTS:
         weights.pop(name, None)
     rows = {"embed_tokens.weight": vocabulary, "lm_head.weight": num_drafted}
-    found = {name: weights.pop(name, None) for name in rows}
-    for name, weight in found.items():
+    matrices = {name: weights.pop(name, None) for name in rows}
+    for name, weight in matrices.items():
         if weight is not None and weight.shape != (rows[name], hidden):
             sizes = tuple(weight.shape), (rows[name], hidden)
             raise ValueError(f"{folder}: {name} is {sizes[0]}, but must be {sizes[1]} for this model; take another one")
-    return found["embed_tokens.weight"], found["lm_head.weight"]
+    return matrices["embed_tokens.weight"], matrices["lm_head.weight"]
 
 
 def place_like(model: Any, target: Any) -> Any:
@@ -72,12 +72,12 @@ def place_like(model: Any, target: Any) -> Any:
     return model
 
 
-def is_same(own: Tensor, of_target: Tensor) -> bool:
+def is_same(weight: Tensor, of_target: Tensor) -> bool:
     """True if a weight of the folder is the target's, so that it can be shared."""
-    if own.shape != of_target.shape:
+    if weight.shape != of_target.shape:
         return False
-    rows = torch.arange(len(own), device=of_target.device)
-    return torch.equal(own.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
+    rows = torch.arange(len(weight), device=of_target.device)
+    return torch.equal(weight.to(of_target.device, of_target.dtype), select_rows(of_target, rows))
 
 
 def check_sizes(

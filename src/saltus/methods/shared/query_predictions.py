@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from saltus.kernels.batch_invariant_ops import linear
 from saltus.methods.shared.draft_tree import LikelyTokens, PositionPredictions
+from saltus.methods.shared.hidden_state_correction import TokenCorrectionModel, rms_normalized
+from saltus.methods.shared.logit_correction import NonlinearCorrection
 from saltus.methods.shared.row_candidates import PathKernel, RowCandidates, path_kernel, rows_likely_tokens
-from saltus.methods.shared.token_correction import NonlinearCorrection
-from saltus.methods.shared.token_correction_model import TokenCorrectionModel, rms_normalized
 
 
 class QueryPredictor:
@@ -48,8 +48,8 @@ class QueryPredictor:
         embeddings = self.model.embeddings[0].cpu()  # also of a drafter on a GPU: drafts are put together here
 
         def embed(token: int) -> np.ndarray:
-            one = nn.functional.embedding(torch.tensor([token]), embeddings)
-            return rms_normalized(one.float())[0].cpu().numpy()
+            row = nn.functional.embedding(torch.tensor([token]), embeddings)
+            return rms_normalized(row.float())[0].cpu().numpy()
 
         project = partial(rows_linear, module.state)
         return NonlinearCorrection(left, second_left, project, unembedding @ output, embed)

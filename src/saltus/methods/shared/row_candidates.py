@@ -21,13 +21,13 @@ from saltus.methods.shared.draft_tree import (
     MAX_NODES,
     MIN_PATH_PROBABILITY,
     Chooser,
-    Coupled,
     Likeliest,
     LikelyTokens,
     PathNode,
+    SharedNoise,
     likely_tokens,
 )
-from saltus.methods.shared.token_correction import NonlinearCorrection
+from saltus.methods.shared.logit_correction import NonlinearCorrection
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +77,17 @@ def row_candidates(logits: Float[Tensor, "positions vocab"]) -> RowCandidates | 
         return None
     logits = logits.contiguous()
     rows, vocab = logits.shape
-    found = RowCandidates.empty(rows)
+    candidates = RowCandidates.empty(rows)
     struct = native.NearGreatest(x=logits.data_ptr(), size=vocab)
-    found.point(struct)
+    candidates.point(struct)
     kernel(ctypes.byref(struct))
-    return found
+    return candidates
 
 
 def rows_likely_tokens(logits: Float[Tensor, "positions vocab"]) -> Sequence[LikelyTokens]:
     """`likely_tokens` of each row."""
-    found = row_candidates(logits)
-    return [likely_tokens(row) for row in float_row(logits)] if found is None else found
+    candidates = row_candidates(logits)
+    return [likely_tokens(row) for row in float_row(logits)] if candidates is None else candidates
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,29 +99,32 @@ class PathKernel:
     tables: tuple[Tensor, ...] = ()  # of the drafted tokens, bfloat16 [vocab, rank]: right, A·e and B·e
 
     def __call__(
-        self, found: RowCandidates, states: np.ndarray, text: Sequence[int], choose: Chooser
+        self, candidates: RowCandidates, states: np.ndarray, text: Sequence[int], choose: Chooser
     ) -> list[PathNode] | None:
         """The nodes; None for a chooser that the kernel does not know. `states` are the correction's inputs."""
         if not knows_chooser(choose):
             return None
         fields: dict[str, int] = {
-            "columns": found.columns.ctypes.data, "logits": found.logits.ctypes.data,
-            "counts": found.counts.ctypes.data, "rests": found.rests.ctypes.data, "ids": self.token_ids.ctypes.data,
+            "columns": candidates.columns.ctypes.data, "logits": candidates.logits.ctypes.data,
+            "counts": candidates.counts.ctypes.data, "rests": candidates.rests.ctypes.data,
+            "ids": self.token_ids.ctypes.data,
         }  # fmt: skip
         if self.correction is not None:
             fields |= {"rank": states.shape[1], "states": states.ctypes.data}
             fields |= zip(("right", "left", "second_left"), (table.data_ptr() for table in self.tables), strict=True)
             vectors = [self.correction.token_vectors_of(token) for token in text]
             if vectors:
-                fields |= zip(("text_left", "text_second_left"), (one.ctypes.data for one in vectors[-1]), strict=True)
+                fields |= zip(
+                    ("text_left", "text_second_left"), (vector.ctypes.data for vector in vectors[-1]), strict=True
+                )
             if len(vectors) > 1:
                 fields["text_before"] = vectors[-2][1].ctypes.data
-        return grow_natively(choose, len(found.counts), fields)
+        return grow_natively(choose, len(candidates.counts), fields)
 
 
 def knows_chooser(choose: Chooser) -> bool:
     """True if `grow_natively` can be used here, and for this chooser."""
-    known = isinstance(choose, Likeliest) or (isinstance(choose, Coupled) and choose.is_race)
+    known = isinstance(choose, Likeliest) or (isinstance(choose, SharedNoise) and choose.is_gumbel_max)
     return known and native.load_kernels() is not None
 
 
@@ -131,14 +134,14 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     `fields` are those of `native.DraftPaths` that say where the candidates come from.
     """
     kernels = native.load_kernels()
-    assert kernels is not None and isinstance(choose, Likeliest | Coupled)
+    assert kernels is not None and isinstance(choose, Likeliest | SharedNoise)
     parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
     struct = native.DraftPaths(
         **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
         error=PARALLEL_ERROR, gap=MAX_GAP, parents=parents.ctypes.data, tokens=tokens.ctypes.data,
         chances=chances.ctypes.data,
     )  # fmt: skip
-    if isinstance(choose, Coupled):
+    if isinstance(choose, SharedNoise):
         keys = np.stack([choose.noise.token_keys("text", at) for at in choose.positions[:positions]])
         struct.keys, struct.temperature = keys.ctypes.data, choose.sampling.temperature
     else:

@@ -39,8 +39,8 @@ class ChunkSummaries:
         v̄ = Σ softmax_j((φ·k_j − ½ k_j·k_j)/√d) v_j (EVA, Zheng et al. 2023, with one random feature at its mean).
         Shapes are the same in every call, so that rounding is, too.
         """
-        found = [self._summarise_layer(*one) for one in zip(keys, values, *self._directions, strict=True)]
-        return torch.stack([key for key, _ in found]), torch.stack([value for _, value in found])
+        summaries = [self._summarise_layer(*layer) for layer in zip(keys, values, *self._directions, strict=True)]
+        return torch.stack([key for key, _ in summaries]), torch.stack([value for _, value in summaries])
 
     @property
     def _directions(self) -> tuple[Tensor, Tensor]:

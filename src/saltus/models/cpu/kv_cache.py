@@ -34,7 +34,7 @@ class KVCache:
         The last `num_recomputed` decided tokens do not count: a causal network needs the logits of the last one.
         """
         if self.pending_tree is not None:
-            nodes = self.pending_tree.match_tokens(tokens[len(self.tokens) :])
+            nodes = self.pending_tree.matching_nodes(tokens[len(self.tokens) :])
             self._keep_accepted(nodes)
             accepted = np.array([self.pending_tree.tokens[node] for node in nodes], dtype=np.int64)
             self.tokens = np.concatenate([self.tokens, accepted])
@@ -88,8 +88,8 @@ class KVCache:
 def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
     """True if a layer's buffers and its new keys and values have the same heads, head sizes and dtypes."""
     return all(
-        (old.shape[0], old.shape[2], old.dtype) == (own.shape[0], own.shape[2], own.dtype)
-        for old, own in zip(buffers, new, strict=True)
+        (old.shape[0], old.shape[2], old.dtype) == (buffer.shape[0], buffer.shape[2], buffer.dtype)
+        for old, buffer in zip(buffers, new, strict=True)
     )
 
 

@@ -126,7 +126,7 @@ class FixedShapeKVCache:
         """How many of the decided tokens are in the cache; the accepted branch is kept."""
         if self.token_history.pending_tree is not None:
             base = len(self.token_history.tokens)
-            nodes = self.token_history.pending_tree.match_tokens(tokens[base:])
+            nodes = self.token_history.pending_tree.matching_nodes(tokens[base:])
             self.pending_copies += [(base + depth, base + node) for depth, node in enumerate(nodes) if node != depth]
         return self.token_history.reuse_prefix(tokens)
 
@@ -159,9 +159,9 @@ class FixedShapeSettings:
     varied_rows: bool = False  # rows round alike in calls of any size: a call has as few groups as it needs
 
     @classmethod
-    def for_budget(cls, budget: int) -> FixedShapeSettings:
-        """For trees of `budget` nodes: a depth of one more, rounded up to a multiple of 32."""
-        return cls(max_tree_depth=(budget // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH)
+    def for_max_draft_tokens(cls, max_draft_tokens: int) -> FixedShapeSettings:
+        """For trees of `max_draft_tokens` nodes: a depth of one more, rounded up to a multiple of 32."""
+        return cls(max_tree_depth=(max_draft_tokens // BASE_TREE_DEPTH + 1) * BASE_TREE_DEPTH)
 
     def num_pages(self, num_entries: int) -> int:
         """The pages that calls over so many entries attend to: 1, 2, 4, 8, … blocks, so that there are few graphs."""
@@ -234,20 +234,20 @@ def split_into_calls(texts: Sequence[TextRows], settings: FixedShapeSettings) ->
             if settings.varied_rows:
                 groups, rows = size_class(-(-len(chunk) // settings.rows_per_group)), settings.rows_per_group
             yield _call((chunk,), groups, rows, 1, settings)  # no logits are needed
-    by, calls, room = settings.rows_per_group, list[list[TextRows]](), list[int]()
+    by, calls, groups_left = settings.rows_per_group, list[list[TextRows]](), list[int]()
     for text in texts:
         call = 0  # rows of one text are evaluated in their order
         for start in range(text.num_prompt_rows, len(text), settings.rows_per_call):
             part = text.select(slice(start, start + settings.rows_per_call))
             groups = -(-len(part) // by)
-            while call < len(calls) and room[call] < groups:
+            while call < len(calls) and groups_left[call] < groups:
                 call += 1
             if call == len(calls):
                 calls.append([])
-                room.append(settings.rows_per_call // by)
+                groups_left.append(settings.rows_per_call // by)
             calls[call].append(part)
-            room[call] -= groups
-    for parts, rest in zip(calls, room, strict=True):
+            groups_left[call] -= groups
+    for parts, rest in zip(calls, groups_left, strict=True):
         groups = settings.rows_per_call // by
         yield _call(tuple(parts), size_class(groups - rest) if settings.varied_rows else groups, by, 0, settings)
 
@@ -285,13 +285,13 @@ def make_rows(
             ancestors[row] = ancestors[len(unread) + parent]
         ancestors[row, at] = base + node
     recent = first_recent_position(positions, depth)[:, None] + np.arange(2 * depth)  # as positions
-    found = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
-    found = np.where(recent < base, recent, found)
-    found = np.where(recent > positions[:, None], entries[:, None], found)  # hidden columns
+    visible = np.take_along_axis(ancestors, (recent - base).clip(0, ancestors.shape[1] - 1), 1)
+    visible = np.where(recent < base, recent, visible)
+    visible = np.where(recent > positions[:, None], entries[:, None], visible)  # hidden columns
     output_rows = np.concatenate([np.where(unread == base - 1, 0, -1), 1 + np.arange(nodes)])
     known = [token if token != NO_TOKEN else PLACEHOLDER_TOKEN for token in inputs.tokens]
     tokens = np.concatenate([decided[start:], known]).astype(np.int64)
-    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, found, output_rows)
+    return TextRows(text, inputs, kv_cache, max(prompt - start, 0), tokens, positions, entries, visible, output_rows)
 
 
 def first_recent_position(positions, max_tree_depth: int):

@@ -151,8 +151,8 @@ class FixedShapeRunner:
             kv_cache.token_history.pending_tree = inputs if inputs.tokens else None
         seconds, rows = time.perf_counter() - started, sum(read) + sum(len(inputs.tokens) for inputs in batch)
         return [
-            ForwardOutputs(own.logits, own.states, seconds, count, rows, likeliest=own.likeliest)
-            for count, own in zip(read, outputs, strict=True)
+            ForwardOutputs(out.logits, out.states, seconds, count, rows, likeliest=out.likeliest)
+            for count, out in zip(read, outputs, strict=True)
         ]
 
     def _check_tree(self, inputs: ForwardInputs) -> None:
@@ -161,7 +161,7 @@ class FixedShapeRunner:
         if nodes > MAX_TREE_NODES or depth > limit:
             raise ValueError(
                 f"a tree of {nodes} nodes is {depth} deep, but calls hold paths of {limit} and trees of"
-                f" {MAX_TREE_NODES}; load the model with a larger budget, or draft fewer tokens"
+                f" {MAX_TREE_NODES}; load the model with a larger max_draft_tokens, or draft fewer tokens"
             )
 
     def _forward(
@@ -180,13 +180,13 @@ class FixedShapeRunner:
             for start, part in call.placed():
                 rows = np.flatnonzero(part.output_rows >= 0)
                 if len(rows):  # copied, since the next call overwrites the outputs; they are the last rows of a part
-                    own, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
-                    pieces[part.text].append(out.copy_rows(own, states))
-        joined = [CallOutputs.concatenated(own) for own in pieces]
+                    span, states = slice(start + int(rows[0]), start + len(part)), batch[part.text].output_hidden_states
+                    pieces[part.text].append(out.copy_rows(span, states))
+        joined = [CallOutputs.concatenated(text_pieces) for text_pieces in pieces]
         greatest = torch.cat([outputs.greatest for outputs in joined], 1).cpu()
         return [
-            outputs._replace(greatest=own)
-            for outputs, own in zip(joined, greatest.split([len(one.logits) for one in joined], 1), strict=True)
+            outputs._replace(greatest=part)
+            for outputs, part in zip(joined, greatest.split([len(text.logits) for text in joined], 1), strict=True)
         ]
 
     def _copy_accepted_nodes(self, kv_caches: Sequence[FixedShapeKVCache]) -> None:

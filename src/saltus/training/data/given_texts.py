@@ -71,7 +71,7 @@ def write_given_texts(engine: Engine, file: Path, folder: Path, max_new_tokens: 
     metadata = {
         "model": engine.target.name, "fingerprint": model_fingerprint(engine.network.model), "given": True,
         "temperatures": [TEMPERATURE], "max_new_tokens": max_new_tokens, "prompts": digest, "questions": len(texts),
-        "shard": texts_per_shard,
+        "texts_per_file": texts_per_shard,
     }  # fmt: skip
     if (folder / METADATA_FILE).exists() and read_metadata(folder) != metadata:
         raise ValueError(f"{folder} holds other texts; write these into another folder")

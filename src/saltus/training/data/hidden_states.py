@@ -50,7 +50,7 @@ def collect_hidden_states(
 
     Several processes share the shards, and none is ready before all are.
 
-    A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `edges`
+    A shard holds `tokens` [tokens], the hidden states `features` [tokens, states], the uniform intervals `intervals`
     [temperatures, tokens, 2] (0, 0 for tokens of a prompt; NaN if the coupling has no uniforms) and `texts` [texts, 3]:
     prompt length, length, and temperature × 1,000. Errors: ValueError where the folder holds shards of another model,
     of other layers, temperatures or texts, or of another coupling.
@@ -107,7 +107,7 @@ def write_shards(
                 for name, tensor in read_text(sample).items():
                     parts.setdefault(name, []).append(tensor)
                 yield start + done
-            joined = {name: torch.cat(tensors, 1 if name == "edges" else 0) for name, tensors in parts.items()}
+            joined = {name: torch.cat(tensors, 1 if name == "intervals" else 0) for name, tensors in parts.items()}
             if processes.is_main or not sharded:
                 _write_shard(file, joined, shard_metadata)
         yield start + len(part)
@@ -122,7 +122,7 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def _texts_digest(samples: Sequence[Sample]) -> str:
-    text = json.dumps([[*map(int, one.prompt), -1, *map(int, one.completion)] for one in samples])
+    text = json.dumps([[*map(int, sample.prompt), -1, *map(int, sample.completion)] for sample in samples])
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -152,8 +152,8 @@ def _read_text(
     intervals = torch.zeros(len(temperatures), len(sample.prompt) + len(completion), 2, dtype=torch.float64)
     rows = torch.cat(logits)
     for index, temperature in enumerate(temperatures):
-        own = uniform_intervals(rows, completion.to(rows.device), temperature, coupling, truncation)
-        intervals[index, len(sample.prompt) :] = torch.stack([own.low, own.high], -1).cpu()
+        of_tokens = uniform_intervals(rows, completion.to(rows.device), temperature, coupling, truncation)
+        intervals[index, len(sample.prompt) :] = torch.stack([of_tokens.low, of_tokens.high], -1).cpu()
     features = torch.cat(
         [*states, states[-1][-1:]]
     ).cpu()  # a placeholder for the last token, whose state is never used
@@ -161,7 +161,7 @@ def _read_text(
     return {
         "tokens": torch.tensor([*sample.prompt, *sample.completion], dtype=torch.int32),
         "features": features.to(torch.bfloat16),
-        "edges": intervals,
+        "intervals": intervals,
         "texts": texts,
     }
 
@@ -179,12 +179,12 @@ class ShardedRows:
         rows, first = numbers.flatten(), self.parts[0]
         if len(self.parts) == 1:
             return first[numbers]
-        found = first.new_empty(len(rows), first.shape[1])
+        gathered = first.new_empty(len(rows), first.shape[1])
         which = torch.bucketize(rows, self.ends, right=True)
         for part in which.unique().tolist():
             in_part = which == part
-            found[in_part] = self.parts[part][rows[in_part] - (self.ends[part] - len(self.parts[part]))]
-        return found.unflatten(0, numbers.shape)
+            gathered[in_part] = self.parts[part][rows[in_part] - (self.ends[part] - len(self.parts[part]))]
+        return gathered.unflatten(0, numbers.shape)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def load_hidden_states(folder: Path) -> HiddenStateCorpus:
         folder, ("target", "hidden_state_layers", "temperatures", "coupling", "top_k", "top_p")
     )
     return HiddenStateCorpus(
-        shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["edges"], texts,
+        shards["tokens"].long(), ShardedRows(shards.pop("features")), shards["intervals"], texts,
         tuple(metadata["temperatures"]), tuple(metadata["hidden_state_layers"]), metadata["target"],
         metadata["coupling"],
     )  # fmt: skip
@@ -222,13 +222,13 @@ def load_shards(folder: Path, same_keys: Sequence[str]) -> tuple[dict[str, Any],
     if not files:
         raise ValueError(f"{folder} holds no shards of states; collect them first")
     metadata = [json.loads(_read_metadata(file)["metadata"]) for file in files]
-    for file, one in zip(files, metadata, strict=True):
-        if any(one.get(name) != metadata[0].get(name) for name in same_keys):
+    for file, shard_metadata in zip(files, metadata, strict=True):
+        if any(shard_metadata.get(name) != metadata[0].get(name) for name in same_keys):
             raise ValueError(f"{file} holds states of another model than {files[0]}; keep them in folders of their own")
     shards = [load_file(file) for file in files]
     parts: dict[str, Any] = {name: [shard[name] for shard in shards] for name in shards[0]}
     joined = {
-        name: part if name == "features" else torch.cat(part, 1 if name == "edges" else 0)
+        name: part if name == "features" else torch.cat(part, 1 if name == "intervals" else 0)
         for name, part in parts.items()
     }
     texts = joined.pop("texts").numpy()

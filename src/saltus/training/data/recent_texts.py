@@ -69,7 +69,7 @@ def corpus_of(
     lengths = np.array([len(text.tokens) for text in texts], dtype=np.int64)
     prompts = np.array([text.prompt_length for text in texts], dtype=np.int64)
     temperatures = np.array([round(1000 * text.temperature) for text in texts], dtype=np.int64)
-    known = tuple(float(one) / 1000 for one in np.unique(temperatures[temperatures > 0])) or (1.0,)
+    known = tuple(float(thousandths) / 1000 for thousandths in np.unique(temperatures[temperatures > 0])) or (1.0,)
     return HiddenStateCorpus(
         torch.from_numpy(np.concatenate([text.tokens for text in texts])).long(),
         ShardedRows(parts),

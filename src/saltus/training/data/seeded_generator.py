@@ -16,14 +16,14 @@ def seeded_generator(seed: int, stream: str, step: int = 0) -> np.random.Generat
 class ShareOfDraws(np.random.Generator):
     """Draws for all texts of a batch, of which it returns those for some: what one process would draw for them."""
 
-    def __init__(self, generator: np.random.Generator, num_texts: int, own: slice) -> None:
+    def __init__(self, generator: np.random.Generator, num_texts: int, rows: slice) -> None:
         super().__init__(generator.bit_generator)
-        self.num_texts, self.own = num_texts, own
+        self.num_texts, self.rows = num_texts, rows
 
     def random(self, size: tuple[int, ...]) -> np.ndarray:  # type: ignore[override]
         """Uniform numbers; the first axis is that of the texts."""
-        return super().random((self.num_texts, *size[1:]))[self.own]
+        return super().random((self.num_texts, *size[1:]))[self.rows]
 
     def beta(self, a: float, b: float, size: tuple[int, ...]) -> np.ndarray:  # type: ignore[override]
         """Beta(a, b); the first axis is that of the texts."""
-        return super().beta(a, b, (self.num_texts, *size[1:]))[self.own]
+        return super().beta(a, b, (self.num_texts, *size[1:]))[self.rows]

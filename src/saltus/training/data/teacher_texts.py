@@ -85,12 +85,12 @@ class CollectionPlan:
             "free_shapes": not engine.network.batch_invariant,
             "coupling": self.coupling,
             **self.settings_metadata(),
-            **({"block": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
+            **({"block_size": self.block_size, "guessed_by": _adapter_digest(engine)} if self.block_size else {}),
         }
 
     def settings_metadata(self) -> dict[str, Any]:
         """The part of a folder's metadata that does not depend on who writes."""
-        inputs = json.dumps([[one.source, *map(int, one.prompt)] for one in self.prompts])
+        inputs = json.dumps([[prompt.source, *map(int, prompt.prompt)] for prompt in self.prompts])
         return {
             "temperatures": list(self.temperatures),
             "max_new_tokens": self.max_new_tokens,
@@ -99,7 +99,7 @@ class CollectionPlan:
             **({"top_p": self.top_p} if self.top_p < 1 else {}),
             "prompts": blake2b(inputs.encode(), digest_size=16).hexdigest(),
             "questions": len(self.prompts),
-            "shard": self.texts_per_shard,
+            "texts_per_file": self.texts_per_shard,
         }
 
 
@@ -141,21 +141,21 @@ def prepare_folder(folder: Path, plan: CollectionPlan, metadata: Mapping[str, An
         write_atomically(
             folder / METADATA_FILE, lambda out: out.write((json.dumps(metadata, indent=1) + "\n").encode())
         )
-    found = read_metadata(folder)
-    names = [name for name in {**metadata, **found} if name != "model"]
-    differs = next((name for name in names if found.get(name) != metadata.get(name)), None)
+    begun = read_metadata(folder)
+    names = [name for name in {**metadata, **begun} if name != "model"]
+    differs = next((name for name in names if begun.get(name) != metadata.get(name)), None)
     if differs in ("prompts", "fingerprint"):
-        what = "answers to other prompts" if differs == "prompts" else f"answers of another model ({found['model']})"
+        what = "answers to other prompts" if differs == "prompts" else f"answers of another model ({begun['model']})"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs == "guessed_by":
         raise ValueError(f"{folder} holds guesses of another adapter; collect into another folder")
-    if differs == "block" and not (plan.block_size and found.get("block")):
+    if differs == "block_size" and not (plan.block_size and begun.get("block_size")):
         what = "texts without iterates" if plan.block_size else "texts with the iterates of Jacobi decoding"
         raise ValueError(f"{folder} holds {what}; collect into another folder")
     if differs:
         name = differs.replace("_", "-")
         raise ValueError(
-            f"{folder} was begun with {name} {found.get(differs, 'off')}, not {metadata.get(differs, 'off')};"
+            f"{folder} was begun with {name} {begun.get(differs, 'off')}, not {metadata.get(differs, 'off')};"
             " give the same again, or collect into another folder"
         )
     return missing_shards(folder, plan)
@@ -200,14 +200,14 @@ def write_shard(
         requests.append(request_type(prompt, length, seed, sampling, engine.target.end_tokens.__contains__))
     ended, tokens = 0, 0
     for _ in run_requests(engine.decoder, requests, engine.method, batch_size=batch_size, prefix_tree=False):
-        now = sum(one.finished for one in requests), sum(len(one.calls) for one in requests)
+        now = sum(request.finished for request in requests), sum(len(request.calls) for request in requests)
         yield now[0] - ended, now[1] - tokens
         ended, tokens = now
     rows = [
         {"source": plan.prompts[number].source, "temperature": temperature,
-         "prompt": list(plan.prompts[number].prompt), "completion": one.tokens,
-         **({"seed": one.seed, "iterates": one.iterates} if isinstance(one, TrajectoryRequest) else {})}
-        for (number, temperature), one in zip(plan.texts_of_shard(shard_number), requests, strict=True)
+         "prompt": list(plan.prompts[number].prompt), "completion": request.tokens,
+         **({"seed": request.seed, "iterates": request.iterates} if isinstance(request, TrajectoryRequest) else {})}
+        for (number, temperature), request in zip(plan.texts_of_shard(shard_number), requests, strict=True)
     ]  # fmt: skip
     save_shard(folder / plan.shard_names[shard_number], rows)
 
@@ -256,7 +256,7 @@ def shard_paths(folder: Path, metadata: Mapping[str, Any]) -> list[Path]:
     plan = CollectionPlan(
         [TokenizedPrompt("", ())] * metadata["questions"],
         tuple(metadata["temperatures"]),
-        texts_per_shard=metadata["shard"],
+        texts_per_shard=metadata["texts_per_file"],
     )
     if missing := missing_shards(folder, plan):
         raise ValueError(

@@ -68,13 +68,13 @@ def uniform_intervals(
     if truncation:
         scores = logits.detach().float() / temperature if temperature != 1 else logits.detach().float()
         weights = weights * truncation.kept(scores)
-    own = weights.gather(-1, tokens[..., None])
+    of_tokens = weights.gather(-1, tokens[..., None])
     before = torch.arange(weights.shape[-1], device=weights.device) < tokens[..., None]
     if coupling == "probability":
-        likelier = (weights > own) | ((weights == own) & before)
-        before = torch.where(own >= LIKELY_THRESHOLD, likelier, before | (weights >= LIKELY_THRESHOLD))
+        likelier = (weights > of_tokens) | ((weights == of_tokens) & before)
+        before = torch.where(of_tokens >= LIKELY_THRESHOLD, likelier, before | (weights >= LIKELY_THRESHOLD))
     low, total = (weights * before).sum(-1), weights.sum(-1)
-    return UniformIntervals(low / total, ((low + own[..., 0]) / total).clamp_max(1))
+    return UniformIntervals(low / total, ((low + of_tokens[..., 0]) / total).clamp_max(1))
 
 
 def _weights(logits: Float[Tensor, "*shape vocab"], temperature: float) -> Float[Tensor, "*shape vocab"]:

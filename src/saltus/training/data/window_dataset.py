@@ -96,7 +96,7 @@ def select_validation(prompts: Sequence[bytes], fraction: float, seed: int) -> n
     """True for held-out texts: this fraction, with all answers to a prompt. Errors: ValueError for a single prompt."""
     first: dict[bytes, int] = {}
     ranks = Noise(seed).uniforms(
-        "held out", np.array([first.setdefault(one, number) for number, one in enumerate(prompts)])
+        "held out", np.array([first.setdefault(prompt, number) for number, prompt in enumerate(prompts)])
     )
     held_out = ranks <= np.sort(ranks)[max(1, math.ceil(fraction * len(prompts))) - 1]
     if held_out.all():
@@ -134,8 +134,10 @@ class WindowDataset:
                 "there are fewer than two texts to learn from and to hold out; collect more, or longer ones"
             )
         held_out = self._select_validation(texts) if self.held_out is None else self.held_out[long_enough]
-        self.validation_table, own = texts[held_out], texts[~held_out]
-        self.training_table = own[np.argsort(own[:, 2], kind="stable")]  # a batch has texts of similar lengths
+        self.validation_table, training = texts[held_out], texts[~held_out]
+        self.training_table = training[
+            np.argsort(training[:, 2], kind="stable")
+        ]  # a batch has texts of similar lengths
         if self.own_temperature_only:
             self._temperature_indices(texts[texts[:, 3] > 0, 3])
 

@@ -102,7 +102,7 @@ def pack_windows(
     )
 
 
-def select_rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:
+def slice_rows(packed: PackedBatch, start: int, stop: int) -> PackedBatch:
     """Rows of the context alone, or whole depths of queries, and the columns up to the last of them."""
     assert stop <= packed.context_length or start >= packed.context_length
     part, context = slice(start, stop), stop <= packed.context_length

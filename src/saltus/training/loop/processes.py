@@ -195,14 +195,14 @@ def join_processes(device: str = "cpu") -> Iterator[Processes]:
     dist.destroy_process_group()
 
 
-def shards_weights(asked: bool) -> bool:
-    """True if several processes are to share weights: `asked`, or by `accelerate launch --use_fsdp --fsdp_version 2`.
+def shards_weights(fsdp: bool) -> bool:
+    """True if several processes are to share weights: `fsdp`, or by `accelerate launch --use_fsdp --fsdp_version 2`.
 
     Errors: ValueError for the first version of FSDP.
     """
-    if asked and launched_processes() == 1:
+    if fsdp and launched_processes() == 1:
         raise ValueError("--fsdp distributes weights over processes; start it with torchrun --nproc-per-node N")
     by_launcher = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     if by_launcher and os.environ.get("FSDP_VERSION", "1") != "2":
         raise ValueError("accelerate is configured for FSDP 1; give it --fsdp_version 2")
-    return (asked or by_launcher) and launched_processes() > 1
+    return (fsdp or by_launcher) and launched_processes() > 1

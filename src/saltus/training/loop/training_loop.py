@@ -50,7 +50,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """The state of a run at a checkpoint. Times in seconds; the loss is the mean since the last checkpoint."""
 
     step: int
@@ -67,7 +67,7 @@ def train(
     schedule: Schedule,
     checkpoint_path: Path,
     settings: dict[str, Any],
-    on_checkpoint: Callable[[Progress], None] = lambda progress: None,
+    on_checkpoint: Callable[[TrainingProgress], None] = lambda progress: None,
     evaluate: Callable[[], dict[str, float]] = dict,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     processes: Processes = ONE_PROCESS,
@@ -118,21 +118,24 @@ def train(
                 metrics = evaluate()
                 evaluations.append({"step": step, "loss": curve[-1], **metrics})
                 seconds = time.perf_counter() - began
-                state = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
+                state = {
+                    "module": module.state_dict(),
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                }
                 state |= {"settings": settings, "step": step, "seconds": seconds}
                 state |= {"curve": curve, "evaluations": evaluations}
                 if processes.is_main:
                     save_checkpoint(checkpoint_path, state)
                 processes.wait()
                 left = seconds / step * (schedule.steps - step)
-                on_checkpoint(Progress(step, schedule.steps, curve[-1], seconds, left, metrics))
+                on_checkpoint(TrainingProgress(step, schedule.steps, curve[-1], seconds, left, metrics))
                 saved, total = step, 0.0
             raise_if_interrupted()
     module.eval()
     return curve
 
 
-def print_progress(progress: Progress) -> None:
+def print_progress(progress: TrainingProgress) -> None:
     """An `on_checkpoint` that prints a line to stderr."""
     metrics = "".join(f", {name} {value:.2f}" for name, value in progress.metrics.items())
     print(

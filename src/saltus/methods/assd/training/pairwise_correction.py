@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from saltus.methods.assd.network import CORRECTION_TENSORS, save_pairwise_correction
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask, lattice_ranks
-from saltus.methods.shared.token_correction import PairwiseCorrection
+from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.training_task import TrainingTask
 
@@ -84,7 +84,10 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
             targets, inputs = self._batch_logits(tokens, ranks, self.max_unknown // 2)
             for rates, logits in ((uncorrected, inputs[0]), (corrected, self.module(*inputs))):
                 rates += torch.minimum(targets, logits.softmax(-1)).sum(-1).tolist()
-        return {"accepted without links": float(np.mean(uncorrected)), "with": float(np.mean(corrected))}
+        return {
+            "accepted without correction": float(np.mean(uncorrected)),
+            "with correction": float(np.mean(corrected)),
+        }
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """Write the correction into the folder of its model."""

@@ -65,24 +65,26 @@ class JacobiTrainingTask(TrainingTask):
 
     def __post_init__(self) -> None:
         slots = self.window_settings.max_length
-        texts = [short for one in self.trajectories if (short := _truncate(one, slots)) is not None]
+        texts = [short for trajectory in self.trajectories if (short := _truncate(trajectory, slots)) is not None]
         if len(texts) < 2:
             raise ValueError(
                 f"there are fewer than two texts of more than a block within {slots} tokens to"
                 " learn from and to hold out; collect more or longer ones, or raise data.max_length"
             )
-        blocks = -(-max(len(one.completion) for one in texts) // texts[0].block_size)
+        blocks = -(-max(len(trajectory.completion) for trajectory in texts) // texts[0].block_size)
         if self.noise.window > blocks:
             raise ValueError(
                 f"the noise's window is {self.noise.window} blocks, but the longest text has {blocks} of"
                 f" {texts[0].block_size} tokens; take a smaller window, or collect longer texts"
             )
-        prompts = [np.asarray(one.prompt).tobytes() for one in texts]
+        prompts = [np.asarray(trajectory.prompt).tobytes() for trajectory in texts]
         held_out = select_validation(prompts, self.window_settings.validation_fraction, self.window_settings.seed)
-        self.validation_trajectories = [one for one, out in zip(texts, held_out, strict=True) if out]
-        own = [one for one, out in zip(texts, held_out, strict=True) if not out]
+        self.validation_trajectories = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if out]
+        training = [trajectory for trajectory, out in zip(texts, held_out, strict=True) if not out]
         # sorted, so that texts of a batch have similar lengths
-        self.training_trajectories = sorted(own, key=lambda one: len(one.prompt) + len(one.completion))
+        self.training_trajectories = sorted(
+            training, key=lambda trajectory: len(trajectory.prompt) + len(trajectory.completion)
+        )
         prepare_model(self.model)
         if self.gating is None:
             self.reference_model = copy.deepcopy(self.model) if self.anchor == "distributions" else None
@@ -97,7 +99,7 @@ class JacobiTrainingTask(TrainingTask):
 
     @property
     def queries_per_step(self) -> int:
-        tokens = sum(len(one.completion) for one in self.training_trajectories)
+        tokens = sum(len(trajectory.completion) for trajectory in self.training_trajectories)
         return self.window_settings.batch_size * tokens // len(self.training_trajectories)
 
     def dataset_digest(self) -> str:
@@ -116,9 +118,9 @@ class JacobiTrainingTask(TrainingTask):
         generator = seeded_generator(self.window_settings.seed, "blocks", step)
         count = min(self.window_settings.batch_size, len(self.training_trajectories))
         first = int(generator.integers(len(self.training_trajectories) - count + 1))
-        texts, own = self.training_trajectories[first : first + count], self.processes.share(count)
-        iterates = [self.noise.choose_iterates(one.iterates_by_block(), generator) for one in texts]
-        return self.batch_loss(texts[own], iterates[own])
+        texts, share = self.training_trajectories[first : first + count], self.processes.share(count)
+        iterates = [self.noise.choose_iterates(trajectory.iterates_by_block(), generator) for trajectory in texts]
+        return self.batch_loss(texts[share], iterates[share])
 
     def batch_loss(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]]) -> Float[Tensor, ""]:
         """The loss of these iterates of these texts."""
@@ -165,10 +167,13 @@ class JacobiTrainingTask(TrainingTask):
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        write_metadata(folder, DrafterMetadata("model", self.name, None, training={**card, "block": block}))
+        write_metadata(folder, DrafterMetadata("model", self.name, None, training={**card, "block_size": block}))
 
     def _pack(self, texts: Sequence[Trajectory], iterates: Sequence[Sequence[int]], noise: BlockNoise) -> PackedBlocks:
-        prompts, completions = [one.prompt for one in texts], [one.completion for one in texts]
+        prompts, completions = (
+            [trajectory.prompt for trajectory in texts],
+            [trajectory.completion for trajectory in texts],
+        )
         return pack_blocks(prompts, completions, iterates, texts[0].block_size, noise).to(self.model.device)
 
     def _logits(
@@ -176,7 +181,7 @@ class JacobiTrainingTask(TrainingTask):
     ) -> Float[Tensor, "kept vocab"]:
         temperatures = None
         if self.adapter is not None:
-            temperatures = torch.tensor([[one.temperature] for one in texts], dtype=torch.float64)
+            temperatures = torch.tensor([[trajectory.temperature] for trajectory in texts], dtype=torch.float64)
             temperatures = temperatures.to(row_indices.device)
         with self._autocast():
             return packed_logits(self.model, blocks.packed, row_indices, self.adapter, temperatures, self.recompute)
@@ -192,8 +197,10 @@ class JacobiTrainingTask(TrainingTask):
     @torch.no_grad()
     def _tokens_per_call(self, greedy: bool) -> float:
         """The mean number of tokens that the next call decides, the verifier's own token included."""
-        chosen = [one for one in self.validation_trajectories if (one.temperature == 0) == greedy]
-        counts = [count for number, one in enumerate(chosen) for count in self._tokens_per_block(one, number)]
+        chosen = [trajectory for trajectory in self.validation_trajectories if (trajectory.temperature == 0) == greedy]
+        counts = [
+            count for number, trajectory in enumerate(chosen) for count in self._tokens_per_block(trajectory, number)
+        ]
         return float(np.mean(counts)) if counts else math.nan
 
     def _tokens_per_block(self, trajectory: Trajectory, number: int) -> Iterator[int]:
@@ -221,8 +228,13 @@ class JacobiTrainingTask(TrainingTask):
         places, noise = len(trajectory.prompt) + 1 + np.arange(len(logits)), Noise(trajectory.seed)
         if trajectory.coupling == "gumbel":
             sampling = Sampling(trajectory.temperature, coupling="gumbel")
-            found = [token_distribution(row, sampling) for row in logits.cpu()]
-            return np.array([pick_token(one, noise, "text", place) for one, place in zip(found, places, strict=True)])
+            distributions = [token_distribution(row, sampling) for row in logits.cpu()]
+            return np.array(
+                [
+                    pick_token(distribution, noise, "text", place)
+                    for distribution, place in zip(distributions, places, strict=True)
+                ]
+            )
         uniforms = torch.from_numpy(noise.uniforms("text", places)).to(logits.device)
         return pick_tokens(uniforms, logits, trajectory.temperature, trajectory.coupling).cpu().numpy()
 

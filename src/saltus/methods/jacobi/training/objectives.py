@@ -79,15 +79,16 @@ class JacobiForcingObjective(Objective):
         return "only a frozen model's weights can be distributed; leave --fsdp out, or set trains=adapter" * whole
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
-        return next(one.coupling for one in samples if isinstance(one, Trajectory))
+        return next(sample.coupling for sample in samples if isinstance(sample, Trajectory))
 
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         return iter((len(inputs.samples),))
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         settings = inputs.recipe.settings
+        trajectories = [sample for sample in inputs.samples if isinstance(sample, Trajectory)]
         return JacobiTrainingTask(
-            inputs.network.model, [one for one in inputs.samples if isinstance(one, Trajectory)], settings.gating,
+            inputs.network.model, trajectories, settings.gating,
             settings.noise, settings.loss, settings.text_weight, settings.anchor, inputs.recipe.data,
             inputs.model_name, settings.recompute, settings.autocast, inputs.tokenizer,
         )  # fmt: skip

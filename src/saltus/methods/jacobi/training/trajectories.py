@@ -24,7 +24,7 @@ class Trajectory(Sample):
 
     def iterates_by_block(self) -> list[list[list[int]]]:
         """The iterates of each block, in order; the last one is the text. They are truncated at the text's end."""
-        text, found = list(self.completion), []
+        text, blocks = list(self.completion), []
         for start in range(0, len(text), self.block_size):
             stop = min(start + self.block_size, len(text))
             iterates = []
@@ -32,8 +32,8 @@ class Trajectory(Sample):
                 if start <= done < stop:
                     iterate = text[start:done] + guesses[: stop - done]
                     iterates.append(iterate + text[start + len(iterate) : stop])  # a text's last hole is not guessed
-            found.append([*iterates, text[start:stop]])
-        return found
+            blocks.append([*iterates, text[start:stop]])
+        return blocks
 
 
 def read_trajectories(folder: Path) -> list[Trajectory]:
@@ -44,17 +44,19 @@ def read_trajectories(folder: Path) -> list[Trajectory]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder of trajectories; write one with saltus collect jacobi")
     metadata = read_metadata(folder)
-    if not metadata.get("block"):
+    if not metadata.get("block_size"):
         raise ValueError(f"{folder} holds texts without iterates; write them with saltus collect jacobi")
-    found, coupling = [], metadata["coupling"]
+    trajectories, coupling = [], metadata["coupling"]
     for file in shard_paths(folder, metadata):
         for row in read_rows(file, ("prompt", "completion", "temperature", "seed", "iterates")):
             prompt, text, temperature = row["prompt"], row["completion"], float(row["temperature"])
-            one = Trajectory(prompt, text, temperature, metadata["block"], row["seed"], row["iterates"], coupling)
-            if not _is_consistent(one):
+            trajectory = Trajectory(
+                prompt, text, temperature, metadata["block_size"], row["seed"], row["iterates"], coupling
+            )
+            if not _is_consistent(trajectory):
                 raise ValueError(f"{file} is damaged (iterates do not fit their text); delete it and collect again")
-            found.append(one)
-    return found
+            trajectories.append(trajectory)
+    return trajectories
 
 
 def _is_consistent(trajectory: Trajectory) -> bool:
@@ -74,6 +76,16 @@ def _is_consistent(trajectory: Trajectory) -> bool:
 def trajectories_digest(trajectories: Sequence[Trajectory]) -> str:
     """A digest of the texts and of their iterates."""
     digest = blake2b(digest_size=16)
-    for one in trajectories:
-        digest.update(json.dumps([one.block_size, one.seed, [*one.prompt], [*one.completion], [*one.calls]]).encode())
+    for trajectory in trajectories:
+        digest.update(
+            json.dumps(
+                [
+                    trajectory.block_size,
+                    trajectory.seed,
+                    [*trajectory.prompt],
+                    [*trajectory.completion],
+                    [*trajectory.calls],
+                ]
+            ).encode()
+        )
     return digest.hexdigest()

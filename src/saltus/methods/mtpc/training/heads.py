@@ -49,11 +49,11 @@ class HeadsTrainingTask(CachedStateTask):
     def load_initial(cls, folder: Path, target: Any, target_name: str, shape: Any) -> HeadModel:
         """Saved heads from which those of this shape can go on. Errors: ValueError if the shapes do not fit."""
         heads = load_heads(folder, target, target_name).float()
-        old, new = replace(heads.shape, stay=shape.stay), shape
+        old, new = replace(heads.shape, self_transition_init=shape.self_transition_init), shape
         if not old.layers:
-            old = replace(old, layers=new.layers, lora=new.lora, hidden_state_layers=new.hidden_state_layers)
+            old = replace(old, layers=new.layers, lora_rank=new.lora_rank, hidden_state_layers=new.hidden_state_layers)
         if old.circuit == "ff":
-            names = ("window", "embeds_last_token", "own", "layers", "lora")
+            names = ("window", "embeds_last_token", "untied_unembedding", "layers", "lora_rank")
             fits = all(getattr(old, name) == getattr(new, name) for name in names)
         else:
             same_sizes = replace(old, circuit=new.circuit) == new
@@ -72,11 +72,11 @@ class HeadsTrainingTask(CachedStateTask):
         module = self._new_module(heads.tokens)
         with torch.no_grad():
             for name, weight in heads.state_dict().items():
-                own = module.state_dict()[name]
-                if own.shape == weight.shape or name == "own":  # every component starts as the only one of FF
-                    own.copy_(weight)
+                new_weight = module.state_dict()[name]
+                if new_weight.shape == weight.shape or name == "untied_unembedding":  # a component starts as that of FF
+                    new_weight.copy_(weight)
                 elif heads.shape.circuit == "cp":  # sums: CP has only that of the start, which comes first
-                    own[: len(weight)] = weight
+                    new_weight[: len(weight)] = weight
         self._set_module(module)
 
     def loss(self, step: int) -> Float[Tensor, ""]:
@@ -92,8 +92,8 @@ class HeadsTrainingTask(CachedStateTask):
         losses = torch.zeros_like(weights)
         if self.window_settings.distillation_weight:
             for depth, log_probabilities in enumerate(self._log_distributions(batch, tokens)):
-                own = tokens[..., depth].clamp_min(0)
-                losses[..., depth] = -log_probabilities.gather(-1, own[..., None])[..., 0]
+                expected = tokens[..., depth].clamp_min(0)
+                losses[..., depth] = -log_probabilities.gather(-1, expected[..., None])[..., 0]
                 losses[..., depth] -= self.window_settings.distillation_weight * (
                     self._target_distribution(batch, depth) * log_probabilities
                 ).sum(-1)
@@ -133,8 +133,8 @@ class HeadsTrainingTask(CachedStateTask):
             by_state = self.module.log_probabilities(parameters, first + depth)
             yield (circuit_filter.state_log_weights[..., None] + by_state).logsumexp(-2)
             if depth + 1 < self.shape.num_draft_tokens:
-                own = tokens[:, depth].clamp_min(0)[:, None, None].expand(-1, by_state.shape[1], 1)
-                circuit_filter.observe(by_state.gather(-1, own)[..., 0])
+                observed = tokens[:, depth].clamp_min(0)[:, None, None].expand(-1, by_state.shape[1], 1)
+                circuit_filter.observe(by_state.gather(-1, observed)[..., 0])
 
     def _last_hidden_states(
         self, batch: Batch, last_token_rows: Int[Tensor, "windows"]

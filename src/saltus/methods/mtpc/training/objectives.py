@@ -17,14 +17,14 @@ class HeadsSettings:
     circuit: Literal["ff", "cp", "hmm", "btree"] = "btree"
     window: int = 8  # positions of the joint distribution
     rank: int = 8  # states of each latent; ff has one
-    directions: int = 16  # of the subspace in which components differ
-    own: bool = False  # an unembedding for every position and component; for small vocabularies
+    subspace_dim: int = 16  # of the subspace in which components differ
+    untied_unembedding: bool = False  # one unembedding for every position and component; for small vocabularies
     embeds_last_token: bool = True  # conditioned on the text's last token; else this token is position 0 of the window
     contextual: bool = True  # sum weights depend on the text
     homogeneous: bool = False  # all steps of a circuit share one table
-    stay: float = 6.0  # initial logit for a latent to have its parent's state; 0: no preference
+    self_transition_init: float = 6.0  # initial logit for a latent to have its parent's state; 0: no preference
     layers: int = 0  # the target's last layers, which heads apply once more, adapted
-    lora: int = 16  # rank of their adaptation
+    lora_rank: int = 16  # of their adapters
     vocabulary: int = 8192  # the most frequent tokens, which are drafted
 
     def __post_init__(self) -> None:
@@ -33,8 +33,8 @@ class HeadsSettings:
         assert self._shape(1)  # it raises errors for its settings now
 
     def _shape(self, hidden: int) -> HeadShape:
-        own = {one.name for one in fields(self)}
-        return HeadShape(hidden, **{one.name: getattr(self, one.name) for one in fields(HeadShape) if one.name in own})
+        shared = {field.name for field in fields(self)} & {field.name for field in fields(HeadShape)}
+        return HeadShape(hidden, **{name: getattr(self, name) for name in shared})
 
     def shape(self, target: Any) -> HeadShape:
         """The shape for a Hugging Face model. Errors: ValueError for more layers than it has."""

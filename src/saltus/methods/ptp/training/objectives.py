@@ -32,7 +32,7 @@ class DrafterSettings:
     hidden_state_layers: tuple[int, ...] = ()  # numbers of target layers whose states are inputs, besides the last
     window: int = 6  # tokens of a draft
     vocabulary: int = 8192  # the most frequent tokens, which are drafted; 0: all of the target's
-    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer or arithmetic
     embeds_temperature: bool = True  # conditioned on the temperature
     reads_uniforms: bool = True  # conditioned on uniforms; False: queries learn the target's distributions
     correction: int = 0  # width of the correction of each draft by the two tokens before it; 0: none
@@ -63,7 +63,7 @@ class AdapterSettings:
     alpha: float | None = None  # default: the rank
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # last names of linear layers; empty: all
-    embedding: str = "bits"  # of uniforms: bits, th, ar, fl
+    embedding: str = "bits"  # of uniforms: bits, scalar, thermometer or arithmetic
     embeds_temperature: bool = True  # conditioned on the temperature
     form: UniformConditioning = "one-hot"
     loss: Loss = "ce"
@@ -123,7 +123,7 @@ class AdapterObjective(Objective):
     """A gated adapter of the target or of a student (PTP), trained on texts and their uniform intervals."""
 
     method, settings_type = "ptp", AdapterSettings
-    data_folder = "edges"
+    data_folder = "intervals"
     unused_window_keys = frozenset({"distillation_weight"})
     unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
 

@@ -58,7 +58,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LearningProgress:
     """What one piece of work did."""
 
     steps: int = 0
@@ -121,11 +121,11 @@ class OnlineDrafterTraining:
         if len(self.pool) > 2 * self.settings.evaluation_texts:
             self._learn_from(self.pool.take_oldest())
 
-    def advance(self) -> Progress:
+    def advance(self) -> LearningProgress:
         """Do the next small piece of work: a step, or a part of an evaluation."""
         before = self.steps
         evaluation, drafter, idle = next(self.work)
-        return Progress(self.steps - before, evaluation, drafter, self.num_texts, idle)
+        return LearningProgress(self.steps - before, evaluation, drafter, self.num_texts, idle)
 
     def _work(self) -> Iterator[tuple[Evaluation | None, DrafterWeights | None, bool]]:
         while True:
@@ -203,7 +203,7 @@ class OnlineDrafterTraining:
         """Compare both drafters on the latest texts; the trained one takes the place of the served one if it wins."""
         texts = [*self.pool][-self.settings.evaluation_texts :]
         evaluated = rounded_copy(self.trained)
-        found: list[Tensor] = []
+        tokens_by_model: list[Tensor] = []
         for model in (self.served, evaluated):
             task = self._new_task(model.eval(), texts, len(texts))
             counts = []
@@ -211,8 +211,8 @@ class OnlineDrafterTraining:
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                     counts.append(task.window_tokens(greedy, self.settings.evaluation_windows))
                 yield None, None, False
-            found.append(torch.cat(counts).view(-1, self.settings.evaluation_windows).mean(1))  # by text
-        served, trained = found
+            tokens_by_model.append(torch.cat(counts).view(-1, self.settings.evaluation_windows).mean(1))  # by text
+        served, trained = tokens_by_model
         if not len(served):  # texts that are too short for a window
             return
         difference = trained - served
@@ -269,7 +269,7 @@ def recent_vocabulary(tokens: Int[Tensor, "draft"], counts: Int[np.ndarray, "voc
 
 
 def serve_training(connection: Any, training: Mapping[str, Any], time_slices: TimeSlices) -> None:
-    """The loop of a process that trains: it says "ready", gets texts, and answers "advance" by a Progress.
+    """The loop of a process that trains: it says "ready", gets texts, and answers "advance" by a LearningProgress.
 
     None ends it.
     """

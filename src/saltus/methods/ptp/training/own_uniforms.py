@@ -14,7 +14,7 @@ from saltus.models.gated_lora import Adapter
 from saltus.training.data.packed_forward import PackedMemory, packed_logits
 from saltus.training.data.uniform_intervals import sample_uniforms, uniform_intervals
 from saltus.training.data.window_dataset import Batch
-from saltus.training.data.window_packing import pack_windows, select_rows, valid_prefix
+from saltus.training.data.window_packing import pack_windows, slice_rows, valid_prefix
 
 
 @torch.no_grad()
@@ -37,17 +37,17 @@ def find_own_uniforms(
     packed = pack_windows(batch.tokens, batch.window_starts, uniforms)
     memory, windows = PackedMemory(packed.positions), packed.num_windows
     rows = torch.arange(shape[0] * windows, device=batch.tokens.device)
-    packed_logits(model, select_rows(packed, 0, packed.context_length), rows[:1], memory=memory)
+    packed_logits(model, slice_rows(packed, 0, packed.context_length), rows[:1], memory=memory)
     greedy = batch.temperatures == 0
     scale = torch.where(greedy, 1.0, batch.temperatures)[..., None]
     for depth in range(shape[-1]):
         start = packed.context_length + depth * windows
         if depth:  # a query is conditioned on the uniform of the token before its own (C-PTP)
             packed.uniforms[:, start : start + windows] = uniforms[..., depth - 1]
-        part = select_rows(packed, start, start + windows)
+        part = slice_rows(packed, start, start + windows)
         logits = packed_logits(model, part, rows, adapter, batch.temperatures, memory=memory)
         logits = logits.view(shape[0], windows, -1)
         intervals = uniform_intervals(logits / scale.to(logits.dtype), batch.targets[..., depth], coupling=coupling)
-        found, valid[..., depth] = sample_uniforms(intervals, generator, beta)
-        uniforms[..., depth] = torch.where(greedy, torch.nan, found)
+        sampled, valid[..., depth] = sample_uniforms(intervals, generator, beta)
+        uniforms[..., depth] = torch.where(greedy, torch.nan, sampled)
     return uniforms, valid_prefix(valid | greedy[..., None])

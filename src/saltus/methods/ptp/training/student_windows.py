@@ -47,14 +47,14 @@ def with_student_windows(
     drafts = _draft(batch, uniforms, scale, model, adapter, form, coupling)
     logits = window_logits(teacher, replace(batch, targets=drafts))
     intervals = uniform_intervals(logits / scale.to(logits.dtype), drafts, coupling=coupling, truncation=truncation)
-    found, valid = sample_uniforms(intervals, generator, beta)
-    known = valid | found.isnan()  # a coupling without uniforms
+    sampled, valid = sample_uniforms(intervals, generator, beta)
+    known = valid | sampled.isnan()  # a coupling without uniforms
     known &= _before_end(drafts, model)
     mask = chosen[..., None]
     return replace(
         batch,
         targets=torch.where(mask, drafts, batch.targets),
-        uniforms=torch.where(mask, found, batch.uniforms),
+        uniforms=torch.where(mask, sampled, batch.uniforms),
         loss_mask=torch.where(mask, valid_prefix(known), batch.loss_mask),
         inside=torch.where(mask, known, batch.inside),
     )

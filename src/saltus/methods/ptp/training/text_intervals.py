@@ -72,7 +72,7 @@ def load_uniform_intervals(folder: Path) -> TextCorpus:
         folder, ("target", "temperatures", "max_length", "coupling", "top_k", "top_p")
     )
     return TextCorpus(
-        shards["tokens"].long(), shards["edges"], texts, tuple(metadata["temperatures"]), metadata["target"],
+        shards["tokens"].long(), shards["intervals"], texts, tuple(metadata["temperatures"]), metadata["target"],
         metadata["coupling"],
     )  # fmt: skip
 
@@ -90,12 +90,14 @@ def _read_text(
     tokens = torch.tensor([*sample.prompt, *sample.completion])[:max_length]
     first, intervals = len(sample.prompt), torch.zeros(len(temperatures), len(tokens), 2, dtype=torch.float64)
     if len(tokens) > first:
-        own = tokens.to(model.device)
-        logits = packed_logits(model, pack_causal(own[None]), torch.arange(first - 1, len(own) - 1, device=own.device))
+        moved = tokens.to(model.device)
+        logits = packed_logits(
+            model, pack_causal(moved[None]), torch.arange(first - 1, len(moved) - 1, device=moved.device)
+        )
         for index, temperature in enumerate(temperatures):
             for start in range(0, len(logits), ROWS_PER_CHUNK):
                 rows = slice(start, start + ROWS_PER_CHUNK)
-                found = uniform_intervals(logits[rows], own[first:][rows], temperature, coupling, truncation)
-                intervals[index, first:][rows] = torch.stack([found.low, found.high], -1).cpu()
+                part = uniform_intervals(logits[rows], moved[first:][rows], temperature, coupling, truncation)
+                intervals[index, first:][rows] = torch.stack([part.low, part.high], -1).cpu()
     texts = torch.tensor([[min(first, len(tokens)), len(tokens), round(1000 * sample.temperature)]])
-    return {"tokens": tokens.to(torch.int32), "edges": intervals, "texts": texts}
+    return {"tokens": tokens.to(torch.int32), "intervals": intervals, "texts": texts}

@@ -53,8 +53,8 @@ def _root_mean_squares(corpus: HiddenStateCorpus, shape: DFlashShape) -> Float[T
     count = len(corpus.tokens)
     rows = corpus.hidden_states[torch.arange(0, count, math.ceil(count / SCALED_ROWS))]
     states = select_hidden_states(rows, corpus.hidden_state_layers, shape.hidden_state_layers).float()
-    found = (states * states).mean(0).sqrt()
-    return found.clamp_min(max(float(found.median()) * 1e-3, 1e-12))
+    scales = (states * states).mean(0).sqrt()
+    return scales.clamp_min(max(float(scales.median()) * 1e-3, 1e-12))
 
 
 def forward_blocks(
@@ -75,8 +75,8 @@ def forward_blocks(
     blocks = module.block_inputs(batch.tokens.gather(1, starts - 1))
     numbers = torch.arange(starts.shape[1], device=device).repeat_interleave(window + 1)
     slots = torch.arange(length, device=device)
-    own = (numbers[:, None] == numbers).expand(len(starts), -1, -1)
-    mask = torch.cat([slots < starts[:, numbers, None], own], -1)
+    same_block = (numbers[:, None] == numbers).expand(len(starts), -1, -1)
+    mask = torch.cat([slots < starts[:, numbers, None], same_block], -1)
     places = (starts[..., None] + torch.arange(window + 1, device=device)).flatten(1)
     positions = torch.cat([slots.expand(len(starts), -1), places], 1)
     hidden = module(context, blocks.flatten(1, 2), positions, mask)

@@ -48,10 +48,10 @@ class DFlashSettings:
         if not 0 <= mask_token < count:
             raise ValueError(f"mask_token is {mask_token}, but the model has {count} tokens; take one of them")
         kv_heads, head_dim = layer_sizes(config)[0]
-        own, kv_heads = max(8, config.num_attention_heads // 8 * 8), 1 << (kv_heads - 1).bit_length()
+        query_heads, kv_heads = max(8, config.num_attention_heads // 8 * 8), 1 << (kv_heads - 1).bit_length()
         return DFlashShape(
-            config.hidden_size, self.intermediate, self.hidden_state_layers, mask_token, self.layers, own,
-            math.gcd(own, kv_heads), head_dim, self.window, correction=self.correction,
+            config.hidden_size, self.intermediate, self.hidden_state_layers, mask_token, self.layers, query_heads,
+            math.gcd(query_heads, kv_heads), head_dim, self.window, correction=self.correction,
         )  # fmt: skip
 
 

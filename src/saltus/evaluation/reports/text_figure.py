@@ -22,9 +22,9 @@ def most_tokens_per_call(results: Mapping[str, Any]) -> str | None:
     """The system with most tokens per call, except plain."""
     systems = results["methods"]
     able = {
-        system: one["tokens_per_call"]
-        for system, one in systems.items()
-        if one["tokens_per_call"] and system != "plain"
+        system: row["tokens_per_call"]
+        for system, row in systems.items()
+        if row["tokens_per_call"] and system != "plain"
     }
     return max(able, key=lambda system: able[system]) if able else None
 
@@ -33,13 +33,13 @@ def typical_record(
     results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], system: str | None
 ) -> Mapping[str, Any] | None:
     """The record to show for a system: the one nearest to its mean tokens per call, except short texts."""
-    own = [record for record in records if record["system"] == system and record["calls"]]
-    if system is None or not own:
+    candidates = [record for record in records if record["system"] == system and record["calls"]]
+    if system is None or not candidates:
         return None
     mean = results["methods"][system]["tokens_per_call"]
-    long = sorted(len(record["tokens"]) for record in own)[len(own) // 2]
-    own = [record for record in own if len(record["tokens"]) >= long]
-    return min(own, key=lambda record: abs(len(record["tokens"]) / len(record["calls"]) - mean))
+    long = sorted(len(record["tokens"]) for record in candidates)[len(candidates) // 2]
+    candidates = [record for record in candidates if len(record["tokens"]) >= long]
+    return min(candidates, key=lambda record: abs(len(record["tokens"]) / len(record["calls"]) - mean))
 
 
 def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]], width: int) -> Any:
@@ -61,15 +61,15 @@ def draw_coloured_text(results: Mapping[str, Any], records: Sequence[Mapping[str
     axes.set_xlim(0, width)
     axes.set_ylim(high, 0)
     axes.axis("off")
-    tokens, own = len(record["tokens"]), len(record["calls"])
-    axes.text(14, 12, f"{record['system']}: {tokens} tokens in {own} calls", size=12.5, weight="bold", va="top")
+    tokens, num_calls = len(record["tokens"]), len(record["calls"])
+    axes.text(14, 12, f"{record['system']}: {tokens} tokens in {num_calls} calls", size=12.5, weight="bold", va="top")
     said = f"every colour is one call; underlined where it decided several tokens · task {record['task']}"
     said += f", {record['category']}" + (", the beginning" if cut else "")
     axes.text(14, 35, said, size=9, color=MUTED, va="top")
     decided = [call["decided"] for call in record["calls"]]
     for row, line in enumerate(lines):
         _draw_line(axes, line, 76 + 17 * row, decided)
-    _draw_call_counts(axes, record["system"], own, calls, assign_colours(results["methods"]))
+    _draw_call_counts(axes, record["system"], num_calls, calls, assign_colours(results["methods"]))
     return figure
 
 

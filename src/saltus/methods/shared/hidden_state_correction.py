@@ -39,9 +39,9 @@ class TokenCorrectionModel(nn.Module):
         second_left: Float[Tensor, "*rows hidden"],
     ) -> Float[Tensor, "*rows hidden"]:
         """The corrected hidden states; `left` and `second_left` are normalised embeddings, zeros where unknown."""
-        own = self.state(hidden)
-        with_tokens = functional.silu(own + self.left(left) + self.second_left(second_left))
-        return hidden + self.output(with_tokens - functional.silu(own))
+        of_state = self.state(hidden)
+        with_tokens = functional.silu(of_state + self.left(left) + self.second_left(second_left))
+        return hidden + self.output(with_tokens - functional.silu(of_state))
 
 
 def corrected_states(
@@ -59,4 +59,4 @@ def corrected_states(
         rms_normalized(functional.embedding(tokens.clamp_min(0), embeddings).to(hidden_states.dtype))
         for tokens in (left, second_left)
     )
-    return correction(hidden_states, *(one * here for one, here in zip(embedded, known, strict=True)))
+    return correction(hidden_states, *(embedding * here for embedding, here in zip(embedded, known, strict=True)))

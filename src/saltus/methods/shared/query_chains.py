@@ -1,4 +1,4 @@
-"""Draft with chains of query nodes (PTP): their uniforms, the tokens that they predict, and a draft call."""
+"""Chains of query nodes for any method: their uniforms (PTP), the tokens that they predict, and a draft call."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def two_call_drafter(
         raise ValueError(f"ptp: several drafts need uniforms, which {sampling.coupling} has not; use drafts=1")
 
     def offer(
-        canvas: Canvas, last: Step | None, room: int
+        canvas: Canvas, last: Step | None, max_depth: int
     ) -> Generator[ForwardInputs, ForwardOutputs, Sequence[Branch]]:
-        places = canvas.open_positions[: min(num_draft_tokens, room)]
+        places = canvas.open_positions[: min(num_draft_tokens, max_depth)]
         streams = [f"{source}/{canvas.num_decided}/{i}" for i in range(drafts)] if rule is reject else ["text"]
         groups = [position_uniforms(noise, sampling, places, stream) for stream in streams]
         conditioning = [(-1, query_uniforms(group, form)) for group in groups]
@@ -144,7 +144,7 @@ def two_call_drafter(
             branches.append(_branch(distributions, chain, form, sampled_by, network_name == TARGET, source))
         if drafts == 1:
             return branches
-        return [branches[most_central([_branch_offsets(*one) for one in zip(groups, branches, strict=True)])]]
+        return [branches[most_central([_branch_offsets(*pair) for pair in zip(groups, branches, strict=True)])]]
 
     return offer
 
@@ -163,13 +163,13 @@ def _branch(
     """
     if sampled_by is not None:
         nodes = [-1, *chain[1:]] if known else list(chain)
-        own = [distributions[node] for node in nodes]
+        drawn_from = [distributions[node] for node in nodes]
         tokens = [
             pick_token(distribution, distributions.noise, sampled_by, distributions.position(node))
-            for node, distribution in zip(nodes, own, strict=True)
+            for node, distribution in zip(nodes, drawn_from, strict=True)
         ]
-        probabilities = [distribution.peak for distribution in own]  # must not depend on the tokens
-        return Branch(tokens, [1.0, *probabilities[1:]] if known else probabilities, source, own)
+        probabilities = [distribution.peak for distribution in drawn_from]  # must not depend on the tokens
+        return Branch(tokens, [1.0, *probabilities[1:]] if known else probabilities, source, drawn_from)
     tokens, probabilities = ([distributions.pick(-1)], [1.0]) if known else ([], [])
     for token, chance in drafts_of_chain(distributions, chain[known:], form):
         tokens.append(token)
@@ -190,10 +190,10 @@ def most_central(offsets: Sequence[Sequence[float]]) -> int:
     of the tokens, so this choice leaves their distribution unchanged; choosing by the number of correct tokens would
     not.
     """
-    distances = [sum(abs(one - 0.5) for one in draft) for draft in offsets]
+    distances = [sum(abs(place - 0.5) for place in draft) for draft in offsets]
     return min(range(len(distances)), key=distances.__getitem__)
 
 
 def _branch_offsets(uniforms: Sequence[float], branch: Branch) -> list[float]:
     assert branch.distributions is not None
-    return [offset(*one) for one in zip(uniforms, branch.tokens, branch.distributions, strict=True)]
+    return [offset(*draft) for draft in zip(uniforms, branch.tokens, branch.distributions, strict=True)]

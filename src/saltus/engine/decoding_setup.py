@@ -1,0 +1,106 @@
+"""A method with its networks, and what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from saltus.core.control.acceptance import Acceptance
+from saltus.core.control.call_cost import CallCost
+from saltus.core.control.controller import Controller
+from saltus.core.forward import TARGET
+from saltus.core.noise import Noise
+from saltus.core.protocols import Drafter, Network, UsesHiddenStates, UsesMemory, UsesReferences
+from saltus.core.rules import RULES
+from saltus.engine.calibration import CALIBRATION_ROWS, call_seconds
+from saltus.engine.request import Request
+from saltus.methods import Method
+from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD, HiddenStateDrafter
+from saltus.models.protocols import ReadsHiddenStates
+
+
+@dataclass
+class DecodingSetup:
+    """Methods, the networks that they use, and what was measured about both."""
+
+    methods: Sequence[Method]
+    networks: Mapping[str, Network]  # "target", and the draft models by their names
+    rule: str = "match"
+    max_draft_tokens: int = 16  # draft tokens of a call, at most
+    adaptive: bool = True
+    context_lengths: Mapping[str, int | None] = field(default_factory=dict)  # of draft models: tokens that they read
+    call_cost: CallCost = field(default_factory=CallCost)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    controllers: dict[int, Controller] = field(default_factory=dict)  # by batch size
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a method needs an any-subset target and the target decodes left to right."""
+        needs_any_subset = any(getattr(method, "any_subset", False) for method in self.methods)
+        if needs_any_subset and not getattr(self.networks[TARGET], "any_subset", True):
+            raise ValueError(
+                "assd drafts by a model that fills holes anywhere, but this one writes from left to right; take another"
+                " model, such as stories, or the option assd.draft=bigram"
+            )
+
+    def new_drafters(self, request: Request) -> list[Drafter]:
+        """The methods' drafters for one request; some methods have none (plain)."""
+        made = []
+        for method in self.methods:
+            drafter = self._new_drafter(method, request)
+            limits = [limit for name in method.draft_models if (limit := self.context_lengths.get(name)) is not None]
+            if drafter is not None:
+                if request.prediction and isinstance(drafter, UsesReferences):
+                    drafter.add_reference(request.prediction, True)
+                set_max_unread(drafter, method, self.networks)
+                if request.memory is not None and isinstance(drafter, UsesMemory):
+                    drafter.memory = request.memory
+                made.append(_limit_to_context(min(limits), drafter) if limits else drafter)
+        return made
+
+    def num_unread_states(self, request: Request) -> int:
+        """Tokens at the end of a prompt that the target should read itself: drafters read their hidden states."""
+        drafters = [self._new_drafter(method, request) for method in self.methods]  # without its prediction, to be fast
+        return MAX_UNREAD if any(isinstance(each, UsesHiddenStates) for each in drafters) else 0
+
+    def _new_drafter(self, method: Method, request: Request) -> Drafter | None:
+        return method.drafter(Noise(request.seed), request.sampling, RULES[self.rule])
+
+    @property
+    def chooses_sizes(self) -> bool:
+        """True if calls carry as many draft tokens as pay."""
+        return self.rule == "match" and self.adaptive
+
+    def controller(self, batch_size: int) -> Controller:
+        """The controller for `batch_size` requests at once.
+
+        Under `match` it cannot change a text, so requests share one that learns. Under `reject` the shape of the draft
+        tree decides which tokens are sampled, so its size is fixed.
+        """
+        if not self.chooses_sizes:
+            return Controller(self.max_draft_tokens, adaptive=False)
+        if not self.call_cost.seconds:
+            self.call_cost.seconds.update(call_seconds(self.networks[TARGET]))
+        if batch_size not in self.controllers:  # one more node for each request: batch_size times the rows
+            costs = (
+                self.call_cost
+                if batch_size == 1
+                else CallCost({rows: self.call_cost.seconds_for(rows * batch_size) for rows in CALIBRATION_ROWS})
+            )
+            self.controllers[batch_size] = Controller(
+                self.max_draft_tokens, True, self.acceptance, costs, batch_size=batch_size
+            )
+        return self.controllers[batch_size]
+
+
+def set_max_unread(drafter: Drafter, method: Method, networks: Mapping[str, Network]) -> None:
+    """Let a drafter keep as many hidden states as its draft network reads at once."""
+    for network in (networks.get(name) for name in method.draft_models):
+        if isinstance(drafter, HiddenStateDrafter) and isinstance(network, ReadsHiddenStates):
+            drafter.max_unread = network.max_unread
+
+
+def _limit_to_context(context_length: int, drafter: Drafter) -> Drafter:
+    """The drafter, without drafts once the text outgrows what its draft model reads."""
+    return lambda canvas, last, max_depth: (
+        drafter(canvas, last, max_depth) if len(canvas.decided_prefix) + max_depth <= context_length else ()
+    )
