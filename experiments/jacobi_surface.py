@@ -65,7 +65,7 @@ class JacobiSearch:
 
     @property
     def grid(self) -> list[Setting]:
-        """Block × candidates, those within the max_draft_tokens."""
+        """Block × candidates, those that fit into `max_draft_tokens`."""
         rows = (
             self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         )  # an adapter reads the guesses in extra rows

@@ -66,11 +66,13 @@ def test_the_quickest_setting_is_chosen_whatever_the_order(folder):
 
     ticking(search, seconds)
     assert sum(1 for _ in search.run()) == search.num_texts
-    assert search.best == {"block_size": 8, "candidates": 1, "ngram_size": 3, "max_blocks": 3, "spawn_ratio": 0.5}
+    assert search.best == {
+        "block_size": 8, "candidates": 1, "ngram_size": 3, "max_blocks": 3, "spawn_ratio": 0.5,
+    }  # fmt: skip
     assert {row["speedup"] for row in search.rows if PLAIN in row} == {1}
     assert search.speedup == pytest.approx(2)
     assert all(row["tokens_per_call"] >= 1 for row in search.rows)
-    assert {row.get("block_size") for row in search.rows} == {None, 4, 8, 16}, "blocks beyond the limit are not tried"
+    assert {row.get("block_size") for row in search.rows} == {None, 4, 8, 16}, "larger blocks do not fit"
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     tuned = saltus.load(folder, "lookup")
     for spec, block, max_draft_tokens in (("jacobi", 5, 7), ("jacobi+lookup", 5, 7)):
         ensemble = tuned.decoder.setup(spec)
-        assert (ensemble.methods[0].block, ensemble.methods[0].candidates, ensemble.max_draft_tokens) == (
+        assert (ensemble.methods[0].block_size, ensemble.methods[0].candidates, ensemble.max_draft_tokens) == (
             block,
             1,
             max_draft_tokens,
@@ -103,7 +105,10 @@ def test_a_profile_is_what_engines_use_unless_told_otherwise(folder):
     assert tuned.decoder.setup("lookup").max_draft_tokens == 31, "others keep theirs"
     assert saltus.load(folder, "jacobi", max_draft_tokens=9).decoder.setup("jacobi").max_draft_tokens == 9
     assert (
-        saltus.load(folder, "jacobi", options={"jacobi": {"block_size": 3}}).decoder.setup("jacobi").methods[0].block
+        saltus.load(folder, "jacobi", options={"jacobi": {"block_size": 3}})
+        .decoder.setup("jacobi")
+        .methods[0]
+        .block_size
         == 3
     )
     assert saltus.load(folder, "jacobi", tuned_settings=False).decoder.tuned_settings is None

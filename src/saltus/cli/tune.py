@@ -65,9 +65,9 @@ def tune(
 ) -> None:
     """Find fast settings of the method jacobi for a model on this machine.
 
-    It measures the cost of calls by nodes; then, within an affordable number of draft tokens, tokens
-    per second by block size, number and length of recycled n-grams, live blocks and
-    spawn, one after the other. Plain decoding runs beside them. No setting changes a
+    It measures the cost of calls by nodes; then, with as many draft tokens as are affordable,
+    tokens per second by block size, number and length of recycled n-grams, live blocks
+    and spawn ratio, one after the other. Plain decoding runs beside them. No setting changes a
     text.
 
     [bold]Examples[/bold]
@@ -110,10 +110,10 @@ def select_prompts(prompts: Path | None, num_prompts: int) -> list[Any]:
         import saltus.evaluation
 
         prompts = Path(saltus.evaluation.__file__).parent / "benchmarks" / "quick.jsonl"
-    found = read_prompts_file(prompts)
-    count = min(num_prompts, len(found))
-    chosen = [found[number * len(found) // count] for number in range(count)]
-    return [one.turns[0] if one.turns else list(one.messages) for one in chosen]
+    available = read_prompts_file(prompts)
+    count = min(num_prompts, len(available))
+    chosen = [available[number * len(available) // count] for number in range(count)]
+    return [prompt.turns[0] if prompt.turns else list(prompt.messages) for prompt in chosen]
 
 
 def _search_settings(
@@ -164,7 +164,7 @@ def _show(result: Mapping[str, Any]) -> None:
     console = terminal(soft_wrap=False)
     console.print(f"a call may verify {result['max_draft_tokens']} draft tokens")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block size", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
         named = [

@@ -217,12 +217,12 @@ class PartTimer:
 @contextmanager
 def temporarily_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module, class or object within the context."""
-    own = vars(owner).get(name, _MISSING)
+    original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is _MISSING:
+        if original is _MISSING:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, original)

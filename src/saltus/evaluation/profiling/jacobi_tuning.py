@@ -41,7 +41,7 @@ class JacobiSearch:
 
     engine: Engine
     prompts: Sequence[PromptLike]
-    max_draft_tokens: int  # nodes of a call
+    max_draft_tokens: int  # of a call
     generate_settings: Mapping[str, Any]  # settings of the texts: temperature, max_new_tokens, …
     rounds: int = 2
     fixed_options: Setting = field(default_factory=dict)  # options that are not searched, such as model
@@ -52,7 +52,7 @@ class JacobiSearch:
 
     @property
     def values(self) -> dict[str, list[int | float]]:
-        """What is tried: blocks within the number of draft tokens, of which an adapter needs two rows a guess."""
+        """What is tried: blocks that fit into `max_draft_tokens`, of which an adapter needs two rows a guess."""
         rows = self.max_draft_tokens // 2 if "model" in self.fixed_options else self.max_draft_tokens
         return {
             option: [value for value in tried if option != "block_size" or value <= max(rows + 1, tried[0])]

@@ -189,37 +189,37 @@ def _escape_json(data: Mapping[str, Any]) -> str:
 def summarize_results(results: Mapping[str, Any]) -> Summary:
     """The fastest of our methods against plain decoding, or the fastest baseline if there is no method."""
     systems = results["methods"]
-    compared = {system: one for system, one in systems.items() if system != "plain" and one["speedup"] is not None}
-    ours = {system: one for system, one in compared.items() if one["kind"] == "method"}
+    compared = {system: row for system, row in systems.items() if system != "plain" and row["speedup"] is not None}
+    ours = {system: row for system, row in compared.items() if row["kind"] == "method"}
     able = ours or compared
     if not able:
         return Summary("Nothing was compared with plain decoding.")
     best = max(able, key=lambda system: able[system]["speedup"])
-    one = able[best]
-    same = one["identical"] is not None and one["identical"] == one["texts"]
-    low, high = one["ci95"].get("speedup") or (one["speedup"], one["speedup"])
-    bounds = f" [{low:.2f}, {high:.2f}]" if one["ci95"].get("speedup") else ""
-    texts = f"{one['texts']} text{'s' * (one['texts'] != 1)}"
+    row = able[best]
+    same = row["identical"] is not None and row["identical"] == row["texts"]
+    low, high = row["ci95"].get("speedup") or (row["speedup"], row["speedup"])
+    bounds = f" [{low:.2f}, {high:.2f}]" if row["ci95"].get("speedup") else ""
+    texts = f"{row['texts']} text{'s' * (row['texts'] != 1)}"
     sentence = (
-        f"{best} wrote {'the same ' if same else ''}{texts} {one['speedup']:.2f} × as fast as plain decoding{bounds}"
+        f"{best} wrote {'the same ' if same else ''}{texts} {row['speedup']:.2f} × as fast as plain decoding{bounds}"
     )
-    sentence += _caveats(one, low, high) + "."
+    sentence += _caveats(row, low, high) + "."
     beside = f"The fastest of {len(able)} {'methods' if ours else 'baselines'}." if len(able) > 1 else ""
     return Summary(sentence, best, beside)
 
 
-def _caveats(one: Mapping[str, Any], lower_bound: float | int, upper_bound: float | int) -> str:
+def _caveats(row: Mapping[str, Any], lower_bound: float | int, upper_bound: float | int) -> str:
     doubts = []
     if upper_bound < 1:
         doubts.append("which is slower")
     elif lower_bound <= 1:
         doubts.append("no clear difference")
-    if one["identical"] is None:
+    if row["identical"] is None:
         doubts.append("with other random numbers, so the texts are not compared")
-    elif one["identical"] < one["texts"]:
-        count = one["texts"] - one["identical"]
-        doubts.append("but not one of them is plain's" if not one["identical"] else f"but {count} of them differ")
-    if one["problems"]:
-        count = len(one["problems"])
+    elif row["identical"] < row["texts"]:
+        count = row["texts"] - row["identical"]
+        doubts.append("but not one of them is plain's" if not row["identical"] else f"but {count} of them differ")
+    if row["problems"]:
+        count = len(row["problems"])
         doubts.append(f"and {count} problem{'s were' if count > 1 else ' was'} found")
     return "".join(f", {doubt}" for doubt in doubts)

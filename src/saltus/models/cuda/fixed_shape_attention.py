@@ -66,11 +66,11 @@ class StaticInputs:
         tables = staged[(3 + recent) * num_rows :].reshape(groups, pages)
         tables[:] = PADDING_PAGE
         for start, part in call.placed():
-            own = slice(start, start + len(part))
-            rows[:, own] = part.tokens, part.positions, part.kv_cache.slots(part.entries)
-            recent_slots[own] = part.kv_cache.slots(part.recent_entries)
+            span = slice(start, start + len(part))
+            rows[:, span] = part.tokens, part.positions, part.kv_cache.slots(part.entries)
+            recent_slots[span] = part.kv_cache.slots(part.recent_entries)
             table = part.kv_cache.pages[:pages]
-            tables[start // by : -(-own.stop // by), : len(table)] = table
+            tables[start // by : -(-span.stop // by), : len(table)] = table
         self.packed.copy_(source, non_blocking=True)  # torch keeps pinned memory until it is copied
 
     def clear(self) -> None:
@@ -100,10 +100,10 @@ class QueryInputs:
         uniforms, temperatures = np.full(rows, np.nan), np.zeros(rows)
         num_decided, depths = np.ones(groups, dtype=np.int64), np.zeros(self.node_depths.shape, dtype=np.int64)
         for start, part in call.placed():
-            inputs, own = part.inputs, slice(start // by, -(-(start + len(part)) // by))
+            inputs, span = part.inputs, slice(start // by, -(-(start + len(part)) // by))
             assert inputs is not None, "drafters have no queries of adapters"
-            num_decided[own] = len(inputs.canvas.decided_prefix)
-            depths[own, : len(inputs.depths)] = inputs.depths
+            num_decided[span] = len(inputs.canvas.decided_prefix)
+            depths[span, : len(inputs.depths)] = inputs.depths
             temperatures[start : start + len(part)] = inputs.temperature
             for row in part.query_rows.tolist():
                 query = int(part.output_rows[row]) - 1
