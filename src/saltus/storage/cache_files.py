@@ -211,9 +211,6 @@ def sha256_of_file(file: Path) -> str:
         return hashlib.file_digest(bytes_in, "sha256").hexdigest()
 
 
-# Files of code, which nobody else may plant.
-
-
 def make_private_folder(folder: Path) -> str | None:
     """Make a folder that only its owner can write to; a message where it belongs to somebody else."""
     try:
