@@ -4,7 +4,8 @@
 
 Both compute the same losses of the same weights (tests/methods/jacobi/test_jacobi_training.py) and their gradients: the
 divergence of what each block's iterate says from what the text says, every block after the iterates before it.
-Separate forwards read the text once, for what it says, and then for each block the prompt, the iterates before and its own.
+Separate forwards read the text once, for what it says, and then for each block the prompt, the iterates before and its
+own.
 """
 
 import argparse
