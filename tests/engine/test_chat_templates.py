@@ -141,9 +141,9 @@ def test_every_command_that_answers_takes_a_template(bare_folder, tmp_path, monk
     prompts = lines(tmp_path / "prompts.jsonl", {"messages": TALK})
     tune = "tune", "-m", bare_folder, "-f", prompts, "--texts", 1, "--rounds", 1, "-n", 3, "--no-save", "--json"
     assert "has no chat template" in complaint(*tune)
-    assert json.loads(saltus_(*tune, "--chat-template", "vicuna").stdout)["complete"]
+    assert json.loads(saltus_(*tune, "--chat-template", "vicuna").stdout)["settings"]
     step = "bench", "step", "-m", bare_folder, "--nodes", 1, "--lengths", 8, "--batches", 1, "--rounds", 1, "--json"
-    assert json.loads(saltus_(*step, "--chat-template", "vicuna").stdout)["complete"]
+    assert json.loads(saltus_(*step, "--chat-template", "vicuna").stdout)["settings"]
     demo = "demo", "the cat", "-m", bare_folder, "-n", 4
     raw, asked = (saltus_(*demo, *more).stdout for more in ((), ("--chat-template", "vicuna")))
     assert raw != asked

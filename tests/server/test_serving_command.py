@@ -88,9 +88,7 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unus
 
 @pytest.mark.slow
 def test_a_server_whose_engine_fails_answers_and_exits(tiny_folder, unused_port):
-    fault = (
-        "from saltus.server.engine_thread import EngineThread; EngineThread._read_prompts = lambda engine_thread: 1 / 0"
-    )
+    fault = "from saltus.server.engine_thread import EngineThread; EngineThread._deliver = lambda *_: 1 / 0"
     command = [sys.executable, "-c", f"{fault}; from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
     started = subprocess.Popen(
         [*command, "--method", "plain", "--port", str(unused_port)], stderr=subprocess.PIPE, text=True

@@ -39,6 +39,11 @@ class TrainingRun(TrainingInputs):
 
         return used({**self.recipe.identity, "data": used(asdict(self.recipe.data))})
 
+    @property
+    def data_folder(self) -> Path:
+        """What is cached of the teacher's texts."""
+        return self.work_folder / self.objective.data_folder
+
     def task_folder(self, task: TrainingTask) -> Path:
         """For the checkpoint and the curves of a task."""
         return self.work_folder / task.phase
