@@ -120,8 +120,7 @@ def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "jacobi"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("kind", "processes"), [("text", 2), ("jacobi", 1)])
 def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
     prompts_file = lines(
         tmp_path / "prompts.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)
