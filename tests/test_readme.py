@@ -107,6 +107,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, tiny_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", [name, "--model", str(tiny_folder()), "--max-new-tokens", "8"])
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     assert capsys.readouterr().out.strip()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 import time
 from dataclasses import replace
@@ -46,8 +47,9 @@ def metric(url: str, name: str) -> float:
 
 
 @pytest.mark.slow
-def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog):
+def test_texts_are_the_same_before_during_and_after_a_replacement(drafting, caplog, monkeypatch):
     """Every drafter passes its evaluation here, so that drafters are replaced while texts are decoded."""
+    monkeypatch.setattr("saltus.server.learning.NICENESS", os.nice(0))  # other tests have the cores for minutes
     caplog.set_level(logging.INFO, logger="saltus.server")
     settings = {"raw": True, "temperature": 0.7, "max_new_tokens": 32}
     expected = [alone(drafting, f"{PROMPT} {seed % 5}", seed=seed, **settings).text for seed in range(8)]

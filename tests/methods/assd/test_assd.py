@@ -286,7 +286,7 @@ def p_value(
     options: dict | None,
     rule: Rule,
     sampling: Sampling = SAMPLED,
-    texts: int = 3000,
+    texts: int = 2000,
     correction: PairwiseCorrection | None = None,
 ) -> float:
     """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
