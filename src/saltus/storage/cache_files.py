@@ -1,4 +1,5 @@
-"""Write files of the cache whole or not at all, and notice by their digests those that something damaged."""
+"""Write files of the cache whole or not at all, notice by their digests those that something damaged, and keep files of
+code so that nobody else can plant one."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ LEFT_AFTER = 3600.0  # seconds without a change, after which what is not finishe
 ALWAYS_READ = 16 << 20  # bytes: the digest of a smaller file is computed at each check
 READ_AGAIN_AFTER = 7 * 86400.0  # seconds: that of a larger one, too, if the last time is longer ago
 SETTLED_AFTER = 2.0  # seconds without a change, after which another change is sure to leave another time
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 CLOSED_FOLDER = (
     errno.EACCES,
@@ -34,7 +36,6 @@ CLOSED_FOLDER = (
     errno.ENOENT,
     errno.ELOOP,
 )
-WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DamagedFile(ValueError):
@@ -67,8 +68,8 @@ def _disk_error(error: Exception) -> tuple[int | None, str]:
     """The number and the text of an error of the operating system."""
     if isinstance(error, OSError):
         return error.errno, error.strerror or str(error)
-    match = re.search(r"\(os error (\d+)\)", str(error))
-    return (int(match[1]), os.strerror(int(match[1]))) if match else (None, "")
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return (int(found[1]), os.strerror(int(found[1]))) if found else (None, "")
 
 
 @contextmanager
@@ -159,17 +160,17 @@ def find_damage(manifest: Path, folder: Path) -> list[Path] | None:
 def _state_if_whole(file: Path, size: int, digest: str, known: list[int] | None) -> list[int] | None:
     """When a file was last read, and its state then, if it need not be read the next time; None if it is damaged."""
     try:
-        stat, now = file.stat(), time.time()
-        if stat.st_size != size:
+        found, now = file.stat(), time.time()
+        if found.st_size != size:
             return None
-        state = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
+        state = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
         if known and known[1:] == state and 0 <= now - known[0] < READ_AGAIN_AFTER:
             return known
         if sha256_of_file(file) != digest:
             return None
     except OSError:
         return None
-    settled = now - max(stat.st_mtime, stat.st_ctime) > SETTLED_AFTER
+    settled = now - max(found.st_mtime, found.st_ctime) > SETTLED_AFTER
     return [int(now), *state] if settled and size >= ALWAYS_READ else []
 
 
@@ -209,9 +210,6 @@ def sha256_of_file(file: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as bytes_in:
         return hashlib.file_digest(bytes_in, "sha256").hexdigest()
-
-
-# Files of code, which nobody else may plant.
 
 
 def make_private_folder(folder: Path) -> str | None:

@@ -55,10 +55,10 @@ def render_page(results: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
         paint=assign_colours(systems),
         palette=(PLAIN, *COLOURS),
         plots=_svg_plots(results, records),
-        categories=list(dict.fromkeys(name for row in systems.values() for name in row["by_category"])),
+        categories=list(dict.fromkeys(name for one in systems.values() for name in one["by_category"])),
         data=_escape_json(shown),
         shown=len(shown["tasks"]),
-        graded=any(row["accuracy"] is not None for row in systems.values()),
+        graded=any(one["accuracy"] is not None for one in systems.values()),
         facts=list(_run_facts(results)),
     )
 
@@ -67,8 +67,8 @@ def _number(value: float | int | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def _interval(row: Mapping[str, Any], name: str, digits: int = 2) -> str:
-    bounds = row["ci95"].get(name)
+def _interval(one: Mapping[str, Any], name: str, digits: int = 2) -> str:
+    bounds = one["ci95"].get(name)
     return f"{bounds[0]:,.{digits}f} – {bounds[1]:,.{digits}f}" if bounds else ""
 
 
@@ -113,7 +113,7 @@ def _inline_svg(svg: str, name: str) -> str:
     svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\1{name}-", svg)
     svg = re.sub(r"(font: [^;\"]*?)'[^;\"]*", r"\1var(--sans)", svg)
     roles = CSS_VARIABLES | {colour.light: f"side-{colour.name}" for colour in (PLAIN, *COLOURS)}
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda match: f"var(--{roles[match[0]]})" if match[0] in roles else match[0], svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{roles[found[0]]})" if found[0] in roles else found[0], svg)
     return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', svg, count=1)
 
 
@@ -123,7 +123,7 @@ def _replay_data(
     """The data of the replay: answers of some tasks of every category, with their calls."""
     systems = list(results["methods"])
     paint = assign_colours(systems)
-    by_text: dict[tuple[str, int], dict[str, Any]] = {}
+    found: dict[tuple[str, int], dict[str, Any]] = {}
     for record in records:
         if record["system"] in systems:
             inputs = text_id(record)
@@ -131,15 +131,15 @@ def _replay_data(
                 "task": record["task"], "turn": record["turn"], "category": record["category"],
                 "prompt": record.get("prompt", "")[:MAX_QUESTION_LENGTH], "by": {},
             }  # fmt: skip
-            by_text.setdefault(inputs, about)["by"][systems.index(record["system"])] = _replay_record(record)
+            found.setdefault(inputs, about)["by"][systems.index(record["system"])] = _replay_record(record)
     tasks, size = [], 0
-    for name in _tasks_across_categories(by_text):
-        turns = [text for inputs, text in by_text.items() if inputs[0] == name]
+    for name in _tasks_across_categories(found):
+        turns = [text for inputs, text in found.items() if inputs[0] == name]
         size += len(json.dumps(turns))
         if tasks and size > MAX_BYTES:
             break
         tasks.append((name, turns))
-    order = {name: number for number, name in enumerate(dict.fromkeys(inputs[0] for inputs in by_text))}
+    order = {name: number for number, name in enumerate(dict.fromkeys(inputs[0] for inputs in found))}
     texts = [text for _, turns in sorted(tasks, key=lambda task: order[task[0]]) for text in turns]
     kept = [record for record in records if any(record["task"] == name for name, _ in tasks)]
     start = typical_record(results, kept, system)
@@ -148,14 +148,14 @@ def _replay_data(
     return {"systems": named, "tasks": texts, "best": system or (systems[-1] if systems else None), "first": first}
 
 
-def _tasks_across_categories(texts: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
+def _tasks_across_categories(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
     """The tasks to show: the first of each category, then the second, and so on."""
     by_category: dict[str, list[str]] = {}
-    for (task, _), text in texts.items():
-        tasks = by_category.setdefault(text["category"], [])
-        if task not in tasks:
-            tasks.append(task)
-    ranked = [(rank, task) for tasks in by_category.values() for rank, task in enumerate(tasks)]
+    for (task, _), text in found.items():
+        own = by_category.setdefault(text["category"], [])
+        if task not in own:
+            own.append(task)
+    ranked = [(rank, task) for own in by_category.values() for rank, task in enumerate(own)]
     return [task for _, task in sorted(ranked, key=lambda pair: pair[0])][:MAX_TASKS]
 
 
