@@ -2,9 +2,10 @@
 
     python experiments/packed_blocks.py [MODEL] [--blocks 16] [--size 16] [--prompt 64] [--rounds 5]
 
-Both compute the same losses of the same weights (tests/test_jacobi_training.py) and their gradients: the divergence of
-what each block's iterate says from what the text says, every block after the iterates before it. Separate forwards
-read the text once, for what it says, and then for each block the prompt, the iterates before and its own.
+Both compute the same losses of the same weights (tests/methods/jacobi/test_jacobi_training.py) and their gradients: the
+divergence of what each block's iterate says from what the text says, every block after the iterates before it.
+Separate forwards read the text once, for what it says, and then for each block the prompt, the iterates before and its
+own.
 """
 
 import argparse

@@ -30,6 +30,7 @@ from saltus.methods.ptp.files import load_drafter
 from saltus.methods.ptp.network import DraftModel
 from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import forward_windows
+from saltus.methods.ptp.training.objectives import DrafterObjective
 from saltus.methods.ptp.training.text_intervals import TextCorpus, collect_uniform_intervals, load_uniform_intervals
 from saltus.methods.shared.adapter_files import load_adapter
 from saltus.methods.shared.drafter_files import find_shipped
@@ -40,7 +41,6 @@ from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSett
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.training_loop import Schedule
 from saltus.training.losses import DistillationSettings
-from saltus.training.run import select_teacher_texts
 from saltus.training.settings import Recipe
 
 LIKELY = 64  # tokens that can be nearest to a blurred uniform
@@ -236,7 +236,8 @@ def main() -> None:
     options = parser.parse_args()
 
     network = saltus.load(options.model, "plain", dtype="float32", exact=False).network
-    samples = select_teacher_texts(Recipe("drafter", None, Schedule(1), teacher_texts=options.texts), options.teacher)
+    recipe = Recipe("drafter", None, Schedule(1), teacher_texts=options.texts)
+    samples = DrafterObjective().select_texts(recipe, [options.teacher])
     if options.adapter:
         found = examine_adapter(options, network.model, samples)
         if options.out:

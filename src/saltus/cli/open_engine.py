@@ -39,14 +39,14 @@ def open_engine(
 ) -> Any:
     """`saltus.load`, also with options of the form `lookup.max_ngram_size=5`; on a terminal with progress bars."""
     from saltus.cli.answers import print_note
-    from saltus.methods import make_methods
+    from saltus.methods import LoadsNetwork, make_methods
 
     chosen = options if isinstance(options, Mapping) else parse_method_options(options or (), method)
     conflicting = [
         where
         for made in make_methods(method, chosen)
         for where in made.draft_models.values()
-        if not is_drafter_spec(where)
+        if not (is_drafter_spec(where) or isinstance(made, LoadsNetwork))
     ]
     live = sys.stderr.isatty()
     with progress_bars() if live else nullcontext(no_progress) as show:

@@ -6,17 +6,32 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, no_type_check
 
 import typer
+from typer.core import TyperGroup
 
 from saltus.cli import options as o
 from saltus.cli.training_log import TrainingLog, summary_writer
 
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
-train = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+
+class TrainCommands(TyperGroup):
+    """The trainings of this package; those of other packages are found by name, since looking for all takes time."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and entry_points(group="saltus.objectives", name=cmd_name):
+            other = typer.Typer()
+            other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ...))
+            return typer.main.get_command(other)
+        return found
+
+
+train = typer.Typer(cls=TrainCommands, invoke_without_command=True, rich_markup_mode="rich")
 
 
 @train.callback()
@@ -39,9 +54,8 @@ def train_(context: typer.Context) -> None:
 
 
 INSTEAD = "Instead of the recipe's."
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of a recipe in Python.")]
 RecipeName = Annotated[
-    str, o.in_panel(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml or .py file.")
+    str, o.in_panel(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="A recipe of --list, or a .toml file.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -60,6 +74,18 @@ Teachers = Annotated[
         metavar="PATH",
         help="Texts of the model: a folder of [i]saltus collect text[/i], or one .jsonl or .jsonl.gz of its kind;"
         " for jacobi a folder of [i]saltus collect jacobi[/i]; may be repeated. [dim]\\[default: WORK/teacher][/dim]",
+    ),
+]
+Texts = Annotated[
+    list[Path] | None,
+    o.in_panel(
+        WORK_PANEL,
+        "--text",
+        "--code",
+        metavar="PATH",
+        help="Stories: a plain text with empty lines between them, or a .csv with [i]document_id[/i] and [i]text[/i], a"
+        " sentence a row. Programs: a folder, whose Python functions are the texts, or a .jsonl with [i]code[/i] and"
+        " perhaps [i]text[/i], its description. May be repeated.",
     ),
 ]
 Work = Annotated[
@@ -117,8 +143,7 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
 
-    [bold]A recipe[/bold] is a TOML file. A recipe in Python is a program, run with the arguments
-    after [bold]--[/bold]: [i]saltus train ptp -r experiments/taxi_ptp.py -- methods[/i]
+    [bold]A recipe[/bold] is a TOML file.
     """
 MTPC_HELP = f"""Train heads for the method mtpc: the joint distribution of the next tokens.
 
@@ -158,13 +183,31 @@ JACOBI_HELP = f"""Train a model, or an adapter of it, to decode blocks in parall
     Afterwards: saltus generate --method jacobi --option jacobi.model=adapter "Who?"
     or saltus generate --model tuned --method jacobi "Who?"
     """
+ASSD_HELP = f"""Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
+
+    {RESUMES}
+
+    A hundredth of the texts is held out. After the model the pairwise correction of
+    the drafts of assd is trained, in [i]correction_steps[/i].
+
+    [bold]Examples[/bold]
+
+        saltus train assd --list
+
+        saltus train assd --recipe stories --text stories.txt --out my-stories
+
+        saltus train assd --recipe code --code /usr/lib/python3.12 --set max_length=320 --out my-code
+
+        saltus train assd --text tales.csv --from my-stories --set optimizer=adamw --set learning_rate=1e-4
+
+    Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
+    """
 
 
-def _add_command(method: str, default_recipe: str, help: str) -> None:
-    """Add `saltus train METHOD`, which trains by a recipe."""
+def _recipe_command(method: str, default_recipe: Any) -> Callable[..., None]:
+    """`saltus train METHOD`, which trains by a recipe; `...`: the recipe must be given."""
 
     def command(
-        arguments: Arguments = None,
         recipe: RecipeName = default_recipe,
         change: Overrides = None,
         steps: Steps = None,
@@ -181,72 +224,68 @@ def _add_command(method: str, default_recipe: str, help: str) -> None:
         if show:
             _list_recipes(method)
             return
+        name, chosen = _read_recipe(method, recipe, change, steps, seed, model)
         from saltus.training.loop.processes import shards_weights
         from saltus.training.objectives import OBJECTIVES
-        from saltus.training.recipe import find_recipe, read_recipe
 
-        file = find_recipe(recipe)
-        if file.suffix == ".py":
-            _run_program(file, arguments or (), change, steps, seed, model, teacher, work, begin, out)
-            return
-        if arguments:
-            raise ValueError(f"{arguments[0]!r} is for a recipe in Python, but {file.name} is settings; use --set")
-        chosen = read_recipe(file, change or ())
-        if (recipe_method := OBJECTIVES[chosen.kind].method) != method:
-            raise ValueError(f"recipe {file.stem} is for {recipe_method}; give it to saltus train {recipe_method}")
-        chosen = replace(
-            chosen,
-            model=model or chosen.model,
-            schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
-            data=replace(chosen.data, seed=chosen.data.seed if seed is None else seed),
-        )
-        work = work or Path("runs", file.stem)
-        teachers = [_teacher_path(name, work, chosen) for name in teacher or (None,)]
+        work = work or Path("runs", name)
+        teachers = [_teacher_path(path, work, chosen) for path in teacher or (None,)]
         sharded = shards_weights(fsdp)
         if sharded and (reason := OBJECTIVES[chosen.kind].why_not_sharded(chosen)):
             raise ValueError(reason)
-        _train(chosen, file.stem, teachers, work, begin, out or work / chosen.kind, device, sharded)
+        _train(chosen, name, teachers, work, begin, out, device, sharded)
 
-    train.command(method, help=help)(command)
-
-
-_add_command("ptp", "smollm2", PTP_HELP)
-_add_command("mtpc", "smollm2-heads", MTPC_HELP)
-_add_command("jacobi", "smollm2-jacobi", JACOBI_HELP)
+    return command
 
 
-@train.command()
+train.command("ptp", help=PTP_HELP)(_recipe_command("ptp", "smollm2"))
+train.command("mtpc", help=MTPC_HELP)(_recipe_command("mtpc", "smollm2-heads"))
+train.command("jacobi", help=JACOBI_HELP)(_recipe_command("jacobi", "smollm2-jacobi"))
+
+
+@train.command(help=ASSD_HELP)
 def assd(
-    arguments: Arguments = None,
-    recipe: Annotated[
-        str, o.in_panel(RECIPE_PANEL, "--recipe", "-r", metavar="NAME", help="assd, or a recipe in Python, a .py file.")
-    ] = "assd",
+    recipe: RecipeName = "stories",
+    change: Overrides = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    device: o.Device = "auto",
+    text: Texts = None,
+    work: Work = None,
+    begin: InitialFolder = None,
+    out: Out = None,
+    show: ListRecipes = False,
 ) -> None:
-    """Train a model that fills holes anywhere, from scratch or from weights, on stories or on code.
-
-    [dim]Give the same command again after an interruption: it continues from the last
-    checkpoint, and the result is the same.[/dim]
-
-    [bold]Examples[/bold]
-
-        saltus train assd -- --text stories.txt --steps 2000 --out my-stories
-
-        saltus train assd -- --code /usr/lib/python3.12 --length 320 --out my-code
-
-        saltus train assd -- --help
-
-    Afterwards: saltus infill --model my-stories "The cat [[6]] the mouse."
-    """
-    if recipe == "assd":
-        from saltus.cli.progress import progress_meter
-        from saltus.methods.assd.training.command import main
-
-        main(arguments or (), progress_meter)
+    """Train an any-subset model by a recipe."""
+    if show:
+        _list_recipes("assd")
         return
-    file = Path(recipe)
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"there is no program {recipe}; leave out --recipe, or give it a .py file")
-    _run_program(file, arguments or ())
+    name, chosen = _read_recipe("assd", recipe, change, steps, seed)
+    _train(chosen, name, text or (), work or Path("runs", name), begin, out, device)
+
+
+def _read_recipe(
+    method: str,
+    recipe: str,
+    change: Sequence[str] | None,
+    steps: int | None,
+    seed: int | None,
+    model: str | None = None,
+) -> tuple[str, Any]:
+    """The name of a recipe, and the recipe with these changes. Errors: ValueError for a recipe of another method."""
+    from saltus.training.objectives import OBJECTIVES
+    from saltus.training.recipe import find_recipe, read_recipe
+
+    file = find_recipe(recipe)
+    chosen = read_recipe(file, change or ())
+    if (own := OBJECTIVES[chosen.kind].method) != method:
+        raise ValueError(f"recipe {file.stem} is for {own}; give it to saltus train {own}")
+    return file.stem, replace(
+        chosen,
+        model=model or chosen.model,
+        schedule=replace(chosen.schedule, steps=steps or chosen.schedule.steps),
+        data=replace(chosen.data, seed=chosen.data.seed if seed is None else seed),
+    )
 
 
 def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
@@ -270,46 +309,49 @@ def _teacher_path(teacher: Path | None, work: Path, recipe: Any) -> Path:
 def _train(
     recipe: Any,
     name: str,
-    teachers: Sequence[Path],
+    texts: Sequence[Path],
     work: Path,
     begin: Path | None,
-    out: Path,
+    out: Path | None,
     device: str,
-    sharded: bool,
+    sharded: bool = False,
 ) -> None:
-    from saltus.training.run import open_run, select_teacher_texts
+    from saltus.training.run import open_run
 
     tensorboard = summary_writer()
     from saltus.cli.open_engine import open_engine
-    from saltus.engine.checkpoints import resolve_device
+    from saltus.engine.checkpoints import resolve_device, silence_transformers
     from saltus.evaluation.reports.environment import git_commit, machine_info
     from saltus.training.loop.checkpoint import lock_folder
     from saltus.training.loop.processes import join_processes
 
-    on_cpu = resolve_device(device) == "cpu"  # where the exact kernels read texts faster, too
+    folder, resolved = out or work / recipe.kind, resolve_device(device)
+    on_cpu = resolved == "cpu"  # where the exact kernels read texts faster, too
 
     def load_engine(model: str) -> Any:
         where, exact = ("cpu", False) if sharded else (device, on_cpu)  # only a part of it may fit on a GPU
         return open_engine(model, "plain", None, dtype=recipe.dtype, device=where, exact=exact, weights="bf16")
 
-    with join_processes(resolve_device(device)) as processes:
-        samples = select_teacher_texts(recipe, *teachers)
-        run = open_run(recipe, samples, teachers, work, begin, load_engine, processes, sharded)
+    with silence_transformers(), join_processes(resolved) as processes:
+        run = open_run(recipe, texts, work, begin, load_engine, processes, sharded, resolved)
         with lock_folder(work) if processes.is_main else nullcontext():
             processes.wait()  # until the folder is locked
             _collect_with_progress(run)
-            task = run.make_task()
-            results = _train_with_progress(run, task, tensorboard)
-            run.save(task, out, name, results, {"machine": machine_info(), "commit": git_commit()})
+            trained = [(task, _train_with_progress(run, task, tensorboard)) for task in run.tasks()]
+            for task, results in trained:
+                run.save(task, folder, name, results, {"machine": machine_info(), "commit": git_commit()})
         if processes.is_main:
-            _print_result(out, results)
+            _print_result(folder, trained)
 
 
-def _print_result(out: Path, results: dict[str, Any]) -> None:
+def _print_result(out: Path, trained: Sequence[tuple[Any, dict[str, Any]]]) -> None:
     from saltus.cli.answers import print_note
 
-    rates = ", ".join(f"{name} {value:.2f}" for name, value in results["held_out_tokens_per_call"].items())
-    print_note(f"written: {out}" + (f"; held-out tokens per call: {rates}" if rates else ""))
+    line = f"written: {out}"
+    for task, results in trained:
+        metrics = ", ".join(f"{name} {value:.2f}" for name, value in results["metrics"].items())
+        line += f"; {task.metrics_name}: {metrics}" if metrics else ""
+    print_note(line)
 
 
 def _collect_with_progress(run: Any) -> None:
@@ -331,8 +373,8 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
     from saltus.cli.answers import print_note
     from saltus.cli.progress import progress_meter
 
-    curves = TrainingLog(tensorboard, run.work_folder / "tensorboard", task.queries_per_step)
-    steps, saved = run.recipe.schedule.steps, 0
+    curves = TrainingLog(tensorboard, run.task_folder(task) / "tensorboard", task)
+    steps, saved = run.schedule(task).steps, 0
     if not run.processes.is_main:
         return run.train(task, lambda progress: None, lambda step, loss: None)
 
@@ -350,41 +392,15 @@ def _train_with_progress(run: Any, task: Any, tensorboard: Callable[..., Any]) -
             )
 
     try:
-        with progress_meter(steps, "training") as show:
+        with progress_meter(steps, task.phase or "training") as show:
             return run.train(task, on_checkpoint, on_step)
     except KeyboardInterrupt:
         at = f" at step {curves.last_step:,}" if curves.last_step else ""
-        last = "the last checkpoint" if run.checkpoint_path.exists() else "the beginning"
+        last = "the last checkpoint" if run.checkpoint_path(task).exists() else "the beginning"
         onward = f"from {f'step {saved:,}' if saved else last}"
         raise KeyboardInterrupt(f"interrupted{at}; the same command goes on {onward}") from None
     finally:
         curves.close()
-
-
-def _run_program(file: Path, arguments: Sequence[str], *options: object) -> None:
-    """Run a recipe in Python as a main program.
-
-    Errors: ValueError if an option for TOML recipes is given, and for a fault of the program.
-    """
-    import runpy
-
-    from saltus.cli.errors import INTERNAL_ERROR, describe_error
-    from saltus.training.loop.processes import launched_processes
-
-    if launched_processes() > 1:
-        raise ValueError(f"{file} is a program, which runs in one process; start it without a launcher")
-    if any(option is not None for option in options):
-        raise ValueError(f"{file} is a program, and takes its own options; put them after --")
-    old_argv, old_path = sys.argv, sys.path[:]
-    sys.argv, sys.path[0:0] = [str(file), *arguments], [str(file.resolve().parent)]
-    try:
-        runpy.run_path(str(file), run_name="__main__")
-    except Exception as error:
-        if describe_error(error)[1] != INTERNAL_ERROR:
-            raise
-        raise ValueError(f"recipe {file} failed: {error!r}; SALTUS_DEBUG=1 shows where") from error
-    finally:
-        sys.argv, sys.path[:] = old_argv, old_path
 
 
 def _list_recipes(method: str) -> None:

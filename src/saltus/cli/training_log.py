@@ -20,8 +20,8 @@ def summary_writer() -> Callable[..., Any]:
 class TrainingLog:
     """The curves of a run, in a folder for TensorBoard, and its status line."""
 
-    def __init__(self, writer: Callable[..., Any], folder: Path, queries: int) -> None:
-        self.make_writer, self.folder, self.queries_per_step = writer, folder, queries
+    def __init__(self, writer: Callable[..., Any], folder: Path, task: Any) -> None:
+        self.make_writer, self.folder, self.task = writer, folder, task
         self.summary: Any = None
         self.last_step, self.loss, self.queries_per_second = 0, 0.0, 0.0
         self.metrics: dict[str, float] = {}
@@ -33,7 +33,9 @@ class TrainingLog:
             self.summary = self.make_writer(str(self.folder), purge_step=step)
             self.start_time, self.first_step = monotonic(), step
         elif step > self.first_step:
-            self.queries_per_second = self.queries_per_step * (step - self.first_step) / (monotonic() - self.start_time)
+            self.queries_per_second = (
+                self.task.queries_per_step * (step - self.first_step) / (monotonic() - self.start_time)
+            )
         self.last_step, self.loss = step, loss
         self.summary.add_scalar("loss", loss, step)
 
@@ -41,14 +43,16 @@ class TrainingLog:
         """Record the metrics of a checkpoint."""
         self.metrics = {name: value for name, value in progress.metrics.items() if value == value}
         for name, value in self.metrics.items():
-            self.summary.add_scalar(f"held-out tokens per call/{name}", value, progress.step)
-        self.summary.add_scalar("query tokens per second", self.queries_per_second, progress.step)
+            self.summary.add_scalar(f"{self.task.metrics_name}/{name}", value, progress.step)
+        if self.task.queries_per_step:
+            self.summary.add_scalar("query tokens per second", self.queries_per_second, progress.step)
         self.summary.flush()
 
     @property
     def status_line(self) -> str:
-        metrics = "".join(f" · {name} {value:.2f} a call" for name, value in self.metrics.items())
-        return f"loss {self.loss:.3f}{metrics} · {self.queries_per_second:,.0f} query tokens/s"
+        metrics = "".join(f" · {name} {value:.2f}{self.task.metrics_unit}" for name, value in self.metrics.items())
+        rate = f" · {self.queries_per_second:,.0f} query tokens/s" if self.task.queries_per_step else ""
+        return f"loss {self.loss:.3f}{metrics}{rate}"
 
     def close(self) -> None:
         if self.summary is not None:

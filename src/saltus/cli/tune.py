@@ -164,7 +164,7 @@ def _show(result: Mapping[str, Any]) -> None:
     console = terminal(soft_wrap=False)
     console.print(f"a call may verify {result['max_draft_tokens']} draft tokens")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("block size", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
+    for head in ("block", "candidates", "n-gram", "blocks", "spawn ratio", "tokens/s", "speed-up", "tokens/call"):
         table.add_column(head, justify="right")
     for row in sorted(result["settings"], key=lambda row: -row["tokens_per_second"]):
         named = [

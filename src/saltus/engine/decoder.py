@@ -18,7 +18,7 @@ from saltus.engine.prefix_tree import PrefixTree
 from saltus.engine.target_drafters import is_drafter_spec, load_drafter_for_target
 from saltus.engine.tuned_settings import TunedSettings
 from saltus.loading.metadata import find_metadata
-from saltus.methods import Method, UsesTrainedModel, make_methods, require_draft_models
+from saltus.methods import LoadsNetwork, Method, UsesTrainedModel, make_methods, require_draft_models
 from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import with_vocabulary_of
 
@@ -27,30 +27,20 @@ DEFAULT_WHOLE_TREE_TOKENS = 16  # where calls carry the whole tree, whether it p
 MAX_DRAFT_TOKENS = 384  # two blocks of 64 and four recycled tails of 64, as in Jacobi Forcing
 
 
-def assemble_networks(
-    methods: Sequence[Method], target: TargetNetwork, target_name: str, load_draft_model: Callable[[str], Checkpoint]
-) -> tuple[dict[str, Network], dict[str, int | None]]:
-    """The networks of methods by name, "target" first, and the context lengths of draft models. Errors: ValueError."""
-    networks: dict[str, Network] = {TARGET: target}
-    context_lengths: dict[str, int | None] = {}
-    for name, spec in (pair for method in methods for pair in method.draft_models.items()):
-        if name in networks:
-            raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
-        if not is_drafter_spec(spec):
-            draft_model = load_draft_model(spec)
-            networks[name] = with_vocabulary_of(target, draft_model.network)
-            context_lengths[name] = draft_model.context_length
-        elif (drafter := load_drafter_for_target(spec, target, target_name, name)) is not None:
-            networks[name] = drafter
-    return networks, context_lengths
-
-
 def _for_trained_model(method: Method) -> Method:
     """The method as its trained model needs it, where there is one. Errors: ValueError for damaged metadata."""
     if not isinstance(method, UsesTrainedModel):
         return method
     metadata = find_metadata(Path(method.model))
     return method if metadata is None else method.for_trained_model(metadata.kind, metadata.training)
+
+
+@dataclass(frozen=True)
+class LoadedDraftNetwork:
+    """A draft network as it was loaded, and how many tokens it reads."""
+
+    network: Network | None  # None for an adapter, which is attached to the target
+    context_length: int | None = None  # None if it has no bound
 
 
 @dataclass
@@ -69,10 +59,15 @@ class Decoder:
     call_cost: CallCost = field(default_factory=CallCost, repr=False)
     prefix_tree: PrefixTree = field(default_factory=PrefixTree, repr=False)
     setups: dict[str, DecodingSetup] = field(default_factory=dict, repr=False)  # by method, made at first use
+    draft_networks: dict[tuple[str, str], LoadedDraftNetwork] = field(default_factory=dict, repr=False)  # by name, spec
 
     def copy_with(self, **changes: Any) -> Decoder:
-        """The same decoder with some fields changed: new setups and prefix tree, shared call costs."""
-        return replace(self, **{"setups": {}, "prefix_tree": PrefixTree()} | changes)
+        """The same decoder with some fields changed: new setups and prefix tree, shared call costs.
+
+        Draft networks are shared, too, unless they are for another target.
+        """
+        loaded = dict(self.draft_networks) if changes.get("target", self.target) is self.target else {}
+        return replace(self, **{"setups": {}, "prefix_tree": PrefixTree(), "draft_networks": loaded} | changes)
 
     def setup(self, method: str) -> DecodingSetup:
         """Methods (joined by +) with their networks, loaded at first use. Errors: ValueError of one line.
@@ -96,6 +91,9 @@ class Decoder:
         for setup in self.setups.values():
             if name in setup.networks:
                 setup.networks = {**setup.networks, name: network}
+        for key, loaded in self.draft_networks.items():
+            if key[0] == name:
+                self.draft_networks[key] = replace(loaded, network=network)
 
     def _new_setup(self, method: str) -> DecodingSetup:
         options, max_draft_tokens = self.options, self.max_draft_tokens
@@ -104,8 +102,31 @@ class Decoder:
             options, max_draft_tokens = {**options, "jacobi": tuned}, self.tuned_settings.max_draft_tokens
         made = [_for_trained_model(each) for each in make_methods(method, options)]
         require_draft_models(made)
-        networks, lengths = assemble_networks(made, self.target, self.target_name, self.load_draft_model)
+        networks, lengths = self._load_networks(made)
         return DecodingSetup(made, networks, self.rule, max_draft_tokens, self.adaptive, lengths, self.call_cost)
+
+    def _load_networks(self, methods: Sequence[Method]) -> tuple[dict[str, Network], dict[str, int | None]]:
+        """The networks of methods by name, "target" first, and the context lengths of draft models."""
+        networks: dict[str, Network] = {TARGET: self.target}
+        context_lengths: dict[str, int | None] = {}
+        for method, name, spec in ((each, *pair) for each in methods for pair in each.draft_models.items()):
+            if name in networks:
+                raise ValueError(f"two methods draft with a network called {name!r}; give each method once")
+            if (name, spec) not in self.draft_networks:
+                self.draft_networks[name, spec] = self._load_draft_network(method, name, spec)
+            loaded = self.draft_networks[name, spec]
+            if loaded.network is not None:
+                networks[name], context_lengths[name] = loaded.network, loaded.context_length
+        return networks, context_lengths
+
+    def _load_draft_network(self, method: Method, name: str, spec: str) -> LoadedDraftNetwork:
+        """What a method drafts with: of its own, another model, or something trained for the target."""
+        if isinstance(method, LoadsNetwork):
+            return LoadedDraftNetwork(method.load_network(self.target, self.target_name))
+        if is_drafter_spec(spec):
+            return LoadedDraftNetwork(load_drafter_for_target(spec, self.target, self.target_name, name))
+        draft_model = self.load_draft_model(spec)
+        return LoadedDraftNetwork(with_vocabulary_of(self.target, draft_model.network), draft_model.context_length)
 
 
 def check_rule(name: str) -> str:

@@ -14,9 +14,10 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from saltus.core.noise import Noise
-from saltus.core.protocols import Drafter
+from saltus.core.protocols import Drafter, Network
 from saltus.core.rules import Rule
 from saltus.core.sampling import Sampling
+from saltus.models.protocols import TargetNetwork
 
 AUTO = "auto"  # the default method; `saltus.engine.auto_method` says what it stands for with a model
 NO_METHODS = ("shared", "published")  # folders of what methods use
@@ -48,6 +49,15 @@ class UsesTrainedModel(Protocol):
 
     def for_trained_model(self, kind: str, training: Mapping[str, Any]) -> Method:
         """The method for a model of this kind ("drafter", "adapter"), which was trained with these settings."""
+        ...
+
+
+@runtime_checkable
+class LoadsNetwork(Protocol):
+    """A method that loads its draft model itself, such as a drafter of its own kind that was trained for the target."""
+
+    def load_network(self, target: TargetNetwork, target_name: str) -> Network:
+        """What `draft_models` names, for this target. Errors: ValueError of one line."""
         ...
 
 

@@ -36,6 +36,7 @@ CLOSED_FOLDER = (
     errno.ENOENT,
     errno.ELOOP,
 )
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DamagedFile(ValueError):
@@ -68,8 +69,8 @@ def _disk_error(error: Exception) -> tuple[int | None, str]:
     """The number and the text of an error of the operating system."""
     if isinstance(error, OSError):
         return error.errno, error.strerror or str(error)
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return (int(found[1]), os.strerror(int(found[1]))) if found else (None, "")
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return (int(match[1]), os.strerror(int(match[1]))) if match else (None, "")
 
 
 @contextmanager
@@ -160,17 +161,17 @@ def find_damage(manifest: Path, folder: Path) -> list[Path] | None:
 def _state_if_whole(file: Path, size: int, digest: str, known: list[int] | None) -> list[int] | None:
     """When a file was last read, and its state then, if it need not be read the next time; None if it is damaged."""
     try:
-        found, now = file.stat(), time.time()
-        if found.st_size != size:
+        stat, now = file.stat(), time.time()
+        if stat.st_size != size:
             return None
-        state = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+        state = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
         if known and known[1:] == state and 0 <= now - known[0] < READ_AGAIN_AFTER:
             return known
         if sha256_of_file(file) != digest:
             return None
     except OSError:
         return None
-    settled = now - max(found.st_mtime, found.st_ctime) > SETTLED_AFTER
+    settled = now - max(stat.st_mtime, stat.st_ctime) > SETTLED_AFTER
     return [int(now), *state] if settled and size >= ALWAYS_READ else []
 
 

@@ -1,4 +1,4 @@
-"""What a way to train has to say: which texts it needs, what it caches of them, and its task."""
+"""What a way to train has to say: which texts it needs, what it caches of them, and its tasks."""
 
 from __future__ import annotations
 
@@ -16,36 +16,48 @@ from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.settings import Recipe
 from saltus.training.training_task import TrainingTask
 
+MIN_COMPLETION_TOKENS = 9  # of a teacher's text that is used
+# the keys of a recipe that describe a target and its texts
+TARGET_KEYS = frozenset(
+    {"model", "chat_template", "dtype", "temperatures", "top_k", "top_p", "coupling", "teacher_texts"}
+)
+
 
 @dataclass(frozen=True, eq=False)
 class TrainingInputs:
-    """A recipe, the teacher's texts, the loaded models, and the work folder."""
+    """A recipe, its texts, the loaded models, and the work folder."""
 
     recipe: Recipe
-    samples: Sequence[Sample]
-    network: Any  # the target, a CausalNetwork
+    samples: Sequence[Any]  # of `Objective.select_texts`
+    network: Any  # the target, a CausalNetwork; None where the objective needs none
     model_name: str
     work_folder: Path
     student: Any = None  # the Hugging Face model that `Objective.student_name` names
     tokenizer: Any = None  # saved with a trained model
     processes: Processes = ONE_PROCESS
     sharded: bool = False  # the models' weights are distributed over the processes
+    initial_folder: Path | None = None  # an earlier result, whose weights the run starts with
+    device: str = "cpu"  # of a model that the objective makes
 
 
 class Objective(ABC):
-    """One way to train something that drafts."""
+    """One way to train something that drafts, or a model for a method.
 
-    method: str  # that drafts with the result
+    By default its texts are a teacher's, and the network of a target is loaded, which wrote them.
+    """
+
+    method: str  # that uses the result
     settings_type: type[Any]  # a frozen dataclass: the recipe's table of the objective's kind
+    needs_target: bool = True  # False: it makes a model of its own, and its texts are anybody's
     collect_command: str = "text"  # of `saltus collect`, which writes its texts
     data_folder: str = "states"  # inside the work folder
     has_matrices: bool = False  # weights for the optimizer muon
-    unused_window_keys: frozenset[str] = frozenset()
+    unused_keys: frozenset[str] = frozenset()  # of recipes and of their table [data]
     unused_keys_hint: str = ""
 
-    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
-        """Errors: ValueError for settings that mean nothing here. `window_keys` are those that the recipe gives."""
-        if unused := sorted(self.unused_window_keys & set(window_keys)):
+    def validate(self, recipe: Recipe, keys: Collection[str]) -> None:
+        """Errors: ValueError for settings that mean nothing here. The recipe and its table [data] give these `keys`."""
+        if unused := sorted(self.unused_keys & set(keys)):
             raise ValueError(self.unused_keys_hint.format(unused[0]))
         if recipe.truncation and (why := self.why_not_truncated(recipe)):
             raise ValueError(f"top_k and top_p are for queries that are conditioned on their own uniforms; {why}")
@@ -67,6 +79,24 @@ class Objective(ABC):
         """The teacher's texts. Errors: ValueError."""
         return read_teacher_texts(path)
 
+    def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[Any]:
+        """Texts that are long enough, as many as the recipe takes, evenly spread over all. Errors: ValueError."""
+        texts = [text for path in paths for text in self.read_texts(path)]
+        long_enough = [sample for sample in texts if len(sample.completion) >= MIN_COMPLETION_TOKENS]
+        if len(long_enough) < 2:
+            named = " and ".join(map(str, paths))
+            raise ValueError(
+                f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more"
+            )
+        count = min(recipe.teacher_texts or len(long_enough), len(long_enough))
+        return [long_enough[number * len(long_enough) // count] for number in range(count)]
+
+    def describe_texts(self, recipe: Recipe, samples: Sequence[Any]) -> dict[str, Any]:
+        """What the card of a result says of the texts."""
+        tokens = sum(len(sample.prompt) + len(sample.completion) for sample in samples)
+        coupling = self.coupling(recipe, samples)
+        return {"coupling": coupling, "teacher_texts": len(samples), "teacher_tokens": tokens}
+
     def student_name(self, recipe: Recipe) -> str:
         """The model to train where it is not the target; else empty."""
         return ""
@@ -78,13 +108,17 @@ class Objective(ABC):
     def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:  # noqa: B027  needed where `collect` is long
         """Errors: ValueError where training cannot start with the weights of this folder."""
 
-    @abstractmethod
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         """Cache what training needs of the texts in the data folder; yields how many texts are done."""
+        return iter((len(inputs.samples),))
 
     @abstractmethod
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         """The task, before its first step."""
+
+    def next_task(self, inputs: TrainingInputs, task: TrainingTask) -> TrainingTask | None:
+        """What is trained after this task, on its result, with a phase and a schedule of its own; None: nothing."""
+        return None
 
 
 class CachedStateObjective(Objective):

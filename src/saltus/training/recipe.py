@@ -31,7 +31,7 @@ def shipped_recipes() -> list[str]:
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe: a shipped one by its name, or a path. Errors: ValueError."""
-    if Path(name).suffix in (".toml", ".py"):
+    if Path(name).suffix == ".toml":
         if not Path(name).is_file():
             raise ValueError(
                 f"there is no recipe {name}; check the path, or take one of {', '.join(shipped_recipes())}"
@@ -39,7 +39,7 @@ def find_recipe(name: str) -> Path:
         return Path(name)
     if name not in shipped_recipes():
         raise ValueError(
-            f"unknown recipe {name!r}; {_suggestion(name, shipped_recipes())}; a file of yours ends in .toml or .py"
+            f"unknown recipe {name!r}; {_suggestion(name, shipped_recipes())}; a file of yours ends in .toml"
         )
     return RECIPES_FOLDER / f"{name}.toml"
 
@@ -64,7 +64,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     settings = _parse_section(objective.settings_type, table.pop(kind, {}), kind, where)
     recipe = _parse_dataclass(partial(Recipe, settings=settings), _recipe_hints(), table, where)
     try:
-        objective.validate(recipe, table.get("data", {}))
+        objective.validate(recipe, [*table, *table.get("data", {})])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return recipe

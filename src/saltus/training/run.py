@@ -1,56 +1,84 @@
-"""A recipe's training run: select texts, load models, cache what training needs, train, and save the result."""
+"""A recipe's training run: load models, cache what training needs of the texts, train, and save the result."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from saltus.engine.checkpoints import require_same_vocabulary
 from saltus.loading.model_identity import model_fingerprint, vocabulary_digest
-from saltus.training.data.hidden_states import Sample
 from saltus.training.data.teacher_texts import read_metadata
 from saltus.training.loop import training_loop
 from saltus.training.loop.checkpoint import load_checkpoint
 from saltus.training.loop.processes import ONE_PROCESS, Processes
 from saltus.training.loop.training_loop import Schedule, TrainingProgress
-from saltus.training.objective import TrainingInputs
+from saltus.training.objective import Objective, TrainingInputs
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 from saltus.training.training_task import TrainingTask
 
-MIN_COMPLETION_TOKENS = 9  # of a text that is used
-
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun(TrainingInputs):
-    """A recipe with its inputs, and where it starts."""
-
-    initial_folder: Path | None = None  # an earlier result, whose weights it starts with
+    """A recipe with its inputs."""
 
     @property
-    def checkpoint_path(self) -> Path:
-        return self.work_folder / "checkpoint.pt"
+    def objective(self) -> Objective:
+        return OBJECTIVES[self.recipe.kind]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The recipe's settings that can change the result, and mean something to its objective."""
+
+        def used(settings: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in settings.items() if name not in self.objective.unused_keys}
+
+        return used({**self.recipe.identity, "data": used(asdict(self.recipe.data))})
+
+    @property
+    def data_folder(self) -> Path:
+        """What is cached of the teacher's texts."""
+        return self.work_folder / self.objective.data_folder
+
+    def task_folder(self, task: TrainingTask) -> Path:
+        """For the checkpoint and the curves of a task."""
+        return self.work_folder / task.phase
+
+    def checkpoint_path(self, task: TrainingTask) -> Path:
+        return self.task_folder(task) / "checkpoint.pt"
+
+    def schedule(self, task: TrainingTask) -> Schedule:
+        return task.schedule or self.recipe.schedule
 
     def collect(self) -> Iterator[int]:
         """Cache what training needs of the texts; yields how many are done. Errors: ValueError."""
-        size = self.network.model.get_input_embeddings().weight.shape[0]
-        if max(max(*sample.prompt, *sample.completion) for sample in self.samples) >= size:
-            raise ValueError(
-                f"the teacher's texts have tokens that {self.model_name} has not; let {self.model_name} write them"
-            )
-        return OBJECTIVES[self.recipe.kind].collect(self)
+        if self.network is not None:
+            size = self.network.model.get_input_embeddings().weight.shape[0]
+            if max(max(*sample.prompt, *sample.completion) for sample in self.samples) >= size:
+                raise ValueError(
+                    f"the teacher's texts have tokens that {self.model_name} has not; let {self.model_name} write them"
+                )
+        return self.objective.collect(self)
 
     def make_task(self) -> TrainingTask:
-        """The task, before its first step. Errors: ValueError where the initial weights do not fit."""
-        task = OBJECTIVES[self.recipe.kind].make_task(self)
+        """The first task, before its first step. Errors: ValueError where the initial weights do not fit."""
+        task = self.objective.make_task(self)
         task.processes = self.processes
         if self.initial_folder is not None:
             task.initialize_from(self.initial_folder)
         return task
+
+    def tasks(self) -> Iterator[TrainingTask]:
+        """The tasks, in the order of their training: each is made when the one before it is trained."""
+        task: TrainingTask | None = self.make_task()
+        while task is not None:
+            task.processes = self.processes
+            yield task
+            task = self.objective.next_task(self, task)
 
     def train(
         self,
@@ -59,80 +87,77 @@ class TrainingRun(TrainingInputs):
         on_step: Callable[[int, float], None],
     ) -> dict[str, Any]:
         """Train to the end, from the last checkpoint on; returns the results for the card. Errors: ValueError."""
-        recipe = json.loads(json.dumps(self.recipe.identity))
+        recipe = json.loads(json.dumps(self.identity))
         del recipe["schedule"]  # the loop compares it, without the steps between checkpoints
-        settings = {"recipe": recipe, "target": model_fingerprint(self.network.model)}
+        settings = {"recipe": recipe}
+        if self.network is not None:
+            settings["target"] = model_fingerprint(self.network.model)
         if digest := task.dataset_digest():
             settings["texts"] = digest
         if self.initial_folder is not None:
             settings["begin"] = _weights_digest(self.initial_folder)
-        train_task(task, self.recipe.schedule, self.checkpoint_path, settings, on_checkpoint, on_step)
-        state = load_checkpoint(self.checkpoint_path)
+        training_loop.train(
+            task.module, task.loss, self.schedule(task), self.checkpoint_path(task), settings, on_checkpoint,
+            task.evaluate, on_step, task.processes,
+        )  # fmt: skip
+        state = load_checkpoint(self.checkpoint_path(task))
         assert state is not None
         evaluations = state["evaluations"]
         last = evaluations[-1] if evaluations else {}
         metrics = {name: round(value, 3) for name, value in last.items() if name != "step" and value == value}
         minutes = round(state["seconds"] / 60, 1)
-        return {"loss": metrics.pop("loss", None), "held_out_tokens_per_call": metrics, "minutes": minutes}
+        return {"loss": metrics.pop("loss", None), "metrics": metrics, "minutes": minutes}
 
     def save(
         self, task: TrainingTask, folder: Path, name: str, results: Mapping[str, Any], environment: Mapping[str, Any]
     ) -> None:
-        """Let the main process write the result, with a card that describes how it was made."""
+        """Let the main process write the result of `train`, with a card that describes how it was made."""
         if not self.processes.is_main:
             self.processes.wait()
             return
+        measured = {task.metrics_name.replace("-", "_").replace(" ", "_"): results["metrics"]}
         task.save(
             folder,
             {
-                "recipe": {"name": name, **self.recipe.identity},
-                "coupling": OBJECTIVES[self.recipe.kind].coupling(self.recipe, self.samples),
+                "recipe": {"name": name, **self.identity},
                 **({} if self.initial_folder is None else {"begun_with": str(self.initial_folder)}),
-                "teacher_texts": len(self.samples),
-                "teacher_tokens": sum(len(sample.prompt) + len(sample.completion) for sample in self.samples),
-                "steps": self.recipe.schedule.steps,
+                **self.objective.describe_texts(self.recipe, self.samples),
+                "steps": self.schedule(task).steps,
                 "seed": self.recipe.data.seed,
-                **results,
+                "loss": results["loss"],
+                **measured,
+                "minutes": results["minutes"],
                 **environment,
             },
         )
         self.processes.wait()
 
 
-def train_task(
-    task: TrainingTask,
-    schedule: Schedule,
-    checkpoint_path: Path,
-    settings: dict[str, Any],
-    on_checkpoint: Callable[[TrainingProgress], None],
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
-) -> list[float]:
-    """Run the training loop on a task; returns the mean losses between checkpoints."""
-    return training_loop.train(
-        task.module, task.loss, schedule, checkpoint_path, settings, on_checkpoint, task.evaluate, on_step,
-        task.processes,
-    )  # fmt: skip
-
-
 def open_run(
     recipe: Recipe,
-    samples: Sequence[Sample],
-    teachers: Sequence[Path],
+    paths: Sequence[Path],
     work_folder: Path,
     initial_folder: Path | None,
     load_engine: Callable[[str], Any],
     processes: Processes = ONE_PROCESS,
     sharded: bool = False,
+    device: str = "cpu",
 ) -> TrainingRun:
-    """Load the models of a run, and perhaps distribute them over its processes.
+    """Read the texts of these paths, load the models of a run, and perhaps distribute them over its processes.
 
     Errors: ValueError if another model wrote the texts, or for another vocabulary, or if initial weights do not fit.
     """
+    objective = OBJECTIVES[recipe.kind]
+    samples = objective.select_texts(recipe, paths)
+    if not objective.needs_target:
+        return TrainingRun(
+            recipe, samples, None, "", work_folder, processes=processes, initial_folder=initial_folder, device=device
+        )
     engine = load_engine(recipe.model)
-    for teacher in teachers:
-        check_teacher_model(teacher, engine.network.model, engine.tokenizer, recipe.model)
+    for path in paths:
+        check_teacher_model(path, engine.network.model, engine.tokenizer, recipe.model)
     student = None
-    if student_name := OBJECTIVES[recipe.kind].student_name(recipe):
+    if student_name := objective.student_name(recipe):
         student_engine = load_engine(student_name)
         require_same_vocabulary(engine.target, student_engine.target)
         student = student_engine.network.model
@@ -141,30 +166,19 @@ def open_run(
             processes.shard(model)
     run = TrainingRun(
         recipe, samples, engine.network, recipe.model, work_folder, student, engine.tokenizer, processes, sharded,
-        initial_folder,
+        initial_folder, device,
     )  # fmt: skip
     if initial_folder is not None:
-        OBJECTIVES[recipe.kind].check_initial(run, initial_folder)
+        objective.check_initial(run, initial_folder)
     return run
 
 
 def _weights_digest(folder: Path) -> str:
     """A digest of a folder's weights."""
     digest = blake2b(digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def select_teacher_texts(recipe: Recipe, *teachers: Path) -> Sequence[Sample]:
-    """Texts that are long enough, as many as the recipe takes, evenly spread over all. Errors: ValueError."""
-    texts = [text for teacher in teachers for text in OBJECTIVES[recipe.kind].read_texts(teacher)]
-    long_enough = [sample for sample in texts if len(sample.completion) >= MIN_COMPLETION_TOKENS]
-    if len(long_enough) < 2:
-        named = " and ".join(map(str, teachers))
-        raise ValueError(f"{named} holds fewer than two texts of {MIN_COMPLETION_TOKENS} tokens or more; collect more")
-    count = min(recipe.teacher_texts or len(long_enough), len(long_enough))
-    return [long_enough[number * len(long_enough) // count] for number in range(count)]
 
 
 def check_teacher_model(teacher: Path, model: Any, tokenizer: Any, name: str) -> None:

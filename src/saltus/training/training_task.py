@@ -14,19 +14,20 @@ from torch import Tensor
 
 from saltus.training.data.window_dataset import Batch, WindowDataset, WindowSettings
 from saltus.training.loop.processes import ONE_PROCESS, Processes
+from saltus.training.loop.training_loop import Schedule
 
 
 class TrainingTask(ABC):
-    """What `training.run.train_task` trains: a module, with everything that its objective needs.
-
-    Recipes make the tasks of drafters, adapters, heads and Jacobi Forcing (`training.objectives`). Any-subset models
-    have no recipe file; `methods.assd.training.command` makes their two tasks.
-    """
+    """What `training.run.TrainingRun` trains: a module, with everything that its objective needs."""
 
     module: Any  # the nn.Module whose weights are trained
     model: Any  # the Hugging Face model that a loss runs, if it runs one
     autocast: bool = False  # compute in bfloat16
     processes: Processes = ONE_PROCESS  # that share the texts of a step
+    phase: str = ""  # of a task that follows another: a folder inside the work folder
+    schedule: Schedule | None = None  # of such a task; None: the recipe's
+    metrics_name: str = "held-out tokens per call"  # what `evaluate` measures
+    metrics_unit: str = " a call"  # as status lines show it
 
     @property
     def queries_per_step(self) -> int:
@@ -50,7 +51,7 @@ class TrainingTask(ABC):
         """
 
     def evaluate(self) -> dict[str, float]:
-        """Tokens per call on held-out texts, written greedily and sampled, without dropout."""
+        """By name, what `metrics_name` says: tokens per call, written greedily and sampled, without dropout."""
         training = self.module.training
         self.module.eval()
         metrics = {"greedy": self._tokens_per_call(True), "sampled": self._tokens_per_call(False)}

@@ -16,7 +16,6 @@ from hashlib import blake2b
 from typing import Any
 
 from saltus.engine.method_options import DEFAULT_METHOD
-from saltus.engine.scheduler import run_requests
 from saltus.evaluation.benchmarks.lm_eval_requests import EndCondition, LmEvalRequest, sampling_from_kwargs
 
 MODEL_NAME = "saltus"
@@ -322,6 +321,8 @@ class SaltusLMBase:
 
     def _generate(self, requests: Sequence[LmEvalRequest]) -> Iterator[LmEvalRequest]:
         """Yield each request as it finishes. Prompts are sorted, so that shared prefixes are read once."""
+        from saltus.engine.scheduler import run_requests
+
         waiting = sorted(requests, key=lambda job: list(job.request.prompt))
         by_request = {id(job.request): job for job in waiting}
         texts = [job.request for job in waiting]

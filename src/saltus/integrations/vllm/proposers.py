@@ -18,7 +18,7 @@ from saltus.integrations.drafted_texts import DraftedText, Drafting, DraftReques
 from saltus.integrations.step_cost import StepCost
 from saltus.integrations.vllm.chains import best_chain, lengths_that_pay
 from saltus.integrations.vllm.target import HiddenStateReader, VllmTarget
-from saltus.methods import make_methods
+from saltus.methods import LoadsNetwork, make_methods
 
 log = logging.getLogger("saltus")
 
@@ -51,13 +51,15 @@ class Proposer:
 
     def load_model(self, model: Any) -> None:
         """Load the drafters for vLLM's model. Errors: ValueError where there is none for it."""
-        specs = [pair for method in self.drafting.methods for pair in method.draft_models.items()]
+        specs = [(method, *pair) for method in self.drafting.methods for pair in method.draft_models.items()]
         if not specs:
             return
-        target = VllmTarget(model, self.config)
+        target, target_name = VllmTarget(model, self.config), "the model of vLLM"
         networks: dict[str, Network] = {}
-        for name, spec in specs:
-            if (network := load_drafter_for_target(spec, target, "the model of vLLM", name)) is not None:
+        for method, name, spec in specs:
+            if isinstance(method, LoadsNetwork):
+                networks[name] = method.load_network(target, target_name)
+            elif (network := load_drafter_for_target(spec, target, target_name, name)) is not None:
                 networks[name] = network
         self.drafting.networks = networks
         self.reader = HiddenStateReader(model, target.hidden_state_layers, query_starts)

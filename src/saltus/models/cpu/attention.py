@@ -1,7 +1,7 @@
 """Tree attention over many texts in one call, registered as an attention implementation of Transformers.
 
 The arithmetic of a row does not depend on the other rows of the call, so a token's logits do not depend on the decoding
-method. The compiled kernel has this property by construction (native/). Without a compiler each row is evaluated by
+method. The compiled kernels have this property by construction. Without a compiler each row is evaluated by
 operations whose shapes depend on the row alone. On an accelerator fixed shapes are used instead (fixed_shapes.py).
 Without `batch_invariant` shapes are free, as in other engines: for models that neither of these can serve, and for
 comparisons.

@@ -151,12 +151,12 @@ def make_optimizers(module: nn.Module, schedule: Schedule) -> list[torch.optim.O
     chosen = {id(weight) for weight in matrices}
     rest = [weight for weight in module.parameters() if id(weight) not in chosen]
     rate, decay = schedule.learning_rate, schedule.weight_decay
-    adamw = torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)
-    return (
-        [adamw, Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.muon_bfloat16)]
-        if matrices
-        else [adamw]
-    )
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:
+        optimizers += [torch.optim.AdamW(rest, lr=rate, weight_decay=decay, betas=(0.9, 0.99), fused=True)]
+    if matrices:
+        optimizers += [Muon(matrices, lr=rate, weight_decay=decay, use_bfloat16=schedule.muon_bfloat16)]
+    return optimizers
 
 
 def optimizer_step(

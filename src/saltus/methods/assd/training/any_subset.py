@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,129 +15,18 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from saltus.loading.gguf_storage import remove_gguf, store_as_gguf
+from saltus.loading.metadata import DrafterMetadata, write_metadata
 from saltus.loading.model_folders import PAIRWISE_CORRECTION_FILE
 from saltus.methods.assd.network import ANY_SUBSET
-from saltus.training.data.packed_forward import packed_logits, prepare_model
+from saltus.methods.assd.training.holes import HoleSettings
+from saltus.training.data.packed_forward import pack_causal, packed_logits, prepare_model
 from saltus.training.data.seeded_generator import seeded_generator
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 from saltus.training.training_task import TrainingTask
 
-HoleOrder = Literal["lattice", "any"]
-"""Holes are decided from left to right (Eq. 4), or in a random permutation (the paper's ablation)."""
-
-Spread = Literal["few", "narrow", "wide", "paper", "paper-wide", "paper-code"]
-
-
-@dataclass(frozen=True)
-class HoleSpread:
-    """The fraction of a text that is holes: `initial` at step 0, then growing linearly to the range `low` … `high`."""
-
-    low: float
-    high: float
-    initial: float = 0.15
-    warm_up: float = 0.2  # fraction of the steps in which it grows
-
-
-HOLE_SPREADS: dict[Spread, HoleSpread] = {
-    "few": HoleSpread(0.05, 0.6),
-    "narrow": HoleSpread(0.9, 0.99),
-    "wide": HoleSpread(0.05, 0.99),
-    "paper": HoleSpread(0.9, 0.99, warm_up=5 / 75),  # ASSD, D.3: text, 5,000 of 75,000 steps
-    "paper-wide": HoleSpread(0.15, 0.99, warm_up=5 / 75),  # F.2: prompts of 1 % to 85 %
-    "paper-code": HoleSpread(0.15, 0.99, initial=0.05, warm_up=20 / 75),  # D.7: code, 20,000 of 75,000 steps
-}
-
-MAX_EXTRA_BLANKS = 24  # a hole of n tokens gets at most 24 + n blanks after them
 PADDING_MULTIPLE = 16  # of a batch's length: oneDNN compiles its kernels anew for every shape, for a second or more
 LENGTH_JITTER = 24  # tokens of noise on lengths before texts are sorted by length
-
-
-@dataclass(frozen=True)
-class HoleSettings:
-    """Which tokens of a text are holes: how many, in spans or scattered, and with blanks after them or not."""
-
-    spread: Spread = "wide"
-    warm_up_fraction: float | None = None  # fraction of the steps in which the holes grow; None: that of the spread
-    span_probability: float = 0.5  # of a text whose holes are a few spans, as users' are; else they are scattered
-    order: HoleOrder = "lattice"
-    # of blanks at the ends of a text's spans, as in holes that are too long; in the two halves of the steps
-    blank_probability: tuple[float, float] = (0.4, 0.9)
-    blank_token: int | None = None
-    newline_token: int | None = None  # if given, spans are whole lines, as in code
-
-    def hole_fractions(self, count: int, progress: float, generator: np.random.Generator) -> Float[np.ndarray, "texts"]:
-        """The fraction of each text: evenly spread over the range in every batch, in random order."""
-        spread = HOLE_SPREADS[self.spread]
-        warm_up = spread.warm_up if self.warm_up_fraction is None else self.warm_up_fraction
-        warm = min(progress / warm_up, 1.0) if warm_up else 1.0
-        low, high = (spread.initial + (end - spread.initial) * warm for end in (spread.low, spread.high))
-        places = (generator.random() + np.arange(count)) / count % 1
-        return generator.permutation(low + (high - low) * places)
-
-    def place_holes(
-        self,
-        text: Int[np.ndarray, "length"],
-        fraction: float,
-        generator: np.random.Generator,
-        blank_probability: float = 0.0,
-    ) -> tuple[Int[np.ndarray, "with_blanks"], Bool[np.ndarray, "with_blanks"]]:
-        """The text, perhaps with blanks, and True for each hole. The first and the last token are never holes."""
-        holes = np.zeros(len(text), dtype=bool)
-        if generator.random() >= self.span_probability:
-            holes[1:-1] = random_holes(len(text) - 2, fraction, generator)
-            return text, holes
-        inner = text[1:-1]
-        if self.newline_token is None or not (inner == self.newline_token).any():
-            holes[1:-1] = span_holes(len(inner), fraction, generator)
-        else:
-            ends = inner == self.newline_token
-            lines = np.cumsum(ends) - ends  # the number of each token's line
-            chosen = np.append(span_holes(int(lines[-1]) + 1, fraction, generator), False)
-            holes[1:-1] = chosen[lines] & ~(ends & ~chosen[lines + 1])  # the end of a span's last line is given
-            holes = holes if holes.any() else np.arange(len(text)) == 1
-        if not blank_probability or self.blank_token is None or generator.random() >= blank_probability:
-            return text, holes
-        starts = np.flatnonzero(holes[1:] & ~holes[:-1]) + 1
-        stops = np.flatnonzero(holes[:-1] & ~holes[1:]) + 1
-        blanks = generator.integers(0, MAX_EXTRA_BLANKS + 1 + (stops - starts))
-        places = np.repeat(stops, blanks)
-        return np.insert(text, places, self.blank_token), np.insert(holes, places, True)
-
-    def decoding_ranks(
-        self, holes: Bool[np.ndarray, "length"], generator: np.random.Generator
-    ) -> Int[np.ndarray, "length"]:
-        """The order in which tokens are decided: 0 for given tokens, then 1, 2, …"""
-        places = np.flatnonzero(holes)
-        order = places if self.order == "lattice" else generator.permutation(places)
-        ranks = np.zeros(len(holes), dtype=np.int64)
-        ranks[order] = 1 + np.arange(len(order))
-        return ranks
-
-
-def random_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
-    """Scattered holes, this fraction of the positions; one at least."""
-    holes = np.zeros(length, dtype=bool)
-    holes[generator.permutation(length)[: _num_holes(length, fraction)]] = True
-    return holes
-
-
-def span_holes(length: int, fraction: float, generator: np.random.Generator) -> Bool[np.ndarray, "length"]:
-    """Holes in one to four spans, this fraction of the positions; one at least."""
-    count = _num_holes(length, fraction)
-    holes = np.zeros(length, dtype=bool)
-    pieces = int(generator.integers(1, min(4, count) + 1))
-    sizes = np.diff([0, *np.sort(generator.permutation(count - 1)[: pieces - 1] + 1), count])
-    gaps = np.diff([0, *np.sort(generator.integers(0, length - count + 1, size=pieces)), length - count])
-    at = 0
-    for size, gap in zip(sizes, gaps, strict=False):
-        at += int(gap)
-        holes[at : at + size] = True
-        at += int(size)
-    return holes
-
-
-def _num_holes(length: int, fraction: float) -> int:
-    return min(max(round(fraction * length), 1), length)
 
 
 def pack_holes(
@@ -179,6 +69,8 @@ class AnySubsetTrainingTask(TrainingTask):
     Texts have three tokens or more. The warm-up of the holes is a fraction of `num_steps`.
     """
 
+    metrics_name, metrics_unit = "held-out bits per hole", " bits"
+
     model: Any  # a Llama of Hugging Face, whose configuration names its mask
     texts: Sequence[Int[np.ndarray, "_"]]
     validation_texts: Sequence[Int[np.ndarray, "_"]]
@@ -188,12 +80,28 @@ class AnySubsetTrainingTask(TrainingTask):
     autocast: bool = False
     seed: int = 0
     tokenizer: Any = None  # saved with the model
+    weights: str = "bf16"  # as the model is saved, or a name in `PACKINGS`
+    trained_from: str = ""  # the model that it started with; empty: none
     module: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
         self.lengths = np.array([len(text) for text in self.texts])
-        self.module = prepare_model(self.model).requires_grad_(True)
-        setattr(self.module, "matrices", [one for one in self.model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
+        self.module = self._prepared_model()
+
+    def _prepared_model(self) -> nn.Module:
+        """The model with trainable weights; those of its layers are for Muon."""
+        model = prepare_model(self.model).requires_grad_(True)
+        setattr(model, "matrices", [one for one in model.model.layers.parameters() if one.ndim == 2])  # noqa: B010
+        return model
+
+    def dataset_digest(self) -> str:
+        digest = blake2b(digest_size=16)
+        for text in (*self.texts, *self.validation_texts):
+            digest.update(len(text).to_bytes(8) + text.tobytes())
+        return digest.hexdigest()
+
+    def initialize_from(self, folder: Path) -> None:
+        """Its model is already the folder's, whose tokens its texts have."""
 
     def loss(self, step: int) -> Float[Tensor, ""]:
         """The mean cross-entropy of a hole, in nats."""
@@ -228,17 +136,21 @@ class AnySubsetTrainingTask(TrainingTask):
             for part in self.validation_parts():
                 tokens, ranks = self.make_batch(part, [fraction] * len(part), generator)
                 nats.append(float(F.cross_entropy(*self.hole_logits(tokens, lattice_ranks(ranks)))))
-            metrics[f"bits at {fraction:.0%}"] = float(np.mean(nats)) / math.log(2)
+            metrics[f"{fraction:.0%} holes"] = float(np.mean(nats)) / math.log(2)
         self.module.train()
         return metrics
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
-        """A folder for `saltus.load`, in bfloat16, without a pairwise correction and, so far, without a card."""
+        """A folder for `saltus.load`, in bfloat16 or packed, without a pairwise correction."""
         self.model.to(torch.bfloat16)
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         (folder / PAIRWISE_CORRECTION_FILE).unlink(missing_ok=True)  # of an earlier model in this folder
+        remove_gguf(folder)
+        if self.weights != "bf16":
+            store_as_gguf(folder, self.weights)
+        write_metadata(folder, DrafterMetadata("model", self.trained_from, None, training=card))
 
     def make_batch(
         self,
@@ -275,9 +187,8 @@ class AnySubsetTrainingTask(TrainingTask):
 class XlnetTrainingTask(AnySubsetTrainingTask):
     """The same for an XLNet of Hugging Face, whose two streams have a mask of their own (Yang et al. 2019)."""
 
-    def __post_init__(self) -> None:
-        self.lengths = np.array([len(text) for text in self.texts])
-        self.module = self.model.requires_grad_(True)
+    def _prepared_model(self) -> nn.Module:
+        return self.model.requires_grad_(True)
 
     def hole_logits(
         self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
@@ -292,6 +203,25 @@ class XlnetTrainingTask(AnySubsetTrainingTask):
                 input_ids=tokens, perm_mask=hidden.float(), target_mapping=mapping.float(), use_mems=False
             ).logits
         return logits[is_hole].float(), tokens.gather(1, positions)[is_hole]
+
+
+@dataclass(eq=False)
+class LeftToRightTrainingTask(AnySubsetTrainingTask):
+    """A causal model on the same texts, to compare with."""
+
+    metrics_name = "held-out bits per token"
+
+    def hole_logits(
+        self, tokens: Int[Tensor, "batch padded"], ranks: Int[Tensor, "batch padded"], num_unknown: int = 0
+    ) -> tuple[Float[Tensor, "tokens vocab"], Int[Tensor, "tokens"]]:
+        """Logits of all tokens but the first, and the tokens."""
+        is_token = ranks[:, 1:] >= 0
+        with self._autocast():
+            logits = packed_logits(self.model, pack_causal(tokens[:, :-1]), is_token.flatten().nonzero()[:, 0])
+        return logits.float(), tokens[:, 1:][is_token]
+
+    def evaluate(self) -> dict[str, float]:
+        return {"all tokens": super().evaluate()["20% holes"]}
 
 
 def lattice_ranks(ranks: Int[Tensor, "batch padded"]) -> Int[Tensor, "batch padded"]:

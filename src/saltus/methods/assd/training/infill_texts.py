@@ -49,6 +49,11 @@ def read_stories(file: Path) -> list[str]:
     return [" ".join(part.split()) for part in parts if len(part.split()) >= 8]
 
 
+def holds_programs(path: Path) -> bool:
+    """True for a folder, and for JSON lines: `read_programs` reads them; `read_stories` reads other files."""
+    return path.is_dir() or path.suffix == ".jsonl"
+
+
 def read_programs(source: Path) -> Iterator[str]:
     """The functions of a folder, or the programs of JSON lines, each after its description. Errors: ValueError."""
     if source.is_dir():

@@ -18,6 +18,7 @@ from saltus.methods.assd.network import CORRECTION_TENSORS, save_pairwise_correc
 from saltus.methods.assd.training.any_subset import AnySubsetTrainingTask, lattice_ranks
 from saltus.methods.shared.logit_correction import PairwiseCorrection
 from saltus.training.data.seeded_generator import seeded_generator
+from saltus.training.loop.training_loop import Schedule
 from saltus.training.training_task import TrainingTask
 
 
@@ -55,9 +56,12 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
     with them. The model stays. The acceptance rate of drafts is the overlap of the two distributions.
     """
 
+    phase, metrics_name, metrics_unit = "correction", "held-out acceptance rate", ""
+
     base_task: AnySubsetTrainingTask
     rank: int = 64
     max_unknown: int = 16
+    schedule: Schedule | None = None
     module: PairwiseCorrectionModel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,10 +88,10 @@ class PairwiseCorrectionTrainingTask(TrainingTask):
             targets, inputs = self._batch_logits(tokens, ranks, self.max_unknown // 2)
             for rates, logits in ((uncorrected, inputs[0]), (corrected, self.module(*inputs))):
                 rates += torch.minimum(targets, logits.softmax(-1)).sum(-1).tolist()
-        return {
-            "accepted without correction": float(np.mean(uncorrected)),
-            "with correction": float(np.mean(corrected)),
-        }
+        return {"uncorrected": float(np.mean(uncorrected)), "corrected": float(np.mean(corrected))}
+
+    def dataset_digest(self) -> str:
+        return self.base_task.dataset_digest()
 
     def save(self, folder: Path, card: Mapping[str, Any]) -> None:
         """Write the correction into the folder of its model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,11 +60,11 @@ class JacobiForcingObjective(Objective):
 
     method, settings_type = "jacobi", JacobiForcingSettings
     collect_command = "jacobi"
-    unused_window_keys = frozenset({"windows_per_text", "uniform_beta", "distillation_weight", "greedy_fraction"})
+    unused_keys = frozenset({"windows_per_text", "uniform_beta", "distillation_weight", "greedy_fraction"})
     unused_keys_hint = "training for Jacobi decoding has no {}; leave it out"
 
-    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
-        super().validate(recipe, window_keys)
+    def validate(self, recipe: Recipe, keys: Collection[str]) -> None:
+        super().validate(recipe, keys)
         if recipe.coupling != RECIPE_COUPLING:
             raise ValueError(
                 f"a recipe of kind {recipe.kind} learns the picks of its texts; leave coupling out, and write them with"
@@ -80,9 +80,6 @@ class JacobiForcingObjective(Objective):
 
     def coupling(self, recipe: Recipe, samples: Sequence[Sample]) -> Coupling:
         return next(sample.coupling for sample in samples if isinstance(sample, Trajectory))
-
-    def collect(self, inputs: TrainingInputs) -> Iterator[int]:
-        return iter((len(inputs.samples),))
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         settings = inputs.recipe.settings

@@ -106,8 +106,8 @@ class DrafterObjective(CachedStateObjective):
 
     method, settings_type, task = "ptp", DrafterSettings, DrafterTrainingTask
 
-    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
-        super().validate(recipe, window_keys)
+    def validate(self, recipe: Recipe, keys: Collection[str]) -> None:
+        super().validate(recipe, keys)
         if recipe.settings.reads_uniforms and recipe.coupling == "gumbel":
             raise ValueError(
                 "the coupling gumbel has no uniforms to condition queries on; set reads_uniforms=false, or"
@@ -124,11 +124,11 @@ class AdapterObjective(Objective):
 
     method, settings_type = "ptp", AdapterSettings
     data_folder = "intervals"
-    unused_window_keys = frozenset({"distillation_weight"})
+    unused_keys = frozenset({"distillation_weight"})
     unused_keys_hint = "an adapter has its own loss for distributions; leave {} out and set loss=kl"
 
-    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
-        super().validate(recipe, window_keys)
+    def validate(self, recipe: Recipe, keys: Collection[str]) -> None:
+        super().validate(recipe, keys)
         if recipe.coupling == "gumbel" and recipe.settings.form != "independent":
             raise ValueError(
                 f"the coupling gumbel has no uniforms for the form {recipe.settings.form}; set form=independent"

@@ -60,9 +60,9 @@ class DFlashObjective(CachedStateObjective):
 
     method, settings_type, task = "ptp", DFlashSettings, DFlashTrainingTask
 
-    def validate(self, recipe: Recipe, window_keys: Collection[str]) -> None:
-        super().validate(recipe, window_keys)
-        if "distillation_weight" in window_keys:
+    def validate(self, recipe: Recipe, keys: Collection[str]) -> None:
+        super().validate(recipe, keys)
+        if "distillation_weight" in keys:
             raise ValueError("the network dflash predicts nothing at context positions; leave distillation_weight out")
 
 

@@ -1,0 +1,80 @@
+"""Programs in benchmarks/ and experiments/ run on tiny models, and write down what they measured."""
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import byte_tokenizer, tiny_xlnet
+from jacobi_surface import SpeedupSurface
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def program(name: str, *arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+
+    return program
+
+
+def test_heads_are_measured_beside_plain_decoding_with_a_ceiling(run, tiny_folder, tiny_heads, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat sat on"}\n')
+    run(
+        "experiments/heads.py", "--model", tiny_folder(), "--prompts", tmp_path / "prompts.jsonl", "-n", 12,
+        "--heads", tiny_heads(), "--rules", "match", "reject", "--temperatures", 1, "--out", tmp_path / "heads.json",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "heads.json").read_text())["rows"]
+    assert [row["rule"] for row in rows] == ["", "match", "reject"]
+    assert all(row["ceiling"] > 0 for row in rows[1:])
+
+
+def test_a_model_that_cannot_end_a_hole_fills_stories_too(run, tmp_path):
+    tiny_xlnet().save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path)
+    sentences = "".join(f"one,The cat number {i} sat.\n" for i in range(5))
+    (tmp_path / "tales.csv").write_text("document_id,text\n" + sentences)
+    run(
+        "experiments/infilling.py", "--model", tmp_path, "--text", tmp_path / "tales.csv", "--texts", 1, "--long", 0,
+        "--lengths", 2, "--judge", "none", "--out", tmp_path / "found",
+    )  # fmt: skip
+    table = json.loads((tmp_path / "found/infilling.json").read_text())["table"]
+    plain = [row for row in table if row["way"] == "plain"]
+    assert {row["task"] for row in plain} == {"1 of 5", "3 of 5", "95 %"}
+    assert all(row["tokens"] == row["calls"] for row in plain)
+
+
+def test_settings_of_jacobi_are_measured_and_drawn(run, tiny_folder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat sat on"}\n')
+    run(
+        "experiments/jacobi_surface.py", "--model", tiny_folder(), "--prompts", tmp_path / "prompts.jsonl",
+        "--max-new-tokens", 6, "--rounds", 1, "--texts", 1, "--out", tmp_path,
+    )  # fmt: skip
+    result = json.loads((tmp_path / "surface.json").read_text())
+    assert result["complete"]
+    assert result["chosen"]
+    for name in ("jacobi_calls", "jacobi_surface"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_a_surface_finds_the_polynomial_that_it_is_given_and_smooths_noise():
+    places = [(block, count) for block in (4, 8, 16, 32, 64) for count in (0, 1, 2, 4, 8)]
+
+    def height(block: int, count: int) -> float:
+        return 2 - 0.1 * (np.log2(block) - 4) ** 2 - 0.2 * (np.log2(1 + count) - 2) ** 2
+
+    exact = SpeedupSurface.fit([(*place, height(*place)) for place in places])
+    assert all(abs(exact.evaluate(*place) - height(*place)) < 1e-6 for place in places)
+    noise = np.random.default_rng(0).normal(0, 0.05, len(places))
+    noisy = SpeedupSurface.fit([(*place, height(*place) + own) for place, own in zip(places, noise, strict=True)])
+    assert max(places, key=lambda place: noisy.evaluate(*place)) in [(16, 2), (16, 4), (16, 1), (8, 2), (32, 2)]
+    assert SpeedupSurface.fit([(4, 0, 1.5)]).evaluate(4, 0) == 1.5

@@ -1,0 +1,105 @@
+"""Products of packed weights by 8-bit activations: those of the definition, bit for bit, on every build."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from test_packed import random_blocks, same_bits
+
+from reference_integer_products import product
+from saltus.kernels import native
+from saltus.kernels.batch_invariant_ops import linear
+from saltus.kernels.packed_weight import INTEGER_FORMATS, PackedWeight, dequantize_blocks
+
+pytestmark = pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+each_format = pytest.mark.parametrize("format", INTEGER_FORMATS, ids=lambda format: format.name)
+
+
+def rows_of(count: int, inputs: int) -> torch.Tensor:
+    """Activations with outliers, and blocks of zeros."""
+    x = np.random.default_rng(count).standard_t(3, (count, inputs))
+    x[:, 32:64] = 0
+    return torch.from_numpy(x).bfloat16()
+
+
+def check(format: Q, outputs: int = 43, inputs: int = 768, counts: tuple[int, ...] = (1, 2, 3, 5, 8, 13)) -> None:
+    blocks = random_blocks(format, outputs, inputs)
+    weight = PackedWeight.from_blocks(blocks, format, "int8")
+    x = rows_of(max(counts), inputs)
+    wanted = torch.from_numpy(product(x.float().numpy(), blocks.numpy(), format)).bfloat16()
+    for count in counts:
+        assert same_bits(linear(x[:count], [weight], [None])[0], wanted[:count]), count
+
+
+@each_format
+def test_products_are_those_of_the_definition(format):
+    check(format)
+    check(format, 16, 256, (1, 4, 6, 7))
+
+
+@each_format
+def test_the_numbers_of_interleaved_weights_are_those_of_the_file(format):
+    blocks = random_blocks(format, 37, 768)
+    weight = PackedWeight.from_blocks(blocks, format, "int8")
+    assert weight.shape == (37, 768)
+    wanted = dequantize_blocks(blocks, format)
+    assert same_bits(weight.dequantize(), wanted)
+    rows = torch.tensor([[36, 0], [5, 5]])
+    assert same_bits(weight.dequantize(rows), wanted[rows])
+
+
+def test_weights_of_both_arithmetics_share_a_call():
+    x, bias = rows_of(3, 256), torch.randn(43).bfloat16()
+    blocks = random_blocks(Q.Q4_K, 43, 256)
+    integers, numbers = PackedWeight.from_blocks(blocks, Q.Q4_K, "int8"), PackedWeight.from_blocks(blocks, Q.Q4_K)
+    together = linear(x, [integers, numbers, integers], [None, bias, bias])
+    for out, weight, b in zip(together, (integers, numbers, integers), (None, bias, bias), strict=True):
+        assert same_bits(out, linear(x, [weight], [b])[0])
+
+
+def test_what_is_not_finite_stays_so_and_in_its_row():
+    weight, x = PackedWeight.from_blocks(random_blocks(Q.Q4_1, 32, 64), Q.Q4_1, "int8"), rows_of(5, 64)
+    whole = linear(x, [weight], [None])[0]
+    x[1, 3], x[3, 40] = float("nan"), float("inf")
+    out = linear(x, [weight], [None])[0]
+    assert not out[[1, 3]].isfinite().any()
+    assert same_bits(out[[0, 2, 4]], whole[[0, 2, 4]])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("instruction_set")
+def test_kernels_of_other_processors_give_the_same_bits():
+    for format in INTEGER_FORMATS:
+        check(format)
+
+
+def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():
+    """The sum may be written over what is added, as in a residual stream."""
+    weight = PackedWeight.from_blocks(random_blocks(Q.Q4_1, 64, 64), Q.Q4_1, "int8")
+    x, gate, add = rows_of(9, 64), rows_of(10, 64)[:9].clone(), rows_of(11, 64)[:9].clone()
+    norm = torch.linspace(0.5, 1.5, 64).bfloat16()
+    kernel = native.kernel("linear", torch.bfloat16, torch.device("cpu"))
+    assert kernel is not None
+
+    def run(**given: torch.Tensor) -> torch.Tensor:
+        out = given.get("add", torch.empty(9, 64, dtype=torch.bfloat16))
+        struct = native.Linear(x=x.data_ptr(), rows=9, inputs=64, count=1, epsilon=1e-5)
+        struct.weight[0], struct.format[0] = weight.rows.data_ptr(), weight.kernel_format
+        struct.out[0], struct.outs[0] = out.data_ptr(), 64
+        for name, tensor in given.items():
+            setattr(struct, name, tensor.data_ptr())
+        assert kernel(ctypes.byref(struct)) == 0
+        return out
+
+    plain = linear(x, [weight], [None])[0]
+    assert same_bits(run(add=add.clone()), plain + add)
+    normed = torch.empty_like(x)
+    struct = native.Norm(x=x.data_ptr(), weight=norm.data_ptr(), out=normed.data_ptr(), rows=9, size=64, epsilon=1e-5)
+    norm_kernel = native.kernel("norm", torch.bfloat16, torch.device("cpu"))
+    assert norm_kernel is not None
+    assert norm_kernel(ctypes.byref(struct)) == 0
+    assert same_bits(run(norm=norm), linear(normed, [weight], [None])[0])
+    gated = torch.nn.functional.silu(gate) * x
+    assert (run(gate=gate) - linear(gated, [weight], [None])[0]).float().norm() < 0.02 * plain.float().norm()

@@ -1,0 +1,143 @@
+"""With 8-bit activations a text, its logits and its KV cache are the same on every build of the kernels."""
+
+import ctypes
+import shutil
+import struct as struct_module
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Q
+from test_gguf import tiny, write
+
+import saltus
+from saltus.core.canvas import continuation
+from saltus.core.forward import ForwardInputs
+from saltus.engine.checkpoints import load_checkpoint
+from saltus.kernels import native
+from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cpu.native_decoder import DecoderCall
+
+FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0]
+
+
+def digest(file: Path) -> list[bytes]:
+    """The bits of logits, of keys and values, and the tokens of some texts."""
+    network = load_checkpoint(str(file), "cpu").network
+    text = np.random.default_rng(0).integers(2, 300, 75).tolist()
+    cache = network.new_kv_cache()
+    logits = network.forward([ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))], [cache])[0].logits
+    assert cache.keys is not None
+    assert cache.values is not None
+    bits = [x[..., :75, :].contiguous().view(torch.int16).numpy().tobytes() for x in (cache.keys, cache.values)]
+    engine = saltus.load(str(file), "lookup", device="cpu")
+    for temperature in (0.0, 0.9):
+        tokens = engine.generate("one two one two", raw=True, max_new_tokens=24, temperature=temperature).tokens
+        bits.append(repr(list(tokens)).encode())
+    return [*bits, logits.contiguous().view(torch.int16).numpy().tobytes()]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def file_and_bits(request, tmp_path_factory):
+    """A packed model, and what the kernels of this processor compute."""
+    file = tmp_path_factory.mktemp("same") / "tiny.gguf"
+    write(tiny(request.param), file, FORMATS)
+    return file, digest(file)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+def test_every_build_gives_the_same_bits(file_and_bits, instruction_set):
+    file, expected = file_and_bits
+    assert digest(file) == expected, instruction_set
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("sse9", "can be generic, avx2"), ("amx", "lacks amx_bf16")])
+def test_an_instruction_set_that_there_is_not_is_refused(name, complaint, monkeypatch):
+    monkeypatch.setenv("SALTUS_ISA", name)
+    with pytest.raises(ValueError, match=complaint):
+        native._compiler_flags("flags: sse4_2 avx2")
+
+
+# On Arm: a call is written down, made by an emulated processor, and compared
+
+
+ARM = {  # what the compiler is told: with products of four integers, and without
+    "armv8.2-a+dotprod+fp16": "asimddp",
+    "armv8-a": "plain",
+}
+COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+
+
+def bytes_of(x: Any) -> tuple[int, bytes]:
+    """The address and the bytes of a tensor, an array or a struct."""
+    if isinstance(x, torch.Tensor):
+        assert x.is_contiguous()
+        return x.data_ptr(), ctypes.string_at(x.data_ptr(), x.nbytes)
+    if isinstance(x, np.ndarray):
+        return x.ctypes.data, x.tobytes()
+    return ctypes.addressof(x), bytes(x)
+
+
+def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.Tensor]) -> None:
+    """Write the memory that a call of a decoder reads and writes, as call_elsewhere.c reads it."""
+    struct, (cos, sin, positions, call, attentions, *arrays) = made.struct, made.pointed_to
+    tokens = (ctypes.c_int64 * struct.embedding.count).from_address(struct.embedding.rows)
+    masks = [mask for sequence in call.sequences for both in sequence.masks_by_window.values() for mask in both]
+    weights = [weight.rows if isinstance(weight, PackedWeight) else weight for weight in decoder.model.parameters()]
+    buffers: list[Any] = [decoder.hidden, decoder.q, decoder.k, decoder.v, decoder.out, decoder.gate, decoder.up]
+    buffers += [*made.hidden_states, decoder.window_of_layer]
+    plain = [cos, sin, positions, tokens, *arrays, *masks, *weights, *buffers]
+    scanned = [struct, decoder.products, decoder.rotations, attentions]
+    regions = {id(x): x for x in [*plain, *scanned, *results]}
+    with file.open("wb") as out:
+        out.write(struct_module.pack("<2q", ctypes.addressof(struct), len(regions)))
+        for x in regions.values():
+            address, content = bytes_of(x)
+            kinds = any(x is one for one in scanned), any(x is one for one in results)
+            out.write(struct_module.pack("<4q", address, len(content), *kinds) + content)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler or emulator of Arm processors")
+@pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("march", ARM)
+def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
+    source, program = Path(__file__).with_name("call_elsewhere.c"), tmp_path / "call"
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in native.COMPILER_FLAGS]
+    kernels = Path(native.__file__).parent
+    built = subprocess.run(
+        [str(COMPILER), *flags, "-w", "-static", f"-I{kernels}", str(source), "-o", str(program), "-lm"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr[-2000:]
+    for architecture in ("llama", "qwen3"):
+        write(tiny(architecture), tmp_path / "tiny.gguf", FORMATS)
+        expected = write_down_a_call(load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu").network, tmp_path / "memory")
+        found = subprocess.run(
+            [str(EMULATOR), "-cpu", "max", str(program), str(tmp_path / "memory")], capture_output=True
+        )
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == expected
+
+
+def write_down_a_call(network: Any, file: Path) -> bytes:
+    """Make a call of a tree after a text, and write its memory to a file before; what it should give."""
+    decoder, cache = network.native_decoder, network.new_kv_cache()
+    made: list[DecoderCall] = []
+    results: list[torch.Tensor] = []
+    prepare, decode = decoder.prepare, decoder.decode
+
+    def written_down(pointer: Any) -> int:
+        results.extend([made[-1].logits, cache.keys, cache.values])
+        write_call(file, decoder, made[-1], results)
+        return decode(pointer)
+
+    decoder.prepare = lambda *given, **named: made.append(prepare(*given, **named)) or made[-1]
+    decoder.decode = written_down
+    text = np.random.default_rng(0).integers(2, 300, 75).tolist()
+    network.forward([ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))], [cache])
+    return b"".join(content for _, content in map(bytes_of, results))

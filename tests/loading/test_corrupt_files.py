@@ -1,0 +1,81 @@
+"""Whatever is wrong with a file, it is refused in one line, or the model loads and writes: no crash, no hang."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_dflash import dflash_model, published_folder
+from test_eagle3 import published_head
+from test_gguf import folder_with_its_file, gguf
+from transformers import LlamaForCausalLM
+
+from conftest import TEMPLATE
+from reference_evabyte import write_folder
+from saltus.loading import gguf_files, sources
+from saltus.methods.shared.drafter_files import save_drafter
+
+PROGRAM = Path(__file__).parents[1] / "corrupt_files.py"
+
+
+@pytest.fixture(scope="module")
+def originals(tiny_folder, tiny_drafter, tiny_heads, tmp_path_factory) -> Path:
+    """What is corrupted: a GGUF file, models, and drafters for the first of them."""
+    folder = tmp_path_factory.mktemp("originals")
+    shutil.copytree(tiny_folder(num_hidden_layers=6), folder / "model-a")
+    target = LlamaForCausalLM.from_pretrained(folder / "model-a")
+    for name, made in {"ptp-own": tiny_drafter(target), "mtpc-own": tiny_heads(target)}.items():
+        shutil.copytree(made, folder / f"drafter-{name}")
+    save_drafter("drafter", dflash_model(target), folder / "drafter-ptp-dflash", "tiny", target, {})
+    for layout in ("flat", "speculators"):
+        published_folder(folder / f"drafter-ptp-{layout}", layout)
+    for form in ("original", "speculators"):
+        (folder / f"drafter-ptp-eagle3-{form}").mkdir()
+        published_head(folder / f"drafter-ptp-eagle3-{form}", form)
+    write_folder(folder / "model-evabyte", shards=2)
+    with pytest.MonkeyPatch.context() as patch:
+        real = gguf.GGUFWriter.write_header_to_file
+        patch.setattr(
+            gguf.GGUFWriter,
+            "write_header_to_file",
+            lambda self, *arguments: (self.add_chat_template(TEMPLATE), real(self, *arguments)),
+        )
+        for module in (sources, gguf_files):
+            patch.setattr(module, "cache_folder", lambda: folder / "cache")
+        shutil.move(folder_with_its_file(folder), folder / "model-gguf")
+    shutil.rmtree(folder / "cache")
+    return folder
+
+
+def outcomes(originals: Path, kind: str, numbers: range) -> list[dict]:
+    """What became of each case. A case that ends the process, as by a signal, is the last one that has begun."""
+    command = [sys.executable, PROGRAM, originals, kind, numbers.start, numbers.stop]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, (records[-1:], done.stderr[-2000:])
+    return [record for record in records if "end" in record]
+
+
+def check(originals: Path, kind: str, numbers: range) -> None:
+    found = outcomes(originals, kind, numbers)
+    assert [record["end"] for record in found] == list(numbers)
+    assert [record for record in found if record["is"] == "fault"] == []
+    assert {record["is"] for record in found} == {"used", "refused"}, "some of each"
+
+
+@pytest.mark.parametrize(("kind", "count"), [("gguf", 40), ("folder", 20)])
+def test_a_corrupt_file_is_refused_in_a_line_or_can_be_used(kind, count, originals):
+    check(originals, kind, range(count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_500_corrupt_gguf_files_are_refused_in_a_line_or_can_be_used(first, originals):
+    check(originals, "gguf", range(first, first + 100))
+
+
+@pytest.mark.slow
+def test_100_corrupt_folders_are_refused_in_a_line_or_can_be_used(originals):
+    check(originals, "folder", range(100))

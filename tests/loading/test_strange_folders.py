@@ -1,0 +1,176 @@
+"""Folders of models and drafters from anybody: what cannot be is refused in a line, before memory is taken for it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_dflash import published_folder
+from test_eagle3 import published_head
+from transformers import LlamaForCausalLM
+
+import saltus
+from reference_evabyte import write_folder
+from saltus.engine.checkpoints import load_model
+from saltus.engine.target_drafters import load_drafter_for_target
+from saltus.models.causal import CausalNetwork
+
+
+def changed(file: Path, **changes) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path) -> Path:
+    return shutil.copytree(tiny_folder(), tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder) -> CausalNetwork:
+    return CausalNetwork(LlamaForCausalLM.from_pretrained(tiny_folder(num_hidden_layers=6)))
+
+
+def refused(said: str):
+    return pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(said)}[^\n]*$")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 1 << 40}, "says 1,099,511,627,776 layers, which its weights cannot be"),
+        ({"num_hidden_layers": 65_536}, "says 65,536 layers"), ({"vocab_size": 1 << 30}, "weights, but its files have"),
+        ({"text_config": {"num_layers": 1 << 30}}, "says 1,073,741,824 layers"),
+        ({"hidden_size": 1 << 16, "intermediate_size": 1 << 20}, "weights, but its files have"),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_more_than_the_files_hold_is_refused(changes, said, folder):
+    changed(folder / "config.json", **changes)
+    with refused(said):
+        load_model("tiny", folder)
+
+
+def test_pickled_weights_are_counted_by_their_bytes(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    load_model("tiny", folder)
+    changed(folder / "config.json", num_hidden_layers=65_536)
+    with refused("says 65,536 layers"):
+        load_model("tiny", folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({"weight_map": {"a": "../../model.safetensors"}}, "which is not a file of its folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "which is not a file of its folder"),
+        ({"weight_map": {}}, "names no files"), ({"weight_map": [1]}, "is damaged"), ([], "is damaged"),
+        ({"weight_map": {"a": {}}}, "is damaged"), ({"weight_map": {"a": 1, "b": "x"}}, "is damaged"),
+    ],
+)  # fmt: skip
+def test_an_index_of_weights_names_files_of_its_folder(index, said, folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with refused(said):
+        saltus.load(str(folder), "plain")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("tokenizer_config.json", {"model_max_length": "long"}, "has no tokenizer that loads"),
+        ("config.json", {"eos_token_id": "end"}, "eos_token_id"),
+    ],
+)
+def test_settings_of_another_type_are_refused_when_they_are_read(file, changes, said, folder):
+    (folder / "generation_config.json").unlink()
+    changed(folder / file, **changes)
+    with refused(said):
+        saltus.load(str(folder), "plain")
+
+
+def test_a_damaged_file_of_evabyte_is_one_line(tmp_path):
+    folder = write_folder(tmp_path / "evabyte")
+    changed(folder / "config.json", rms_norm_eps="small")
+    with refused("a decoder's rms_norm_eps is 'small'"):
+        load_model("evabyte", folder)
+    changed(folder / "config.json", rms_norm_eps=1e-5)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dtyqe"', 1))
+    with refused("is damaged"):
+        load_model("evabyte", folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": 1 << 20}, "a model of 1,048,576 layers"), ({"intermediate": 1 << 20}, "by its saltus.json"),
+        ({"hidden": 64}, "has states of 64 numbers"), ({"hidden_state_layers": 7}, "does not load (TypeError"),
+        ({"rope_theta": "x"}, "does not load (Type"), ({"window": 1 << 20}, "query is (6, 32), but must be"),
+    ],
+)  # fmt: skip
+def test_a_drafter_whose_settings_do_not_fit_its_weights_is_refused(changes, said, target, tiny_drafter, tmp_path):
+    folder = shutil.copytree(tiny_drafter(target.model), tmp_path / "drafter")
+    load_drafter_for_target(f"drafter:{folder}", target, "tiny")
+    shape = json.loads((folder / "saltus.json").read_text())["shape"]
+    changed(folder / "saltus.json", shape=shape | changes)
+    with refused(said):
+        load_drafter_for_target(f"drafter:{folder}", target, "tiny")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": 1 << 20}, {"rank": 1 << 12}, {"untied_unembedding": True}, {"subspace_dim": 1 << 20}]
+)
+def test_heads_whose_settings_do_not_fit_their_weights_are_refused(changes, target, tiny_heads, tmp_path):
+    folder = shutil.copytree(tiny_heads(target.model, circuit="cp"), tmp_path / "heads")
+    load_drafter_for_target(f"heads:{folder}", target, "tiny")
+    shape = json.loads((folder / "saltus.json").read_text())["shape"]
+    changed(folder / "saltus.json", shape=shape | changes)
+    with refused("by its saltus.json" if "untied_unembedding" not in changes else "lacks untied_unembedding"):
+        load_drafter_for_target(f"heads:{folder}", target, "tiny")
+
+
+@pytest.mark.parametrize("kind", ["drafter", "heads"])
+def test_a_drafter_of_tokens_that_the_target_lacks_is_refused(kind, target, tiny_drafter, tiny_heads, tmp_path):
+    made = tiny_drafter if kind == "drafter" else tiny_heads
+    folder = shutil.copytree(made(target.model), tmp_path / "drafter")
+    file = folder / f"{kind}.safetensors"
+    weights = load_file(file)
+    weights["tokens"][7] = 131_239
+    save_file(weights, file)
+    with refused("drafts token 131239, and the target has 300"):
+        load_drafter_for_target(f"{kind}:{folder}", target, "tiny")
+
+
+def test_metadata_of_another_type_are_refused(target, tiny_drafter, tmp_path):
+    folder = shutil.copytree(tiny_drafter(target.model), tmp_path / "drafter")
+    for changes in ({"card": 3}, {"target": []}, {"fingerprint": {}}, {"signs": 1}):
+        before = (folder / "saltus.json").read_text()
+        changed(folder / "saltus.json", **changes)
+        with refused("was changed or cut short"):
+            load_drafter_for_target(f"drafter:{folder}", target, "tiny")
+        (folder / "saltus.json").write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_size": {}}, "does not load (TypeError"), ({"mask_token_id": True}, "has the mask token True"),
+        ({"mask_token_id": -1}, "has the mask token -1"), ({"aux_hidden_state_layer_ids": 3}, "does not load"),
+    ],
+)  # fmt: skip
+def test_a_published_drafter_with_settings_of_another_type_is_refused(changes, said, target, tmp_path):
+    published_folder(tmp_path, "speculators", **changes)
+    with refused(said):
+        load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+
+
+def test_a_published_head_that_is_damaged_is_one_line(target, tmp_path):
+    published_head(tmp_path, "original", eagle_aux_hidden_state_layer_ids=3)
+    with refused("does not load (TypeError"):
+        load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes().replace(b"torch._utils", b"torch._utilz"))
+    with refused("is damaged"):
+        load_drafter_for_target(f"drafter:{tmp_path}", target, "tiny")

@@ -1,0 +1,71 @@
+"""A trained method of another package, examples/linear_head: entry points bring its training and its drafter."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import test_train
+from test_cli import complaint, saltus_
+
+import saltus
+from saltus.methods import LoadsNetwork, available_methods
+from saltus.training.objectives import OBJECTIVES, _all_objectives
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ENTRY_POINTS = """
+[saltus.methods]
+linear_head = linear_head.drafter:LinearHead
+
+[saltus.objectives]
+linear_head = linear_head.training.objectives:OBJECTIVES
+"""
+folder, teacher = test_train.folder, test_train.teacher  # fixtures
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch) -> None:
+    """The example as an installed package."""
+    metadata = tmp_path / "site" / "linear_head-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: linear_head\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(metadata.parent)
+    importlib.invalidate_caches()
+    available_methods.cache_clear()
+    for kind, objective in _all_objectives().items():
+        monkeypatch.setitem(OBJECTIVES, kind, objective)
+    yield
+    available_methods.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_method_of_another_package_is_trained_and_drafts(installed, folder, tiny_folder, teacher, tmp_path):
+    recipe = EXAMPLES / "linear_head" / "recipe.toml"
+    given = ["train", "linear_head", "-r", recipe, "-m", folder, "--teacher", teacher, "--steps", 20]
+    output = saltus_(*given, "--work", tmp_path / "work", "--out", tmp_path / "head").stderr
+    assert "held-out tokens per call: greedy" in output
+    saltus_(*given, "--from", tmp_path / "head", "--work", tmp_path / "further")
+    options = {"linear_head": {"model": str(tmp_path / "head"), "min_probability": 0.0}}
+    assert isinstance(available_methods()["linear_head"](model="x"), LoadsNetwork)
+    for rule in ("match", "reject"):
+        engine = saltus.load(str(folder), "linear_head", options=options, rule=rule, adaptive=False)
+        settings = {"max_new_tokens": 24, "temperature": 0.0}
+        found = engine.generate("the cat", **settings)
+        assert found.tokens == engine.generate("the cat", method="plain", **settings).tokens
+        assert found.statistics.draft_calls > 0
+        assert max(call.num_draft_tokens for call in found.calls) == 4
+    engine = saltus.load(str(folder), "linear_head+lookup", options=options)
+    settings = {"max_new_tokens": 24, "temperature": 0.7}
+    texts = [each.tokens for each in engine.generate(["the cat", "a dog"], **settings)]
+    assert texts == [each.tokens for each in engine.generate(["the cat", "a dog"], method="plain", **settings)]
+    given = ["generate", "-m", tiny_folder(1), "--method", "linear_head", "Who?"]
+    said = complaint(*given, "--option", f"linear_head.model={tmp_path / 'head'}")
+    assert "was trained for another model" in said
+    assert "holds no linear head" in complaint(*given, "--option", f"linear_head.model={tmp_path}")
+    assert "give --draft-model NAME" in complaint(*given)
+
+
+def test_a_training_that_nobody_brings_is_refused(installed):
+    assert "No such command 'quadratic_head'" in complaint("train", "quadratic_head")
+    assert "Missing option '--recipe'" in complaint("train", "linear_head")

@@ -1,0 +1,108 @@
+"""The serve command: a context that fits the memory, and signals."""
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from saltus.cli.app import app
+
+
+def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
+    apps = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: apps.append(server.config.app))
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    command = [
+        "serve",
+        "-m",
+        str(tiny_folder(max_position_embeddings=65536)),
+        "--method",
+        "plain",
+        "--kv-cache-memory-bytes",
+    ]
+    found = [CliRunner().invoke(app, [*command, memory]).output for memory in ("1MB", "4GB")]
+    assert ["which fit into --kv-cache-memory-bytes" in " ".join(output.split()) for output in found] == [
+        True,
+        False,
+    ], found
+    assert len(apps) == 2
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_starts_no_server(key):
+    for arguments, variables in ((["--api-key", key], {}), ([], {"SALTUS_API_KEY": key})):
+        found = CliRunner().invoke(app, ["serve", "-m", "nowhere", *arguments], env=variables)
+        assert found.exit_code == 2
+        assert "key" in " ".join(found.output.split())
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unused_port, kind):
+    port = unused_port
+    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    url = f"http://127.0.0.1:{port}"
+    # several choices, so that the answer takes seconds
+    body = {"prompt": "the", "max_tokens": 1000, "n": 8, "ignore_eos": True, "stream": True, "speculative": False}
+    for signals in (1, 2):
+        started = subprocess.Popen(
+            [*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True
+        )
+        try:
+            while "http://" not in started.stderr.readline():
+                assert started.poll() is None
+            answers = httpx.HTTPTransport(retries=8)  # uvicorn listens soon after the line
+            with (
+                httpx.Client(transport=answers) as http,
+                http.stream("POST", f"{url}/v1/completions", json=body) as stream,
+            ):
+                lines = stream.iter_lines()
+                next(lines)
+                started.send_signal(kind)
+                if signals == 1:
+                    assert [line for line in lines if line][-1] == "data: [DONE]"
+                else:
+                    time.sleep(0.3)
+                    started.send_signal(kind)
+                    with pytest.raises(httpx.HTTPError):
+                        list(lines)
+            assert started.wait(20) in (0, -kind)
+        finally:
+            started.kill()
+            started.stderr.close()
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_fails_answers_and_exits(tiny_folder, unused_port):
+    fault = "from saltus.server.engine_thread import EngineThread; EngineThread._deliver = lambda *_: 1 / 0"
+    command = [sys.executable, "-c", f"{fault}; from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    started = subprocess.Popen(
+        [*command, "--method", "plain", "--port", str(unused_port)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while "http://" not in started.stderr.readline():
+            assert started.poll() is None
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as http:
+            answer = http.post(f"http://127.0.0.1:{unused_port}/v1/completions", json={"prompt": "the"}, timeout=20)
+        assert answer.status_code == 503
+        assert started.wait(20) != 0
+        lines = started.stderr.read().splitlines()
+        assert sum("ZeroDivisionError" in line for line in lines) == 1
+        assert not any("Traceback" in line for line in lines)
+    finally:
+        started.kill()
+        started.stderr.close()
