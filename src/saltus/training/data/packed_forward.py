@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN
-from saltus.methods.ptp.network import MASKED_SCORE
+from saltus.methods.shared.context_layers import MASKED_SCORE
 from saltus.models.cpu import attention
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
 from saltus.training.data.window_packing import PackedBatch, pack_rows
