@@ -23,7 +23,7 @@ from saltus.training.data.window_packing import PackedBatch, pack_rows
 
 
 def prepare_model(model: Any) -> Any:
-    """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `networks.models.exact`."""
+    """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `models.cpu.attention`."""
     attention.install_attention(model)
     return model.requires_grad_(False).eval()
 
