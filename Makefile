@@ -8,12 +8,16 @@ WORKERS := -n auto --maxprocesses=8 --dist=worksteal  # test processes, one kern
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: demo test quick sanitize format lint docs clean distclean help
+.PHONY: demo test test-all quick sanitize format lint docs clean distclean help
 
 demo: .venv/.ready-run  ## answer a question with the default model, several tokens a call
 	@$(BIN)/saltus demo $(ARGS)
 
-test: lint  ## every check: format, lint, types, import contracts, tests
+test: lint  ## every check: format, lint, types, import contracts, tests but for those of programs of others
+	@echo; echo "── tests ──"
+	@$(BIN)/python -m pytest $(WORKERS) --no-external $(ARGS)
+
+test-all: lint  ## the same, and tests that drive Ray, Chromium, litellm, schemathesis, an emulated Arm processor ...
 	@echo; echo "── tests ──"
 	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
@@ -50,7 +54,7 @@ distclean: clean  ## the same, and .venv
 	@rm -rf .venv
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A stamp says that .venv holds saltus with those extras, as pyproject.toml asks for them now.
 .venv/.ready-run: pyproject.toml

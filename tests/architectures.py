@@ -53,6 +53,14 @@ ARCHITECTURES: dict[str, dict] = {  # windows are shorter than the texts of the 
     "Qwen3Moe": {**LLAMA_LIKE, **EXPERTS, "head_dim": 16},
 }  # fmt: skip
 
+ONE_PER_FEATURE = [  # of attention, and of what is computed around it
+    "Llama", "Mistral",  # the C decoder; with a window
+    "Gemma2", "Gemma4",  # capped scores; layers with heads of different sizes
+    "GPT2", "GPTNeoX", "Cohere2",  # learned positions; a part of each head is rotated; by pairs, in some layers
+    "GPTBigCode", "DeepseekV3",  # one key head; short values
+    "Qwen2Moe",  # experts
+]  # fmt: skip
+
 
 def tiny(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     """Two layers of random weights, large enough that its laws have favourites."""

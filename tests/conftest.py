@@ -41,6 +41,7 @@ TEMPLATE = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of every test that is not slow")
+    parser.addoption("--no-external", action="store_true", help="leave out what drives programs of others")
 
 
 def pytest_configure() -> None:
@@ -53,11 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept, dropped = [], []
         for item in items:
             name = item.nodeid.partition("[")[0]
-            fast = name not in seen and not {"slow", "model", "gpu"} & set(item.keywords)
+            fast = name not in seen and not {"slow", "model", "gpu", "external"} & set(item.keywords)
             (kept if fast else dropped).append(item)
             seen.add(name)
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+    if config.getoption("no_external"):
+        config.hook.pytest_deselected(items=[item for item in items if "external" in item.keywords])
+        items[:] = [item for item in items if "external" not in item.keywords]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -436,6 +436,7 @@ def test_the_command_teaches_and_complains_in_a_line(folder, tmp_path):
     assert re.search(r"^saltus: .*no_such_task.*", wrong.stderr, re.MULTILINE)
 
 
+@pytest.mark.external
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_default_model_scores_alike(model_folder, tmp_path):

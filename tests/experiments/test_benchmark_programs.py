@@ -13,7 +13,7 @@ from conftest import byte_tokenizer, tiny_xlnet
 from jacobi_surface import SpeedupSurface
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.external, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -101,6 +101,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
             out.write(struct_module.pack("<4q", address, len(content), *kinds) + content)
 
 
+@pytest.mark.external
 @pytest.mark.slow
 @pytest.mark.skipif(not (COMPILER and EMULATOR), reason="no cross compiler or emulator of Arm processors")
 @pytest.mark.skipif(native.load_kernels() is None, reason="no compiled kernels")

@@ -82,16 +82,16 @@ class Reckless(Controller):
 
 @every_method
 @every_sampling
+@pytest.mark.usefixtures("unchecked")
 def test_a_method_writes_the_text_of_plain(method: str, sampling: Sampling):
-    for seed in range(2):
-        assert write(method, seed=seed, sampling=sampling).tokens == plain_text(sampling, seed)
+    assert write(method, sampling=sampling).tokens == plain_text(sampling)
 
 
 @every_method
 @greedy_and_sampled
 @pytest.mark.usefixtures("unchecked")
 def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
-    for seed in range(4):
+    for seed in range(2):
         for controller in (
             Controller(adaptive=True),
             Controller(adaptive=True, call_cost=stairs()),
@@ -111,7 +111,7 @@ def test_a_controller_cannot_change_the_text(method: str, sampling: Sampling):
 @pytest.mark.usefixtures("unchecked")
 def test_a_length_limit_may_fall_anywhere(method: str, sampling: Sampling):
     plain = plain_text(sampling)
-    for length in range(LENGTH + 1):
+    for length in (0, 1, 2, 3, 5, 8, LENGTH - 1):
         assert write(method, length, sampling=sampling).tokens == plain[:length]
 
 
@@ -120,7 +120,7 @@ def test_a_length_limit_may_fall_anywhere(method: str, sampling: Sampling):
 @pytest.mark.usefixtures("unchecked")
 def test_a_text_may_end_anywhere(method: str, sampling: Sampling):
     plain = plain_text(sampling)
-    for end in range(1, LENGTH + 1):
+    for end in (1, 2, 3, 5, 8, LENGTH):
 
         def stop(canvas, tokens, end=end) -> int | None:
             return end - canvas.num_decided if canvas.num_decided + len(tokens) >= end else None
@@ -167,9 +167,10 @@ def test_a_text_is_the_same_in_a_batch_that_others_join_and_leave(method: str, s
 
 
 @every_method
+@pytest.mark.usefixtures("unchecked")
 def test_texts_differ_by_seed(method: str):
-    texts = {tuple(write(method, seed=seed, sampling=Sampling(temperature=1.0)).tokens) for seed in range(5)}
-    assert len(texts) == 5
+    texts = {tuple(write(method, seed=seed, sampling=Sampling(temperature=1.0)).tokens) for seed in range(3)}
+    assert len(texts) == 3
 
 
 # ----------------------------------------------------------------------------------- calls, and what leaves the loop
@@ -264,7 +265,7 @@ def p_value(method: str, sampling: Sampling | None = None, **settings) -> float:
 
 
 @pytest.mark.slow
-@every_method
+@pytest.mark.parametrize("method", [*available_methods(), "jacobi+lookup+small_model"])
 @pytest.mark.usefixtures("unchecked")
 def test_reject_keeps_the_law(method: str):
     assert p_value(method) > ALPHA
@@ -283,7 +284,7 @@ def jump() -> CallCost:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("method", ["small_model", "small_model+lookup", "jacobi"])
+@pytest.mark.parametrize("method", ["small_model+lookup", "jacobi"])
 def test_reject_keeps_the_law_under_a_controller(method: str):
     acceptance = Controller().acceptance
 

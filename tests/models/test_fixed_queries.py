@@ -17,6 +17,10 @@ from saltus.models.causal import CausalNetwork
 
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"]
 TREE = random_tree(7)
+each_pair = pytest.mark.parametrize(
+    ("name", "dtype"), [("Llama", torch.bfloat16), ("Gemma2", torch.float32), ("Gemma2", torch.bfloat16),
+                        ("GPT2", torch.float32)]
+)  # fmt: skip
 CHAINS = ((-1, (0.1,)), (2, (0.9, 0.3)), (6, (0.5, 0.2, 0.8, float("nan"))), (-1, (0.1, 0.7)))
 LONG = ((-1, tuple(np.linspace(0.01, 0.99, 40))), (6, tuple(np.linspace(0.99, 0.01, 23))))  # deeper than a call is wide
 
@@ -58,8 +62,7 @@ def test_guesses_are_corrected_as_by_kernels():
     torch.testing.assert_close(logits(fixed, inputs), logits(ours, inputs), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@each_pair
 def test_all_other_rows_keep_their_bits(name, dtype):
     """Those of the call with queries, and those that are decided afterwards from its memory."""
     fixed, alone = gated(name, dtype)[0], small(name, dtype)
@@ -73,8 +76,7 @@ def test_all_other_rows_keep_their_bits(name, dtype):
         assert torch.equal(outputs.logits[:count], logits(alone, bare(after)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@each_pair
 def test_queries_of_several_texts_share_calls_and_keep_their_bits(name, dtype):
     """Rows of queries as well as others, beside texts without queries, and again after accepted drafts."""
     network = gated(name, dtype)[0]
@@ -144,8 +146,9 @@ def adapter_folder(model_folder, folder, **training):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["ptp", "ptp+lookup", "jacobi", "two calls"])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("ptp", 0.8), ("ptp+lookup", 0.0), ("jacobi", 0.8), ("two calls", 0.0)]
+)
 def test_texts_with_an_adapter_are_those_of_plain_decoding(
     method, temperature, tiny_folder, tmp_path, on_an_accelerator
 ):

@@ -70,16 +70,16 @@ def test_logits_are_those_of_the_models_own_forward(networks, name, dtype):
     network.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            own = network.model(torch.tensor(tokens[None]), use_cache=False).logits[0, 39:].float()
+            own = network.model(torch.tensor(tokens[None]), use_cache=False).logits[0, 54:].float()
     finally:
         network.model.set_attn_implementation("saltus")
-    off = (written(network, tokens, 40).float() - own).norm(dim=-1) / own.norm(dim=-1)
+    off = (written(network, tokens, 55).float() - own).norm(dim=-1) / own.norm(dim=-1)
     assert off.max() < (1e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.slow
 @each_dtype
-@each_name
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "Cohere2"])
 def test_however_a_text_is_asked_for_its_logits_are_the_same_bits(networks, name, dtype):
     """Token by token, by right branches among wrong ones that are moved when they become text, and read at once."""
     network, tokens = networks(name, dtype), text(LENGTH)
@@ -367,8 +367,9 @@ def engines(tiny_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["plain", "lookup", "jacobi", "jacobi+lookup"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("plain", 0.8), ("lookup", 0.0), ("jacobi", 0.8), ("jacobi+lookup", 0.0)]
+)
 def test_whole_texts_are_those_of_the_kernels(engines, method, temperature):
     """Long enough to reach the end of the context; in float32 no token of these is near enough to flip."""
     ours, fixed = engines

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from architectures import ARCHITECTURES, LLAMA_LIKE, VOCAB, chain, random_tree, read, text, tiny
+from architectures import ARCHITECTURES, LLAMA_LIKE, ONE_PER_FEATURE, VOCAB, chain, random_tree, read, text, tiny
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import make_network
@@ -20,6 +20,7 @@ LENGTH = 40
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+each_feature = pytest.mark.parametrize("name", ONE_PER_FEATURE)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_half_precision_gives_the_logits_of_the_models_own_forward(name):
 
 
 @each_dtype
-@each_architecture
+@each_feature
 def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, dtype):
     network, tokens = networks(name, dtype), text(LENGTH)
     kv_cache = network.new_kv_cache()
@@ -78,7 +79,7 @@ def test_one_token_at_a_time_and_all_at_once_give_the_same_bits(networks, name, 
 
 
 @each_dtype
-@each_architecture
+@each_feature
 def test_a_node_of_a_tree_gets_the_bits_of_its_path_read_as_text(networks, name, dtype):
     network, decided = networks(name, dtype), text(20)
     tokens, parents = random_tree(30)
@@ -106,7 +107,7 @@ def test_texts_in_a_batch_get_the_bits_that_each_gets_alone(networks, name, dtyp
 
 
 @each_dtype
-@each_architecture
+@each_feature
 def test_a_prompt_longer_than_a_call_gets_the_bits_of_decoding(networks, name, dtype):
     network, tokens = networks(name, dtype), text(MAX_ROWS_PER_CALL + 60)
     kv_cache = network.new_kv_cache()

@@ -11,6 +11,8 @@ import pytest
 
 from tiny_server import MESSAGES, alone, engine, serving  # noqa: F401
 
+pytestmark = [pytest.mark.external, pytest.mark.slow]
+
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network when it is imported
 
 
@@ -20,7 +22,6 @@ def url(engine):
         yield address
 
 
-@pytest.mark.slow
 def test_litellm(engine, url):
     litellm = pytest.importorskip("litellm")
     asked = {"model": "openai/tiny", "api_base": f"{url}/v1", "api_key": "any", "seed": 3, "max_tokens": 24}
@@ -36,7 +37,6 @@ def test_litellm(engine, url):
         litellm.completion(messages=MESSAGES, temperature=-1, **asked)
 
 
-@pytest.mark.slow
 def test_llm(engine, url, tmp_path):
     pytest.importorskip("llm")
     model = f"- model_id: tiny\n  model_name: tiny\n  api_base: {url}/v1\n"
@@ -49,7 +49,6 @@ def test_llm(engine, url, tmp_path):
         assert found.stdout.strip() == alone(engine, seed=3).text.strip(), found.stderr
 
 
-@pytest.mark.slow
 def test_lm_evaluation_harness_scores_texts_over_http(engine, url, tiny_folder):
     pytest.importorskip("lm_eval")
     pytest.importorskip("tenacity")
@@ -71,7 +70,6 @@ def test_lm_evaluation_harness_scores_texts_over_http(engine, url, tiny_folder):
             assert greedy == exactly
 
 
-@pytest.mark.slow
 def test_no_invented_request_is_a_fault_of_the_server(engine):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings

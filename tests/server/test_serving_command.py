@@ -51,39 +51,36 @@ def unused_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unused_port, kind):
+@pytest.mark.parametrize(("kind", "signals"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)], ids=str)
+def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unused_port, kind, signals):
     port = unused_port
     command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
     url = f"http://127.0.0.1:{port}"
     # several choices, so that the answer takes seconds
     body = {"prompt": "the", "max_tokens": 1000, "n": 8, "ignore_eos": True, "stream": True, "speculative": False}
-    for signals in (1, 2):
-        started = subprocess.Popen(
-            [*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True
-        )
-        try:
-            while "http://" not in started.stderr.readline():
-                assert started.poll() is None
-            answers = httpx.HTTPTransport(retries=8)  # uvicorn listens soon after the line
-            with (
-                httpx.Client(transport=answers) as http,
-                http.stream("POST", f"{url}/v1/completions", json=body) as stream,
-            ):
-                lines = stream.iter_lines()
-                next(lines)
+    started = subprocess.Popen([*command, "--method", "plain", "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        while "http://" not in started.stderr.readline():
+            assert started.poll() is None
+        answers = httpx.HTTPTransport(retries=8)  # uvicorn listens soon after the line
+        with (
+            httpx.Client(transport=answers) as http,
+            http.stream("POST", f"{url}/v1/completions", json=body) as stream,
+        ):
+            lines = stream.iter_lines()
+            next(lines)
+            started.send_signal(kind)
+            if signals == 1:
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+            else:
+                time.sleep(0.3)
                 started.send_signal(kind)
-                if signals == 1:
-                    assert [line for line in lines if line][-1] == "data: [DONE]"
-                else:
-                    time.sleep(0.3)
-                    started.send_signal(kind)
-                    with pytest.raises(httpx.HTTPError):
-                        list(lines)
-            assert started.wait(20) in (0, -kind)
-        finally:
-            started.kill()
-            started.stderr.close()
+                with pytest.raises(httpx.HTTPError):
+                    list(lines)
+        assert started.wait(20) in (0, -kind)
+    finally:
+        started.kill()
+        started.stderr.close()
 
 
 @pytest.mark.slow

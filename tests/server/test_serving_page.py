@@ -62,6 +62,7 @@ def give_key(page):
     page.locator("#model", has_text="tiny").wait_for()
 
 
+@pytest.mark.external
 def test_a_text_is_written_with_drafts_and_plainly_by_keyboard_alone(page, engine):
     give_key(page)
     page.get_by_role("spinbutton", name="Tokens").fill("20")
@@ -82,6 +83,7 @@ def test_a_text_is_written_with_drafts_and_plainly_by_keyboard_alone(page, engin
     assert figures.endswith(f"{sum(accepted)} of {sum(drafted)} drafts accepted")
 
 
+@pytest.mark.external
 def test_a_hole_is_filled(page):
     give_key(page)
     page.get_by_role("tab", name="Fill a hole").click()
@@ -97,6 +99,7 @@ def test_a_hole_is_filled(page):
     page.get_by_role("status").filter(has_text="Mark a hole").wait_for()
 
 
+@pytest.mark.external
 def test_a_wrong_setting_and_a_missing_key_are_said_in_one_line(page):
     page.get_by_role("status").filter(has_text="API key").wait_for()
     give_key(page)

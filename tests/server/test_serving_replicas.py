@@ -70,6 +70,7 @@ def ask_in_session(url: str, session: str) -> int:
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.external
 @pytest.mark.slow
 def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port, tmp_path):
     pytest.importorskip("ray.serve")
@@ -124,6 +125,7 @@ def test_two_replicas_answer_as_one_and_stop_when_told(tiny_folder, unused_port,
     assert code == 0, (tmp_path / "log").read_text()
 
 
+@pytest.mark.external
 @pytest.mark.slow
 def test_what_a_replica_lacks_is_said_in_one_line(unused_port):
     pytest.importorskip("ray.serve")

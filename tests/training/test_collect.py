@@ -82,19 +82,30 @@ def test_prompts_are_messages_or_lines_with_a_source(folder, tmp_path):
     assert [row["prompt"] for row in rows(tmp_path / "text")] == [row["prompt"] for row in rows(tmp_path / "json")]
 
 
-@pytest.mark.slow
-def test_neither_batches_nor_processes_nor_ray_change_an_iterate(folder, prompts_file, tmp_path):
-    """Ray with two workers on this machine."""
-    common = ["collect", "jacobi", "-f", prompts_file, "-m", folder, "-n", 20, "-b", 6, "--texts-per-file", 4]
-    saltus_(*common, "--out", tmp_path / "one", "--batch-size", 1)
-    saltus_(*common, "--out", tmp_path / "two", "--processes", 2)
+@pytest.fixture
+def iterates_of_one_process(folder, prompts_file, tmp_path) -> list:
+    """A command that collects iterates; what one process has written by it is in the folder `one`."""
+    command = ["collect", "jacobi", "-f", prompts_file, "-m", folder, "-n", 20, "-b", 6, "--texts-per-file", 4]
+    saltus_(*command, "--out", tmp_path / "one", "--batch-size", 1)
     assert len(shards(tmp_path / "one")) == 4
+    return command
+
+
+@pytest.mark.slow
+def test_neither_batches_nor_processes_change_an_iterate(iterates_of_one_process, tmp_path):
+    saltus_(*iterates_of_one_process, "--out", tmp_path / "two", "--processes", 2)
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_ray_does_not_change_an_iterate(iterates_of_one_process, tmp_path):
+    """With two workers on this machine."""
     pytest.importorskip("ray")
     (tmp_path / "ray").mkdir()
     for name in ("00000.jsonl.gz", "collect.json"):  # it goes on with what is there
         (tmp_path / "ray" / name).write_bytes((tmp_path / "one" / name).read_bytes())
-    saltus_(*common, "--out", tmp_path / "ray", "--processes", 2, "--ray", "local")
+    saltus_(*iterates_of_one_process, "--out", tmp_path / "ray", "--processes", 2, "--ray", "local")
     assert shards(tmp_path / "one") == shards(tmp_path / "ray")
 
 
@@ -109,8 +120,7 @@ def test_a_ray_worker_returns_its_error_in_one_line(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "jacobi"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("kind", "processes"), [("text", 2), ("jacobi", 1)])
 def test_a_run_killed_at_any_moment_leaves_no_gap_and_no_duplicate(kind, processes, folder, tmp_path, unchecked):
     prompts_file = lines(
         tmp_path / "prompts.jsonl", *({"prompt": f"{prompt} {i}"} for i in range(4) for prompt in PROMPTS)

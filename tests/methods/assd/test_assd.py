@@ -286,7 +286,7 @@ def p_value(
     options: dict | None,
     rule: Rule,
     sampling: Sampling = SAMPLED,
-    texts: int = 3000,
+    texts: int = 2000,
     correction: PairwiseCorrection | None = None,
 ) -> float:
     """Of the holes of one text, filled with many seeds, against the enumerated joint law."""
@@ -308,15 +308,18 @@ def p_value(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
-@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.8, top_k=2)], ids=["T=1", "top_k"])
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [({}, Sampling(0.8, top_k=2)), ({"two_calls": True}, SAMPLED), ({"draft": "bigram"}, Sampling(0.8, top_k=2))],
+    ids=str,
+)
 def test_reject_keeps_the_joint_law_over_the_holes(options: dict, sampling: Sampling):
     assert p_value(options, reject, sampling) > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 1}, {"num_draft_tokens": 2, "ahead": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 2, "ahead": 3}], ids=str)
 def test_a_correction_leaves_the_law_as_it_is(options: dict):
     assert p_value(options, reject, correction=random_correction(3, hidden=3)) > 1e-4
 
@@ -326,8 +329,8 @@ CLOSING = Sampling(1.0, hole_end_tokens=((2, 0, 1), (2, 2, 3)))  # token 2 ends 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [None, {}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
-def test_the_joint_law_of_holes_that_a_token_closes(options: dict | None):
+@pytest.mark.parametrize("options", [{}, {"two_calls": True}, {"draft": "bigram"}], ids=str)
+def test_the_joint_law_of_holes_that_a_token_closes(options: dict):
     assert p_value(options, reject, CLOSING, correction=random_correction(3, hidden=3)) > 1e-4
 
 
@@ -370,7 +373,7 @@ class WaveringToy:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 3, "ahead": 7}, {"two_calls": True}], ids=str)
+@pytest.mark.parametrize("options", [{"num_draft_tokens": 3, "ahead": 7}, {"two_calls": True}], ids=str)
 def test_what_was_drawn_has_no_say_in_later_laws(options: dict):
     """A blank that was drafted and not reached decides when laws are asked for: the next draws must not know it."""
     toy, counts = WaveringToy(), np.zeros(3)
