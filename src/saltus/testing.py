@@ -241,7 +241,7 @@ def toy_decoding(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     extra_networks: Mapping[str, Any] | None = None,
 ) -> ToyDecoding:
-    """A text to be decoded by the methods of `spec`; draft models are derived from the target, or given by `others`."""
+    """A text to be decoded by `method`; draft models are derived from the target, or given by `extra_networks`."""
     noise, sampling, steps = Noise(seed), sampling or Sampling(), []
     methods = make_methods(method, options)
     own = [name for one in methods for name in one.draft_models]

@@ -12,6 +12,7 @@ import saltus
 from architectures import tiny
 from conftest import tiny_llama
 from saltus.core.sampling import Sampling
+from saltus.integrations import transformers_generate
 from saltus.integrations.transformers_generate import _sampling
 from saltus.methods import available_methods
 
@@ -211,6 +212,20 @@ def test_a_model_that_cannot_be_served_is_refused_and_comes_back(model, monkeypa
     with pytest.raises(ValueError, match="cannot be served: division by zero"):
         model.generate(TEXT, custom_generate=saltus.custom_generate("lookup"), max_new_tokens=4)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_every_call_on_a_model_rounds_alike(model, monkeypatch):
+    """A model that is known from an earlier call is not checked again, and served as before."""
+    made, run = [], transformers_generate.run_requests
+    monkeypatch.setattr(
+        transformers_generate, "run_requests",
+        lambda decoder, *given, **more: (made.append(decoder.target), run(decoder, *given, **more))[1],
+    )  # fmt: skip
+    generator = saltus.custom_generate("lookup")
+    for _ in range(2):
+        model.generate(TEXT, custom_generate=generator, max_new_tokens=4)
+    assert [network.batch_invariant for network in made] == [True, True]
+    assert made[0].compute_path == made[1].compute_path
 
 
 def test_what_was_learned_of_a_model_is_kept(model, monkeypatch):

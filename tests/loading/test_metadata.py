@@ -1,4 +1,4 @@
-"""saltus.json: every kind is read as it was written, by the keys of its kind."""
+"""saltus.json: every kind is read as it was written, with the same keys."""
 
 import json
 from types import SimpleNamespace
@@ -12,20 +12,21 @@ from saltus.loading.metadata import DrafterMetadata, check_target, find_metadata
 from saltus.loading.model_identity import embedding_signs, model_fingerprint
 
 SHAPE, CARD, SIGNS = {"width": 4}, {"steps": 3}, "0:AA=="
+FIELDS = "files kind settings target_fingerprint target_name target_signs training"
 KINDS = {
     "drafter": (
         DrafterMetadata("drafter", "tiny", "abc", SIGNS, SHAPE, CARD),
-        "card fingerprint kind shape signs target",
+        FIELDS,
     ),
     "heads": (
         DrafterMetadata("heads", "tiny", "abc", SIGNS, SHAPE, CARD),
-        "card fingerprint kind shape signs target",
+        FIELDS,
     ),
     "adapter": (
         DrafterMetadata("adapter", "tiny", "abc", SIGNS, SHAPE, CARD, {"a": "0f"}),
-        "digest files settings signs target target_name training",
+        f"digest {FIELDS}",
     ),
-    "model": (DrafterMetadata("model", "tiny", None, None, {}, CARD), "trained_from training"),
+    "model": (DrafterMetadata("model", "tiny", None, None, {}, CARD), FIELDS),
 }
 
 

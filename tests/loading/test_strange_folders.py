@@ -113,8 +113,8 @@ def test_a_damaged_file_of_evabyte_is_one_line(tmp_path):
 def test_a_drafter_whose_settings_do_not_fit_its_weights_is_refused(changes, said, target, tiny_drafter, tmp_path):
     folder = shutil.copytree(tiny_drafter(target.model), tmp_path / "drafter")
     load_drafter_for_target(f"drafter:{folder}", target, "tiny")
-    shape = json.loads((folder / "saltus.json").read_text())["shape"]
-    changed(folder / "saltus.json", shape=shape | changes)
+    shape = json.loads((folder / "saltus.json").read_text())["settings"]
+    changed(folder / "saltus.json", settings=shape | changes)
     with refused(said):
         load_drafter_for_target(f"drafter:{folder}", target, "tiny")
 
@@ -125,8 +125,8 @@ def test_a_drafter_whose_settings_do_not_fit_its_weights_is_refused(changes, sai
 def test_heads_whose_settings_do_not_fit_their_weights_are_refused(changes, target, tiny_heads, tmp_path):
     folder = shutil.copytree(tiny_heads(target.model, circuit="cp"), tmp_path / "heads")
     load_drafter_for_target(f"heads:{folder}", target, "tiny")
-    shape = json.loads((folder / "saltus.json").read_text())["shape"]
-    changed(folder / "saltus.json", shape=shape | changes)
+    shape = json.loads((folder / "saltus.json").read_text())["settings"]
+    changed(folder / "saltus.json", settings=shape | changes)
     with refused("by its saltus.json" if "untied_unembedding" not in changes else "lacks untied_unembedding"):
         load_drafter_for_target(f"heads:{folder}", target, "tiny")
 
@@ -145,7 +145,7 @@ def test_a_drafter_of_tokens_that_the_target_lacks_is_refused(kind, target, tiny
 
 def test_metadata_of_another_type_are_refused(target, tiny_drafter, tmp_path):
     folder = shutil.copytree(tiny_drafter(target.model), tmp_path / "drafter")
-    for changes in ({"card": 3}, {"target": []}, {"fingerprint": {}}, {"signs": 1}):
+    for changes in ({"training": 3}, {"target_name": []}, {"target_fingerprint": {}}, {"target_signs": 1}):
         before = (folder / "saltus.json").read_text()
         changed(folder / "saltus.json", **changes)
         with refused("was changed or cut short"):

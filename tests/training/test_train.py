@@ -99,7 +99,7 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
     out = tmp_path / "drafter"
     output = saltus_(*training(recipe, folder, teacher, tmp_path / "work", "--out", out, "--seed", 3)).stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call · sampled [\d.]+ a call · [\d,]+ query", output)
-    card = json.loads((out / METADATA_FILE).read_text())["card"]
+    card = json.loads((out / METADATA_FILE).read_text())["training"]
     assert {"machine", "commit", "minutes", "loss"} <= card.keys()
     assert (card["steps"], card["seed"], card["teacher_texts"]) == (12, 3, 20)
     assert (card["recipe"]["name"], card["recipe"]["drafter"]["hidden_state_layers"]) == ("tiny", [1])
@@ -231,7 +231,7 @@ def test_heads_are_trained_saved_and_draft(folder, teacher, tmp_path):
     output = saltus_(*given, "--set", "optimizer=muon").stderr
     assert re.search(r"step 8 of 12: loss [\d.]+ · greedy [\d.]+ a call", output)
     metadata = json.loads((tmp_path / "work" / "heads" / METADATA_FILE).read_text())
-    assert metadata["card"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
+    assert metadata["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "mtpc", options={"mtpc": {"model": str(tmp_path / "work" / "heads")}})
     for rule in ("match", "reject"):
         own, given = engine.copy_with(rule=rule), {"max_new_tokens": 24, "temperature": 0.0}

@@ -19,12 +19,20 @@ from saltus.cli.training_log import TrainingLog, summary_writer
 RECIPE_PANEL, WORK_PANEL = "Recipe", "Work"
 
 
+METHODS = Path(__file__).parents[1] / "methods"
+
+
 class TrainCommands(TyperGroup):
-    """The trainings of this package; those of other packages are found by name, since looking for all takes time."""
+    """The trainings that this file describes. Others are found by name, since looking for all takes time: those of a
+    method's folder, and of other packages.
+    """
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
-        if found is None and entry_points(group="saltus.objectives", name=cmd_name):
+        if found is not None:
+            return found
+        is_trained = (METHODS / cmd_name / "drafter.py").is_file() and (METHODS / cmd_name / "training").is_dir()
+        if is_trained or entry_points(group="saltus.objectives", name=cmd_name):
             other = typer.Typer()
             other.command(cmd_name, help=f"Train what {cmd_name} drafts with.")(_recipe_command(cmd_name, ...))
             return typer.main.get_command(other)
@@ -409,13 +417,13 @@ def _list_recipes(method: str) -> None:
 
     from saltus.cli.coloured_text import terminal
     from saltus.training.objectives import OBJECTIVES
-    from saltus.training.recipe import RECIPES_FOLDER, read_recipe, shipped_recipes
+    from saltus.training.recipe import read_recipe, shipped_recipes
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("recipe", "trains", "takes"):
         table.add_column(head, no_wrap=head == "recipe")
-    for name in shipped_recipes():
-        recipe = read_recipe(RECIPES_FOLDER / f"{name}.toml")
+    for name, file in shipped_recipes().items():
+        recipe = read_recipe(file)
         if OBJECTIVES[recipe.kind].method == method:
             table.add_row(name, recipe.about, recipe.time)
     terminal(soft_wrap=False).print(table)

@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def network(self) -> TargetNetwork:
-        """What evaluates forward passes over draft trees: a network of `saltus.networks.models`."""
+        """What evaluates forward passes over draft trees: a network of `saltus.models`."""
         return self.target.network
 
     @property

@@ -102,8 +102,6 @@ class Scheduler(Generic[AnyScheduled]):
         if name in self.networks:
             self.networks[name] = network
 
-    # Who runs.
-
     @property
     def admitted(self) -> list[AnyScheduled]:
         """Those that have begun."""
@@ -174,8 +172,6 @@ class Scheduler(Generic[AnyScheduled]):
         scheduled.setup, scheduled.unread = setup, len(scheduled.request.prompt)
         self.on_begin(scheduled)
 
-    # What a step computes.
-
     def _read_prompts(self) -> list[AnyScheduled]:
         """Read a piece of one prompt, and let one text join whose first call reads what is left of its prompt.
 
@@ -219,8 +215,6 @@ class Scheduler(Generic[AnyScheduled]):
                 self._call([scheduled])
             except Exception as own_error:
                 self._fail(scheduled, own_error, in_call=True)
-
-    # How a text ends.
 
     def _retire(self, scheduled: AnyScheduled) -> None:
         """After a call of a text: end it if it is complete, and keep its prompt once it is read."""

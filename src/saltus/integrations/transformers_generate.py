@@ -165,7 +165,7 @@ def _borrowed_network(model: Any, exact: bool, max_draft_tokens: int, already_ch
     try:
         causal = already_checked and not fills_holes(model)
         shapes = FixedShapeSettings.for_max_draft_tokens(max_draft_tokens)
-        known = CausalNetwork(model, not exact, shapes) if causal else None
+        known = CausalNetwork(model, exact, shapes) if causal else None
         yield known or make_network(model, "this model", exact, max_draft_tokens)
     finally:
         model.set_attn_implementation(attention)

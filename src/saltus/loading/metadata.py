@@ -6,10 +6,10 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from saltus.loading.model_identity import embedding_signs, is_similar, model_fingerprint
 
@@ -41,11 +41,7 @@ class DrafterMetadata:
 
 
 def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata:
-    """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of a kind that is not expected.
-
-    The three layouts of the file have different keys: drafters and heads have `kind`, adapters a `digest`, and models
-    `trained_from`.
-    """
+    """The metadata of a folder. Errors: ValueError if they are missing or damaged, or of another kind than expected."""
     file, what = folder / METADATA_FILE, expected or "drafter"
     cure = f"train it again with {TRAIN_COMMANDS[what]}"
     try:
@@ -58,33 +54,25 @@ def read_metadata(folder: Path, expected: Kind | None = None) -> DrafterMetadata
         raise ValueError(f"{file} is damaged ({error}); copy it again, or {cure}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{file} is damaged (no JSON object); copy it again, or {cure}")
-    try:
-        metadata = _parse(data)
-        if metadata is not None:
-            _check_types(metadata)
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
-    if metadata is None or expected not in (None, metadata.kind):
+    if (kind := data.get("kind")) not in get_args(Kind) or expected not in (None, kind):
         raise ValueError(
             f"{folder} holds no {what}, but something else; give a folder that {TRAIN_COMMANDS[what]} wrote"
         )
+    try:
+        metadata = _parse(data)
+        _check_types(metadata)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} was changed or cut short after it was saved; copy it again, or {cure}") from None
     return metadata
 
 
-def _parse(data: dict[str, Any]) -> DrafterMetadata | None:
-    """The metadata of any layout, None for an unknown one. Raises KeyError for a missing key or a wrong digest."""
-    if (kind := data.get("kind")) in ("drafter", "heads"):
-        return DrafterMetadata(kind, data["target"], data["fingerprint"], data["signs"], data["shape"], data["card"])
-    if "trained_from" in data:
-        return DrafterMetadata("model", data["trained_from"], None, None, {}, data["training"])
-    if "settings" not in data:
-        return None
-    if data.pop("digest") != _digest(data):
+def _parse(data: dict[str, Any]) -> DrafterMetadata:
+    """The metadata. Raises KeyError or TypeError for wrong keys or a wrong digest."""
+    if data["kind"] == "adapter" and data.pop("digest") != _digest(data):
         raise KeyError("digest")
-    return DrafterMetadata(
-        "adapter", data["target_name"], data["target"], data["signs"], data["settings"], data["training"],
-        data["files"],
-    )  # fmt: skip
+    if missing := {each.name for each in fields(DrafterMetadata)} - set(data):
+        raise KeyError(min(missing))
+    return DrafterMetadata(**data)
 
 
 def _check_types(metadata: DrafterMetadata) -> None:
@@ -96,21 +84,10 @@ def _check_types(metadata: DrafterMetadata) -> None:
 
 
 def write_metadata(folder: Path, metadata: DrafterMetadata) -> None:
-    """Write saltus.json with the keys of its kind."""
-    m, training = metadata, dict(metadata.training)
-    if m.kind == "adapter":
-        data = {
-            "target": m.target_fingerprint, "signs": m.target_signs, "target_name": m.target_name,
-            "settings": dict(m.settings), "training": training, "files": dict(m.files),
-        }  # fmt: skip
+    """Write saltus.json: the fields of the metadata, and for an adapter a digest of them."""
+    data = asdict(metadata)
+    if metadata.kind == "adapter":
         data["digest"] = _digest(data)
-    elif m.kind == "model":
-        data = {"trained_from": m.target_name, "training": training}
-    else:
-        data = {
-            "kind": m.kind, "target": m.target_name, "fingerprint": m.target_fingerprint, "signs": m.target_signs,
-            "shape": dict(m.settings), "card": training,
-        }  # fmt: skip
     (folder / METADATA_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 

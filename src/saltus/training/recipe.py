@@ -17,16 +17,17 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal
 
+from saltus import methods
 from saltus.training.objectives import OBJECTIVES
 from saltus.training.settings import Recipe
 
-RECIPES_FOLDER = Path(__file__).parent / "recipes"
 NOT_SETTABLE = ("kind", "about", "time")  # they describe a recipe
 
 
-def shipped_recipes() -> list[str]:
-    """Names of the recipes in the package."""
-    return sorted(file.stem for file in RECIPES_FOLDER.glob("*.toml"))
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes in the package by name: those of every method's folder (`training/recipes`)."""
+    files = [file for folder in methods.__path__ for file in Path(folder).glob("*/training/recipes/*.toml")]
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def find_recipe(name: str) -> Path:
@@ -37,11 +38,10 @@ def find_recipe(name: str) -> Path:
                 f"there is no recipe {name}; check the path, or take one of {', '.join(shipped_recipes())}"
             )
         return Path(name)
-    if name not in shipped_recipes():
-        raise ValueError(
-            f"unknown recipe {name!r}; {_suggestion(name, shipped_recipes())}; a file of yours ends in .toml"
-        )
-    return RECIPES_FOLDER / f"{name}.toml"
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise ValueError(f"unknown recipe {name!r}; {_suggestion(name, list(shipped))}; a file of yours ends in .toml")
+    return shipped[name]
 
 
 def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -371,7 +371,7 @@ def test_folders_that_do_not_serve_are_refused_in_a_line(tiny_drafter, tmp_path)
     (folder / METADATA_FILE).write_text(json.dumps({"kind": "adapter"}))
     with pytest.raises(ValueError, match="holds no drafter"):
         load_drafter(folder, target, "tiny")
-    papers["shape"]["layers"] = 3
+    papers["settings"]["layers"] = 3
     (folder / METADATA_FILE).write_text(json.dumps(papers))
     with pytest.raises(ValueError, match="lacks"):
         load_drafter(folder, target, "tiny")

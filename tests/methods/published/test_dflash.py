@@ -321,7 +321,7 @@ def test_it_is_trained_by_the_command_goes_on_from_a_folder_and_drafts(tiny_fold
     saltus_(*texts)
     train = "train", "ptp", "-r", tmp_path / "tiny.toml", "-m", folder, "--teacher", tmp_path / "teacher"
     saltus_(*train, "--work", tmp_path / "work", "--out", out)
-    settings = json.loads((out / "saltus.json").read_text())["shape"]
+    settings = json.loads((out / "saltus.json").read_text())["settings"]
     assert (settings["network"], settings["hidden_state_layers"], settings["heads"]) == ("dflash", [1], 8)
     assert load_file(out / "drafter.safetensors")["tokens"].tolist() == list(range(300))
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(out)}}, adaptive=False)

@@ -138,7 +138,7 @@ def _call_numbers(text: str, column: int) -> list[int]:
 
 
 def _instruction(code: int, value: int, skip_if_true: int = 0, skip_if_false: int = 0) -> bytes:
-    """One struct sock_filter; a comparison skips `yes` or `no` steps."""
+    """One struct sock_filter; a comparison skips so many instructions if it is true or false."""
     return struct.pack("=HBBI", code, skip_if_true, skip_if_false, value)
 
 

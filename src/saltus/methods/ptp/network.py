@@ -22,6 +22,7 @@ from saltus.core.forward import ForwardInputs, ForwardOutputs
 from saltus.methods.ptp.gpu_draft_pass import GPUDraftPass
 from saltus.methods.ptp.native_draft_pass import NativeDraftPass
 from saltus.methods.shared.context_layers import (
+    MASKED_SCORE,
     ContextKVCache,
     ContextLayers,
     ContextRows,
@@ -36,7 +37,6 @@ from saltus.models.packed_decoder import DecoderConfig, PackedDecoder, check_dec
 from saltus.models.uniform_embedding import UniformEmbedding
 
 MAX_QUERY_VECTORS = 64  # that a network keeps: one for each temperature and number of queries
-MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from saltus.models.cpu.native_decoder import NativeDecoder, supports_native_deco
 from saltus.models.packed_decoder import PackedDecoder
 
 MAX_ROWS_PER_CALL = 256  # of one pass
+MASKED_SCORE = -30000.0  # finite, so that no row of a mask is −∞ throughout
 
 
 @dataclass

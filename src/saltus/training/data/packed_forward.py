@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from saltus.core.forward import NO_TOKEN, PLACEHOLDER_TOKEN
-from saltus.methods.ptp.network import MASKED_SCORE
+from saltus.methods.shared.context_layers import MASKED_SCORE
 from saltus.models.cpu import attention
 from saltus.models.gated_lora import Adapter, Gate, gated_adapter
 from saltus.training.data.window_packing import PackedBatch, pack_rows
 
 
 def prepare_model(model: Any) -> Any:
-    """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `networks.models.exact`."""
+    """The model as `packed_logits` needs it: frozen, without dropout, with the attention of `models.cpu.attention`."""
     attention.install_attention(model)
     return model.requires_grad_(False).eval()
 

@@ -7,15 +7,13 @@ to the context before s and to the queries of its own window up to itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saltus.core.forward import NO_TOKEN
-
-UniformConditioning = Literal["one-hot", "categorical", "independent"]
+from saltus.methods.shared.query_chains import UniformConditioning
 
 
 @dataclass(frozen=True, eq=False)
