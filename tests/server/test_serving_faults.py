@@ -187,7 +187,7 @@ def test_without_memory_the_newest_texts_end_and_the_others_go_on(engine, monkey
 
 
 def test_a_prompt_that_cannot_be_read_ends_its_own_text_only(engine, monkeypatch):
-    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PREFILL_CHUNK_TOKENS", 20)
     forward, expected = engine.network.forward, alone(engine, PROMPT, raw=True).text
 
     def of_short_texts(batch, kv_caches):

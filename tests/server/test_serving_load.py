@@ -50,8 +50,8 @@ def test_texts_of_many_clients_at_once_are_those_of_each_alone(tiny_folder, part
         assert (service.engine_thread.num_open, service.engine_thread.scheduler.requests) == (0, [])
 
 
-def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
-    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 50)
+def test_a_long_prompt_is_read_chunk_by_piece(engine, monkeypatch):
+    monkeypatch.setattr("saltus.server.engine_thread.PREFILL_CHUNK_TOKENS", 50)
     prompt = "the cat sat on the mat " * 30
     expected = alone(engine, prompt, raw=True, seed=5).text
     with serving(engine) as (_, url):
@@ -63,11 +63,11 @@ def test_a_long_prompt_is_read_piece_by_piece(engine, monkeypatch):
 
 
 def test_a_stream_waits_for_one_piece_of_a_prompt_at_a_time(engine, monkeypatch):
-    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PREFILL_CHUNK_TOKENS", 20)
     happened = []
     with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        scheduler, read = service.engine_thread.scheduler, service.engine_thread.scheduler.prompts.read_piece
-        monkeypatch.setattr(scheduler.prompts, "read_piece", lambda job: (happened.append("piece"), read(job)))
+        scheduler, read = service.engine_thread.scheduler, service.engine_thread.scheduler.prompts.read_chunk
+        monkeypatch.setattr(scheduler.prompts, "read_chunk", lambda job: (happened.append("piece"), read(job)))
         body = {"model": "tiny", "prompt": "the", "max_tokens": 200, "ignore_eos": True, "speculative": False}
         with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as answer:
             lines = answer.iter_lines()

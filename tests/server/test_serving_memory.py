@@ -66,7 +66,7 @@ def test_a_text_that_fits_only_without_its_draft_model_is_refused(engine):
     assert endings(engine, "plain", for_one)[0] == ["length"] * 3
     unloaded = engine.copy_with()  # its draft model is loaded when the first text is admitted
     (message, *_), _ = endings(unloaded, "small_model", for_one)
-    assert "does not fit into the server's memory" in message
+    assert "does not fit into the memory for keys and values" in message
     with pytest.raises(ApiError, match="does not fit"):
         endings(unloaded, "small_model", for_one)
 

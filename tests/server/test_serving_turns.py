@@ -99,7 +99,7 @@ def attack_of(engine, prompts: list[str], tokens: int, method: str = "plain") ->
 
 @pytest.mark.parametrize("prompts", [[PROMPT] * 30, [LONG_PROMPT + str(i) for i in range(9)]], ids=["n", "prompts"])
 def test_a_request_for_many_texts_makes_no_other_client_wait(engine, prompts, monkeypatch):
-    monkeypatch.setattr("saltus.server.engine_thread.PIECE_TOKENS", 20)
+    monkeypatch.setattr("saltus.server.engine_thread.PREFILL_CHUNK_TOKENS", 20)
     expected = alone(engine, "the dog", raw=True, max_new_tokens=1).text
     waited = rounds_until_answered(engine, attack_of(engine, prompts, 120), Limits(max_batch=4, max_queue=200))
     assert waited == (1, expected)

@@ -21,15 +21,18 @@ class BatchController(Controller):
         keeps_states: bool = False,
     ) -> None:
         self._setup, self._num_running, self._keeps_states = setup, num_running, keeps_states
+        self._fixed = None if setup.chooses_sizes else setup.controller(1)
         most = setup.max_draft_tokens
         most = most if max_draft_tokens is None else min(most, max_draft_tokens)
         super().__init__(most, setup.chooses_sizes, setup.acceptance, setup.call_cost)
 
     def _current(self) -> Controller:
+        if self._fixed is not None:
+            return self._fixed
         together = 1 << (max(self._num_running(), 1) - 1).bit_length()
-        found = self._setup.controller(together)
-        self.call_cost, self.drafting_switch = found.call_cost, found.drafting_switch
-        return found
+        controller = self._setup.controller(together)
+        self.call_cost, self.drafting_switch = controller.call_cost, controller.drafting_switch
+        return controller
 
     def should_draft(self) -> bool:
         return self._current().should_draft()

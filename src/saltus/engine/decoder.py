@@ -84,7 +84,7 @@ class Decoder:
     def chosen_method(self, method: str) -> str:
         """The method itself, or what `auto` stands for here."""
         setup = self.setup(method)
-        return next(name for name, one in self.setups.items() if one is setup)
+        return next(name for name, known in self.setups.items() if known is setup)
 
     def replace_network(self, name: str, network: Network) -> None:
         """Draft with another network of the same kind from now on, in all methods that use it."""

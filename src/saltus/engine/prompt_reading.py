@@ -1,4 +1,4 @@
-"""Read the prompts of texts piece by piece, and keep what was read for texts that begin alike."""
+"""Read the prompts of texts chunk by chunk, and keep what was read for texts that begin alike."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ log = logging.getLogger("saltus")
 
 @dataclass(eq=False)
 class PromptReader:
-    """Reads prompts in pieces of so many tokens; without a number a text's first call reads what the tree has not.
+    """Reads prompts in chunks of so many tokens; without a number a text's first call reads what the tree has not.
 
-    Without a prefix tree a text's first call reads its whole prompt, since pieces may round otherwise than the whole.
+    Without a prefix tree a text's first call reads its whole prompt, since chunks may round otherwise than the whole.
     """
 
     target: TargetNetwork
     tree: PrefixTree | None
-    piece_tokens: int | None
+    prefill_chunk_tokens: int | None
 
     def needs_call(self, scheduled: ScheduledRequest) -> bool:
-        """True if a call should read a piece of the prompt; False if the text's first call can read what is left."""
+        """True if a call should read a chunk of the prompt; False if the text's first call can read what is left."""
         if scheduled.prompt_scores is not None and scheduled.prompt_scores.num_unscored:
             return True
-        return self.tree is not None and self.piece_tokens is not None and scheduled.unread > self.piece_tokens
+        return (
+            self.tree is not None
+            and self.prefill_chunk_tokens is not None
+            and scheduled.num_unread_tokens > self.prefill_chunk_tokens
+        )
 
-    def read_piece(self, scheduled: ScheduledRequest) -> None:
+    def read_chunk(self, scheduled: ScheduledRequest) -> None:
         """Read the next tokens of a prompt into the text's cache; the last of them are left to its first call."""
         assert scheduled.sequence is not None
         assert scheduled.setup is not None
         if scheduled.prompt_scores is not None and scheduled.prompt_scores.num_unscored:
-            self._score_piece(scheduled, scheduled.prompt_scores)
+            self._score_chunk(scheduled, scheduled.prompt_scores)
             return
         if self.tree is None:
-            scheduled.unread = 0
+            scheduled.num_unread_tokens = 0
             return
         prompt, kv_caches = scheduled.request.prompt, scheduled.sequence.kv_caches
         if TARGET not in kv_caches:  # only now: what runs beside it may have read a part
@@ -51,25 +55,25 @@ class PromptReader:
             kv_caches |= self.tree.take(known, setup.networks)
             kv_caches.setdefault(TARGET, self.target.new_kv_cache())
             scheduled.cached_tokens = len(kv_caches[TARGET].tokens)
-            scheduled.unread -= scheduled.cached_tokens
+            scheduled.num_unread_tokens -= scheduled.cached_tokens
         if not self.needs_call(scheduled):
-            scheduled.unread = 0
+            scheduled.num_unread_tokens = 0
             return
-        assert self.piece_tokens is not None
-        end = len(prompt) - scheduled.unread + self.piece_tokens
+        assert self.prefill_chunk_tokens is not None
+        end = len(prompt) - scheduled.num_unread_tokens + self.prefill_chunk_tokens
         self.target.forward([ForwardInputs(continuation(prompt[:end], 1))], [kv_caches[TARGET]])
-        scheduled.unread = len(prompt) - end
+        scheduled.num_unread_tokens = len(prompt) - end
 
-    def _score_piece(self, scheduled: ScheduledRequest, scores: PromptScores) -> None:
+    def _score_chunk(self, scheduled: ScheduledRequest, scores: PromptScores) -> None:
         """Read and score the next tokens of a prompt; what the tree of prefixes has of it is of no use."""
         assert scheduled.sequence is not None
         assert scheduled.setup is not None
         kv_caches, prompt = scheduled.sequence.kv_caches, scheduled.request.prompt
         kv_cache = kv_caches.setdefault(TARGET, self.target.new_kv_cache())
-        scores.score_piece(self.target, kv_cache)
+        scores.score_chunk(self.target, kv_cache)
         if scores.num_unscored:
             return
-        scheduled.unread = 0
+        scheduled.num_unread_tokens = 0
         if self.tree is None:
             del kv_caches[TARGET]  # the text is that of a prompt that one call reads
         else:  # the last tokens are left to the first call, as ever

@@ -28,7 +28,7 @@ class PromptScores:
         """Tokens that have no log-probability yet. The first one never gets one."""
         return max(len(self.tokens) - 1 - len(self.log_probabilities), 0)
 
-    def score_piece(self, network: TargetNetwork, kv_cache: Any) -> None:
+    def score_chunk(self, network: TargetNetwork, kv_cache: Any) -> None:
         """Score the next tokens by one call: a chain of them is a draft tree, whose logits a call returns."""
         limit = SCORED_ROWS if network.max_draft_tokens is None else min(SCORED_ROWS, network.max_draft_tokens + 1)
         begin = len(self.log_probabilities) + 1

@@ -24,8 +24,8 @@ class ScheduledRequest:
     cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix tree
     setup: DecodingSetup | None = field(default=None, init=False, repr=False)  # from its first call on
     sequence: SequenceState | None = field(default=None, init=False, repr=False)  # from its first call to its last
-    unread: int = field(default=0, init=False)  # tokens of the prompt to be read before the text is decoded
-    keeps_prompt: bool = field(default=False, init=False)  # its prompt is in the prefix tree
+    num_unread_tokens: int = field(default=0, init=False)  # of the prompt, to be read before the text is decoded
+    prompt_is_cached: bool = field(default=False, init=False)  # its prompt is in the prefix tree
     ended: bool = field(default=False, init=False)
     failure: Exception | None = field(default=None, init=False)  # what ended it, and no other text
     failed_in_call: bool = field(default=False, init=False)

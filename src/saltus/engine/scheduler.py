@@ -39,8 +39,8 @@ log = logging.getLogger("saltus")
 class Scheduler(Generic[AnyScheduled]):
     """The requests of one model. All entry points decode by its `step`; it belongs to one thread.
 
-    With `piece_tokens` prompts are read in pieces of so many tokens between the calls of running texts, and one text
-    joins a step; without, all that have a place join at once, and their first call reads their prompts. With
+    With `prefill_chunk_tokens` prompts are read in chunks of so many tokens between the calls of running texts, and one
+    text joins a step; without, all that have a place join at once, and their first call reads their prompts. With
     `isolates_failures` an error ends the text that it happened to, as its `failure`; without, `step` raises it.
     """
 
@@ -48,7 +48,7 @@ class Scheduler(Generic[AnyScheduled]):
     max_batch_size: int = 16
     max_cached_bytes: int | None = None  # of the admitted texts' keys and values
     prefix_tree: PrefixTree | None = None  # for networks for which `supports_prefix_tree` is true
-    piece_tokens: int | None = None
+    prefill_chunk_tokens: int | None = None
     isolates_failures: bool = False
     keeps_states: bool = False  # every call computes hidden states, whether a drafter reads them or not
     on_begin: Callable[[AnyScheduled], None] = lambda scheduled: None  # before its first call
@@ -59,7 +59,7 @@ class Scheduler(Generic[AnyScheduled]):
     networks: dict[str, Network] = field(default_factory=dict, init=False)  # of all methods that run
 
     def __post_init__(self) -> None:
-        self.prompts = PromptReader(self.decoder.target, self.prefix_tree, self.piece_tokens)
+        self.prompts = PromptReader(self.decoder.target, self.prefix_tree, self.prefill_chunk_tokens)
 
     @property
     def requests(self) -> list[AnyScheduled]:
@@ -75,12 +75,12 @@ class Scheduler(Generic[AnyScheduled]):
         self._end(scheduled)
 
     def step(self) -> list[AnyScheduled]:
-        """Admit requests in turn, read a piece of a prompt, and run one batched call a network.
+        """Admit requests in turn, read a chunk of a prompt, and run one batched call a network.
 
         Returns the requests that decoded, and those that failed; of these `ended` says which were their last calls.
         """
         failed = [*self._admit(), *self._read_prompts()]
-        decoding = [scheduled for scheduled in self.running if not scheduled.unread]
+        decoding = [scheduled for scheduled in self.running if not scheduled.num_unread_tokens]
         if decoding:
             started = time.perf_counter()
             try:
@@ -120,7 +120,9 @@ class Scheduler(Generic[AnyScheduled]):
         """Raise ValueError for a text that does not fit into the memory even alone."""
         if self.max_cached_bytes is not None and self.num_bytes(scheduled) > self.max_cached_bytes:
             tokens = scheduled.num_tokens
-            raise ValueError(f"a text of {tokens:,} tokens does not fit into the server's memory; shorten it")
+            raise ValueError(
+                f"a text of {tokens:,} tokens does not fit into the memory for keys and values; shorten it"
+            )
 
     def _admit(self) -> list[AnyScheduled]:
         """Give places to texts in turn, while there is memory for the longest that they can get; returns failed ones.
@@ -169,25 +171,25 @@ class Scheduler(Generic[AnyScheduled]):
         controller = BatchController(setup, lambda: len(self.running), most, self.keeps_states)
         generator = counting_generator(setup, scheduled.request, controller)
         scheduled.sequence = SequenceState(_isolated(generator, scheduled) if self.isolates_failures else generator)
-        scheduled.setup, scheduled.unread = setup, len(scheduled.request.prompt)
+        scheduled.setup, scheduled.num_unread_tokens = setup, len(scheduled.request.prompt)
         self.on_begin(scheduled)
 
     def _read_prompts(self) -> list[AnyScheduled]:
-        """Read a piece of one prompt, and let one text join whose first call reads what is left of its prompt.
+        """Read a chunk of one prompt, and let one text join whose first call reads what is left of its prompt.
 
         Those of clients and requests of which fewest texts are decoded come first, then the oldest. Returns those that
         failed.
         """
-        unread = [scheduled for scheduled in self.running if scheduled.unread]
-        if self.piece_tokens is not None and len(unread) > 1:
-            shares = Shares.among([scheduled for scheduled in self.running if not scheduled.unread])
+        unread = [scheduled for scheduled in self.running if scheduled.num_unread_tokens]
+        if self.prefill_chunk_tokens is not None and len(unread) > 1:
+            shares = Shares.among([scheduled for scheduled in self.running if not scheduled.num_unread_tokens])
             unread.sort(key=shares.of)
             kinds = [[each for each in unread if self.prompts.needs_call(each) is needed] for needed in (False, True)]
             unread = [kind[0] for kind in kinds if kind]
         failed = []
         for scheduled in unread:
             try:
-                self.prompts.read_piece(scheduled)
+                self.prompts.read_chunk(scheduled)
             except Exception as error:
                 if not self.isolates_failures:
                     raise
@@ -224,8 +226,8 @@ class Scheduler(Generic[AnyScheduled]):
             self._fail(scheduled, scheduled.failure)
         elif scheduled.sequence is None or scheduled.sequence.pending is None:
             self._end(scheduled)
-        elif scheduled.request.calls and not scheduled.keeps_prompt:
-            scheduled.keeps_prompt = True
+        elif scheduled.request.calls and not scheduled.prompt_is_cached:
+            scheduled.prompt_is_cached = True
             self.prompts.keep(scheduled)
 
     def _fail(self, scheduled: AnyScheduled, error: Exception, in_call: bool = False) -> None:

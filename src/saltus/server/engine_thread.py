@@ -23,7 +23,7 @@ from saltus.server.served_request import Delta, Limits, RequestCallbacks, Served
 log = logging.getLogger("saltus.server")
 
 IDLE_AFTER = 0.05  # seconds without a request
-PIECE_TOKENS = 256  # of a prompt that are read between two calls of the running texts
+PREFILL_CHUNK_TOKENS = 256  # of a prompt that are read between two calls of the running texts
 
 
 class EngineThread:
@@ -33,8 +33,8 @@ class EngineThread:
         self.engine, self.limits = engine, limits
         tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_tree(engine.network) else None
         self.scheduler = Scheduler[ServedRequest](
-            engine.decoder, limits.max_batch, limits.max_cached_bytes, tree, PIECE_TOKENS, isolates_failures=True,
-            on_begin=self._begins, on_end=lambda served: self._notify(lambda callbacks: callbacks.ends(served)),
+            engine.decoder, limits.max_batch, limits.max_cached_bytes, tree, PREFILL_CHUNK_TOKENS,
+            isolates_failures=True, on_begin=self._begins, on_end=lambda served: self._notify(lambda callbacks: callbacks.ends(served)),
         )  # fmt: skip
         self.incoming: queue.SimpleQueue[ServedRequest | None] = queue.SimpleQueue()  # None wakes the thread
         self.num_open = 0  # requests submitted and not ended

@@ -105,6 +105,10 @@ class Objective(ABC):
         """Whose uniforms or picks the result is trained on."""
         return recipe.coupling
 
+    def cache_folder(self, inputs: TrainingInputs) -> Path:
+        """Where `collect` caches what training needs of the texts."""
+        return inputs.work_folder / self.data_folder
+
     def check_initial(self, inputs: TrainingInputs, folder: Path) -> None:  # noqa: B027  needed where `collect` is long
         """Errors: ValueError where training cannot start with the weights of this folder."""
 
@@ -138,13 +142,13 @@ class CachedStateObjective(Objective):
         recipe, network = inputs.recipe, inputs.network
         network.add_hidden_state_layers(recipe.settings.shape(network.model).hidden_state_layers)
         return collect_hidden_states(
-            network, inputs.samples, inputs.work_folder / self.data_folder, recipe.temperatures, recipe.coupling,
+            network, inputs.samples, self.cache_folder(inputs), recipe.temperatures, recipe.coupling,
             recipe.truncation, inputs.processes,
         )  # fmt: skip
 
     def make_task(self, inputs: TrainingInputs) -> TrainingTask:
         recipe, model, settings = inputs.recipe, inputs.network.model, inputs.recipe.settings
-        corpus = load_hidden_states(inputs.work_folder / self.data_folder)
+        corpus = load_hidden_states(self.cache_folder(inputs))
         task = self.task(model, corpus, settings.shape(model), settings.vocabulary, recipe.data, inputs.model_name)
         task.autocast = getattr(settings, "autocast", False)
         return task

@@ -42,7 +42,7 @@ class TrainingRun(TrainingInputs):
     @property
     def data_folder(self) -> Path:
         """What is cached of the teacher's texts."""
-        return self.work_folder / self.objective.data_folder
+        return self.objective.cache_folder(self)
 
     def task_folder(self, task: TrainingTask) -> Path:
         """For the checkpoint and the curves of a task."""

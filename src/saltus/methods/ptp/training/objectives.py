@@ -12,10 +12,10 @@ from saltus.methods.ptp.training.adapter import AdapterTrainingTask
 from saltus.methods.ptp.training.drafter import DrafterTrainingTask
 from saltus.methods.ptp.training.text_intervals import collect_uniform_intervals, load_uniform_intervals
 from saltus.methods.shared.adapter_files import load_initial_adapter
+from saltus.methods.shared.query_chains import UniformConditioning
 from saltus.models.gated_lora import GatedLoraSettings
 from saltus.models.memory_use import layer_sizes
 from saltus.models.uniform_embedding import KINDS
-from saltus.training.data.window_packing import UniformConditioning
 from saltus.training.losses import DistillationSettings, Loss
 from saltus.training.objective import CachedStateObjective, Objective, TrainingInputs, check_hidden_state_layers
 from saltus.training.query_drafter_task import require_sizes
@@ -154,7 +154,7 @@ class AdapterObjective(Objective):
     def collect(self, inputs: TrainingInputs) -> Iterator[int]:
         recipe = inputs.recipe
         return collect_uniform_intervals(
-            inputs.network.model, inputs.samples, inputs.work_folder / self.data_folder, recipe.temperatures,
+            inputs.network.model, inputs.samples, self.cache_folder(inputs), recipe.temperatures,
             recipe.data.max_length, recipe.coupling, recipe.truncation, inputs.processes, inputs.sharded,
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ class AdapterObjective(Objective):
         if inputs.student is not None:
             model, name, teacher = inputs.student, settings.student, model
         return AdapterTrainingTask(
-            model, load_uniform_intervals(inputs.work_folder / self.data_folder), settings.gating,
+            model, load_uniform_intervals(self.cache_folder(inputs)), settings.gating,
             settings.distillation(windows.uniform_beta), windows, name, settings.recompute, settings.autocast, teacher,
             inputs.model_name, settings.inverse, settings.student_windows, inputs.recipe.truncation,
         )  # fmt: skip
