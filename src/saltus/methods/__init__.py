@@ -57,7 +57,7 @@ class LoadsNetwork(Protocol):
     """A method that loads its draft model itself, such as a drafter of its own kind that was trained for the target."""
 
     def load_network(self, target: TargetNetwork, target_name: str) -> Network:
-        """What `draft_models` names, for this target; called once for each name there. Errors: ValueError of one line."""
+        """What `draft_models` names, for this target; called once for what it names. Errors: ValueError of one line."""
         ...
 
 

@@ -34,7 +34,8 @@ class EngineThread:
         tree = PrefixTree(limits.max_cached_bytes // 4) if supports_prefix_tree(engine.network) else None
         self.scheduler = Scheduler[ServedRequest](
             engine.decoder, limits.max_batch, limits.max_cached_bytes, tree, PREFILL_CHUNK_TOKENS,
-            isolates_failures=True, on_begin=self._begins, on_end=lambda served: self._notify(lambda callbacks: callbacks.ends(served)),
+            isolates_failures=True, on_begin=self._begins,
+            on_end=lambda served: self._notify(lambda callbacks: callbacks.ends(served)),
         )  # fmt: skip
         self.incoming: queue.SimpleQueue[ServedRequest | None] = queue.SimpleQueue()  # None wakes the thread
         self.num_open = 0  # requests submitted and not ended
