@@ -514,7 +514,7 @@ def test_training_of_any_subset_models_says_in_a_line_what_is_wrong(tmp_path, mo
         "train", "assd", "--text", "few.txt"
     )
     assert "only 0 stories" in complaint("train", "assd")
-    assert "nowhere: No such file" in complaint("train", "assd", "--code", "nowhere")
+    assert "there is no text nowhere" in complaint("train", "assd", "--code", "nowhere")
     (tmp_path / "few.jsonl").write_text("3")
     assert "few.jsonl holds no programs" in complaint("train", "assd", "--code", "few.jsonl")
     (tmp_path / "tales.csv").write_text("document,text\n1,once\n")

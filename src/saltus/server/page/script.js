@@ -133,12 +133,12 @@ function addCall(box, piece, number, call) {
   const span = document.createElement("span");
   span.className = `call c${number % 4}`;
   span.textContent = piece;
-  const refused = call.num_draft_tokens - call.num_accepted_draft_tokens;
+  const rejected = call.num_draft_tokens - call.num_accepted_draft_tokens;
   span.title = `call ${number}: ${call.num_tokens} tokens; ${call.num_draft_tokens} drafted, ${call.num_accepted_draft_tokens} accepted`;
-  if (refused) {
+  if (rejected) {
     const mark = document.createElement("span");
-    mark.className = "refusals";
-    mark.textContent = `−${refused}`;
+    mark.className = "rejections";
+    mark.textContent = `−${rejected}`;
     mark.setAttribute("aria-hidden", "true");
     span.append(mark);
   }
@@ -248,7 +248,7 @@ choose("chat");
 $("form").addEventListener("submit", send);
 $("stop").addEventListener("click", () => running?.abort());
 $("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); describeModel(); });
-$("refused").addEventListener("change", (event) => $("results").classList.toggle("show-refusals", event.target.checked));
+$("rejected").addEventListener("change", (event) => $("results").classList.toggle("show-rejections", event.target.checked));
 for (const name of ["chat", "fill"]) {
   $(`tab-${name}`).addEventListener("click", () => choose(name));
   $(`tab-${name}`).addEventListener("keydown", (event) => {

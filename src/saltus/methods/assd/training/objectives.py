@@ -89,6 +89,10 @@ class AnySubsetObjective(Objective):
 
     def select_texts(self, recipe: Recipe, paths: Sequence[Path]) -> Sequence[str]:
         """All stories, and all different programs, in random order."""
+        if missing := [path for path in paths if not path.exists()]:
+            raise ValueError(
+                f"there is no text {missing[0]}; give --text a file of stories, or --code a folder of programs"
+            )
         programs = [path for path in paths if infill_texts.holds_programs(path)]
         texts = [story for path in paths if path not in programs for story in infill_texts.read_stories(path)]
         texts += dict.fromkeys(one for path in programs for one in infill_texts.read_programs(path))
