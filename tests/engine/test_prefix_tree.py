@@ -124,10 +124,17 @@ def test_of_whole_caches_the_one_is_taken_whose_prompt_the_text_begins_with():
     taken = tree.take([1, 8, 7, 9])["target"]
     assert taken.tokens.tolist() == [1, 8]
     assert tree.take([1, 8, 7, 9]) == {}, "one text has it"
-    small = PrefixTree(max_bytes=1)
-    for number in range(2):
-        small.put([number], {"target": whole(number)})
-    assert [small.take([number, 8, 9]) != {} for number in range(2)] == [False, True]
+
+
+def test_whole_caches_stay_within_the_bound():
+    probe = PrefixTree()
+    probe.put([0], {"target": whole(0)})
+    for max_bytes, kept in ((2 * probe.num_bytes - 1, [False, True]), (probe.num_bytes - 1, [False, False])):
+        small = PrefixTree(max_bytes)
+        for number in range(2):
+            small.put([number], {"target": whole(number)})
+            assert small.num_bytes <= max_bytes
+        assert [small.take([number, 8, 9]) != {} for number in range(2)] == kept
 
 
 @pytest.fixture(scope="module")

@@ -245,6 +245,18 @@ def test_the_next_turn_of_a_conversation_reads_what_is_new(folder):
     assert torch.equal(found.logits, read(network, longer))
 
 
+def test_what_a_stream_that_is_left_has_read_is_not_read_again(folder):
+    engine = saltus.load(str(folder()), "plain")
+    settings = {"raw": True, "max_new_tokens": 8, "ignore_eos": True}
+    stream = engine.stream("some words", **settings)
+    next(stream)
+    stream.close()
+    longer = engine.generate("some words and more", **settings)
+    assert longer.calls[0].context_tokens_read <= len(" and more")
+    engine.decoder.prefix_tree.clear()
+    assert engine.generate("some words and more", **settings).tokens == longer.tokens
+
+
 # Its heads for the bytes after the next one
 
 

@@ -113,7 +113,7 @@ class PrefixTree:
             elif ended:
                 self._whole.append((name, len(prompt), kv_cache))
                 self.num_bytes += _num_bytes(kv_cache)
-        while len(self._whole) > MAX_WHOLE_CACHES or (self.num_bytes > self.max_bytes and len(self._whole) > 1):
+        while self._whole and (len(self._whole) > MAX_WHOLE_CACHES or self.num_bytes > self.max_bytes):
             self.num_bytes -= _num_bytes(self._whole.pop(0)[2])
         while self.num_bytes > self.max_bytes and self._by_use:
             self._drop_oldest_end()

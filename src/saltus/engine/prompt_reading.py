@@ -80,12 +80,15 @@ class PromptReader:
             unread = scheduled.setup.num_unread_states(scheduled.request)
             kv_cache.reuse_prefix(np.asarray(prompt[: max(len(prompt) - unread, 1)], dtype=np.int64))
 
-    def keep(self, scheduled: ScheduledRequest) -> None:
-        """Copy what a text has read into the prefix tree; a tree that cannot take it is emptied."""
+    def keep(self, scheduled: ScheduledRequest, ended: bool = False) -> None:
+        """Copy what a text has read into the prefix tree; a tree that cannot take it is emptied.
+
+        The caches of a text that has `ended` are the tree's, if it cannot copy them.
+        """
         if self.tree is None or scheduled.sequence is None:
             return
         try:
-            self.tree.put(scheduled.request.prompt, scheduled.sequence.kv_caches, scheduled.sequence.pending is None)
+            self.tree.put(scheduled.request.prompt, scheduled.sequence.kv_caches, ended)
         except Exception as error:
             if not is_out_of_memory(error):
                 log.exception("the prefix tree has failed and is empty now")

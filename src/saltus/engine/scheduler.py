@@ -240,7 +240,7 @@ class Scheduler(Generic[AnyScheduled]):
             if scheduled in requests:
                 requests.remove(scheduled)
         if scheduled.failure is None and scheduled.sequence is not None:
-            self.prompts.keep(scheduled)
+            self.prompts.keep(scheduled, ended=True)
             _remember(scheduled)
             self.on_end(scheduled)
         scheduled.sequence, scheduled.ended = None, True
