@@ -24,7 +24,7 @@ def rows_of(count: int, inputs: int) -> torch.Tensor:
     return torch.from_numpy(x).bfloat16()
 
 
-def check(format: Q, outputs: int = 43, inputs: int = 768, counts: tuple[int, ...] = (1, 2, 3, 5, 8, 13)) -> None:
+def check(format: Q, outputs: int = 43, inputs: int = 1280, counts: tuple[int, ...] = (*range(1, 14), 50)) -> None:
     blocks = random_blocks(format, outputs, inputs)
     weight = PackedWeight.from_blocks(blocks, format, "int8")
     x = rows_of(max(counts), inputs)

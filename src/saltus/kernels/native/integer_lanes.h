@@ -5,7 +5,7 @@
 
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define VECTOR_OUTPUTS 16
-#define MAX_HEIGHT 8
+#define MAX_HEIGHT 12
 typedef __m512 some_floats;
 typedef __m512i some_integers;
 #define VECTOR(operation) _mm512_##operation
@@ -72,7 +72,9 @@ CONSTANT some_floats to_floats(some_integers a) { return VECTOR(cvtepi32_ps)(a);
 CONSTANT some_floats multiply(some_floats a, some_floats b) { return VECTOR(mul_ps)(a, b); }
 CONSTANT some_floats subtract(some_floats a, some_floats b) { return VECTOR(sub_ps)(a, b); }
 CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return VECTOR(fmadd_ps)(a, b, c); }
+CONSTANT some_floats load_floats(const float *p) { return VECTOR(loadu_ps)(p); }
 CONSTANT void store_floats(float *p, some_floats a) { VECTOR(storeu_ps)(p, a); }
+CONSTANT some_integers times_power(some_integers a, const int power) { return VECTOR(slli_epi32)(a, __builtin_ctz(power)); }
 #elif defined VECTOR_OUTPUTS  // of Arm
 CONSTANT some_integers load_bytes(const uint8_t *p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
 CONSTANT some_integers all_bytes(int x) { return vreinterpretq_s32_s8(vdupq_n_s8(x)); }
@@ -89,5 +91,7 @@ CONSTANT some_floats to_floats(some_integers a) { return vcvtq_f32_s32(a); }
 CONSTANT some_floats multiply(some_floats a, some_floats b) { return vmulq_f32(a, b); }
 CONSTANT some_floats subtract(some_floats a, some_floats b) { return vsubq_f32(a, b); }
 CONSTANT some_floats fuse(some_floats a, some_floats b, some_floats c) { return vfmaq_f32(c, a, b); }
+CONSTANT some_floats load_floats(const float *p) { return vld1q_f32(p); }
 CONSTANT void store_floats(float *p, some_floats a) { vst1q_f32(p, a); }
+CONSTANT some_integers times_power(some_integers a, const int power) { return vmulq_n_s32(a, power); }
 #endif
