@@ -176,7 +176,8 @@ class CausalNetwork:
         started = time.perf_counter()
         logits: list[Any] = [None] * len(batch)
         states: list[list[Any]] = [[] for _ in batch]
-        read = [len(self.context_tokens(inputs.canvas)) for inputs in batch]
+        contexts = [self.context_tokens(inputs.canvas) for inputs in batch]
+        read = list(map(len, contexts))
         queues: list[list[_Chunk]] = []
         for index, (inputs, kv_cache) in enumerate(zip(batch, kv_caches, strict=True)):
             past = self._reuse_kv_cache(kv_cache, inputs)
@@ -196,8 +197,8 @@ class CausalNetwork:
                     if chunk.output_hidden_states:
                         states[chunk.sequence].append(hidden[: chunk.rows.num_rows])
                     hidden = hidden[chunk.rows.num_rows :]
-        for inputs, kv_cache in zip(batch, kv_caches, strict=True):
-            kv_cache.tokens = self.context_tokens(inputs.canvas).copy()
+        for inputs, kv_cache, context in zip(batch, kv_caches, contexts, strict=True):
+            kv_cache.tokens = context.copy()
             kv_cache.pending_tree = inputs if inputs.tokens else None
         if self.device.type == "cuda":  # seconds include the whole call
             torch.cuda.current_stream(self.device).synchronize()

@@ -239,19 +239,17 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[...,
     return getattr(library, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
 
 
-@contextlib.contextmanager
-def kernel_threads_only() -> Iterator[None]:
+class kernel_threads_only:
     """Run torch on one thread while open: its threads would compete with those of the kernels."""
-    library, threads = load_kernels(), torch.get_num_threads()
-    if library is None:
-        yield
-        return
-    library.saltus_threads(INTEGER(threads))
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+
+    def __enter__(self) -> None:
+        self.threads = torch.get_num_threads()
+        if (library := load_kernels()) is not None:
+            library.saltus_threads(INTEGER(self.threads))
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_) -> None:
+        torch.set_num_threads(self.threads)
 
 
 def _compile(compiler: list[str], sources: dict[str, bytes], target: Path) -> str | None:

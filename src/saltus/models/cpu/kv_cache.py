@@ -62,8 +62,8 @@ class KVCache:
     def reserve(self, num_layers: int, num_slots: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Allocate at least `num_slots` slots, shaped like a layer's new keys and values [kv_heads, rows, dim]."""
         if self.keys is not None and self.values is not None:
-            assert len(self.keys) == num_layers, "a KV cache serves one model"
-            assert have_sizes_of((self.keys[0], self.values[0]), (key, value)), "layers differ in size"
+            assert self.keys.shape[0] == num_layers, "a KV cache serves one model"
+            assert have_sizes_of((self.keys, self.values), (key, value)), "layers differ in size"
         capacity = _larger_capacity(self.keys, num_slots)
         if capacity is not None:
             self.keys = _resized(self.keys, (num_layers,), capacity, key)
@@ -74,7 +74,7 @@ class KVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of one layer, of the sizes of its new keys and values and with at least `num_slots` slots."""
         assert 0 <= layer < num_layers
-        if self.keys is None or self.values is None or have_sizes_of((self.keys[0], self.values[0]), (key, value)):
+        if self.keys is None or self.values is None or have_sizes_of((self.keys, self.values), (key, value)):
             self.reserve(num_layers, num_slots, key, value)
             assert self.keys is not None and self.values is not None
             return self.keys[layer], self.values[layer]
@@ -88,8 +88,8 @@ class KVCache:
 def have_sizes_of(buffers: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
     """True if a layer's buffers and its new keys and values have the same heads, head sizes and dtypes."""
     return all(
-        (old.shape[0], old.shape[2], old.dtype) == (buffer.shape[0], buffer.shape[2], buffer.dtype)
-        for old, buffer in zip(buffers, new, strict=True)
+        old.shape[-3::2] == rows.shape[-3::2] and old.dtype == rows.dtype
+        for old, rows in zip(buffers, new, strict=True)
     )
 
 

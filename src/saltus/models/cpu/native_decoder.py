@@ -13,7 +13,7 @@ from torch import Tensor
 from saltus.kernels import native
 from saltus.kernels.batch_invariant_ops import BatchInvariantMode
 from saltus.kernels.packed_weight import kernel_arguments, select_rows, uses_integers
-from saltus.models.cpu.attention import AttentionCall, SequenceRows
+from saltus.models.cpu.attention import AttentionCall
 from saltus.models.gated_lora import Adapter, Gate
 from saltus.models.packed_decoder import PackedDecoder, check_decoder_config
 
@@ -115,7 +115,10 @@ class NativeDecoder:
             heads=self.heads, kv_heads=self.kv_heads, dim=self.dim, value_dim=self.dim, scale=first.scaling,
             same_everywhere=uses_integers(model),
         )  # fmt: skip
+        self.attention_bytes = bytes(self.attention_constants)
         self.constants = self._constants()
+        self.has_rope_table = self.base.rotary_emb.rope_type in STATIC_ROPE_TYPES
+        self.no_layers_kept = (native.POINTER * self.num_layers)()
 
     def _layer_structs(self, layer: Any) -> tuple[list[native.Linear], list[native.Rotary]]:
         """The kernel arguments of one layer, without rows and angles."""
@@ -188,7 +191,7 @@ class NativeDecoder:
         after each of `hidden_state_layers`, then the last ones, concatenated. Without `output_logits` there are no
         logits, and the last hidden states of `logit_rows` at least.
         """
-        rows = len(inputs)
+        rows = inputs.shape[0]
         made = self.prepare(rows, positions, call, logit_rows, output_hidden_states, hidden_state_layers, output_logits)
         self._set_gated_rows(gate, rows)
         if inputs.is_floating_point() or gate is not None:
@@ -209,7 +212,7 @@ class NativeDecoder:
         output_logits: bool = True,
     ) -> DecoderCall:
         """The kernel's arguments of a call but its inputs, and the tensors that it will write; see `__call__`."""
-        selected, hidden = len(logit_rows), self.hidden[:rows]
+        selected, hidden = logit_rows.shape[0], self.hidden[:rows]
         struct = native.Decoder.from_buffer_copy(self.constants)
         (cos, sin), indexed = self._rope(positions)
         struct.cos, struct.sin = cos.data_ptr(), sin.data_ptr()
@@ -218,11 +221,11 @@ class NativeDecoder:
         struct.attentions, struct.texts, struct.rows = ctypes.addressof(attentions), len(call.sequences), rows
         struct.key_step, struct.value_step = ctypes.addressof(key_steps), ctypes.addressof(value_steps)
         collected = {layer: torch.empty_like(hidden) for layer in hidden_state_layers if output_hidden_states}
-        kept = (native.POINTER * self.num_layers)()
+        kept = (native.POINTER * self.num_layers)() if collected else self.no_layers_kept
         for layer, states in collected.items():
             kept[layer] = states.data_ptr()
         normed = hidden.new_empty(rows if output_hidden_states else selected, hidden.shape[1])
-        logits = hidden.new_empty(selected, len(self.model.lm_head.weight)) if output_logits else hidden.new_empty(0)
+        logits = hidden.new_empty(selected if output_logits else 0, struct.head.outs[0])
         struct.kept, struct.norm.rows, struct.norm.out = ctypes.addressof(kept), rows, normed.data_ptr()
         struct.head.out[0] = logits.data_ptr() if output_logits else None
         struct.selected, struct.num_selected = logit_rows.data_ptr(), selected
@@ -242,11 +245,12 @@ class NativeDecoder:
 
     def _rope(self, positions: Tensor) -> tuple[list[Tensor], bool]:
         """Cosines and sines of angles, [.., dim] each, and whether they are indexed by the position or by the row."""
-        if self.base.rotary_emb.rope_type not in STATIC_ROPE_TYPES:
+        if not self.has_rope_table:
             return self._compute_rope(positions), False
-        if (end := int(positions.numpy().max()) + 1) > len(self.rope_table[0]):
+        end = max(positions.tolist()) + 1
+        if end > self.rope_table[0].shape[0]:
             self.rope_table = self._compute_rope(
-                torch.arange(max(end, 2 * len(self.rope_table[0]), INITIAL_ROPE_POSITIONS))
+                torch.arange(max(end, 2 * self.rope_table[0].shape[0], INITIAL_ROPE_POSITIONS))
             )
         return self.rope_table, True
 
@@ -256,29 +260,26 @@ class NativeDecoder:
 
     def _attention_structs(self, call: AttentionCall) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:
         """Kernel arguments by window and text, and the bytes between layers of each text's keys and values."""
-        structs, start = [], 0
-        key_steps, value_steps = ((native.INTEGER * len(call.sequences))() for _ in range(2))
+        texts, start = len(call.sequences), 0
+        count = texts * len(self.sliding_windows)
+        structs = (native.Attention * count).from_buffer_copy(self.attention_bytes * count)
+        key_steps, value_steps = ((native.INTEGER * texts)() for _ in range(2))
         for number, sequence in enumerate(call.sequences):
             cache = sequence.kv_cache
             cache.reserve(call.num_layers, sequence.past_length + sequence.num_rows, *self.new_rows)
             keys, values = cache.keys, cache.values
             assert keys is not None and values is not None
-            structs.append([self._attention_struct(sequence, window, start) for window in self.sliding_windows])
-            for struct in structs[-1]:
+            for index, window in enumerate(self.sliding_windows):
+                struct = structs[index * texts + number]
                 struct.keys, struct.values, struct.capacity = keys.data_ptr(), values.data_ptr(), keys.shape[2]
+                if start:
+                    for name, step in zip(("query", "key", "value", "out"), self.row_bytes, strict=True):
+                        setattr(struct, name, getattr(struct, name) + start * step)
+                sequence.fill_rows(struct, window)
             key_steps[number] = keys.stride(0) * keys.element_size()
             value_steps[number] = values.stride(0) * values.element_size()
             start += sequence.num_rows
-        by_window = [struct for same_window in zip(*structs, strict=True) for struct in same_window]
-        return (native.Attention * len(by_window))(*by_window), key_steps, value_steps
-
-    def _attention_struct(self, sequence: SequenceRows, window: int | None, start: int) -> native.Attention:
-        """The arguments of attention for the rows from `start` of this decoder's buffers, without the KV cache."""
-        struct = native.Attention.from_buffer_copy(self.attention_constants)
-        for name, step in zip(("query", "key", "value", "out"), self.row_bytes, strict=True):
-            setattr(struct, name, getattr(struct, name) + start * step)
-        sequence.fill_rows(struct, window)
-        return struct
+        return structs, key_steps, value_steps
 
 
 def raise_if_failed(code: int, vocab: int) -> None:
