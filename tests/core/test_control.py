@@ -22,6 +22,7 @@ from saltus.core.sampling import Sampling, one_hot
 from saltus.core.speculate import speculate
 from saltus.core.tree import Branch, Tree, grow_tree
 from saltus.methods.shared.hidden_state_drafter import MAX_UNREAD
+from saltus.methods.shared.query_chains import with_query_chains
 from saltus.testing import ToyNetwork, toy_decoding, toy_network
 from saltus.training.data.seeded_generator import seeded_generator
 
@@ -417,6 +418,50 @@ def test_in_a_batch_all_texts_wait_for_what_one_computes_outside_of_calls():
         inputs, outputs = ForwardInputs(canvas), ForwardOutputs(torch.zeros(1, 5))
         distributions = TargetDistributions(inputs, outputs, Sampling(), Noise(0))
         step = Step(canvas, inputs, outputs, distributions, np.array([3, 4]), -1)
-        controller.record(grow_tree([], 8, 4), step, draft_seconds=0.1, other_seconds=0.1)
+        controller.record(grow_tree([], 8, 4), step, draft_seconds=0.1, other_seconds=0.1, used_networks=True)
         rates.append(controller.drafting_switch.with_drafts.rate)
     assert rates[0] > 1 > rates[1]
+
+
+@dataclass
+class QueryingDrafter:
+    """Drafts two right tokens after each call that had a query."""
+
+    calls: int = 0
+
+    def __call__(self, canvas, last, max_depth):
+        right = last is not None and last.inputs.query_nodes
+        return [Branch([0, 0][:max_depth], [0.9, 0.9][:max_depth], "querying")] if right else ()
+
+    def add_draft_queries(self, inputs, probabilities, controller):
+        self.calls += 1
+        return with_query_chains(inputs, [(-1, [0.5])], 0.0)
+
+
+@dataclass(frozen=True)
+class NetworkOfCosts:
+    """A network that always predicts token 0; its calls take a second, and with queries more."""
+
+    query_seconds: float
+
+    def new_kv_cache(self):
+        return None
+
+    def forward(self, batch, kv_caches):
+        (inputs,) = batch
+        rows = 1 + len(inputs.tokens)
+        seconds = 1.0 + self.query_seconds * len(inputs.query_nodes)
+        return [ForwardOutputs(torch.zeros(rows, 5), None, seconds, 1, rows)]
+
+
+@pytest.mark.parametrize(("query_seconds", "pays"), [(5.0, False), (0.1, True)])
+def test_queries_are_added_while_they_pay(query_seconds, pays):
+    drafter = QueryingDrafter()
+    steps: list[Step] = []
+    cost = CallCost({1: 1.0, 2: 1.0 + query_seconds, 4: 1.0 + query_seconds})
+    generator = speculate(
+        continuation(PROMPT, 400), Noise(0), Sampling(), [drafter], steps.append, controller=Controller(call_cost=cost)
+    )
+    run(generator, {"target": NetworkOfCosts(query_seconds)})
+    assert (drafter.calls > 0.6 * len(steps)) == pays, (drafter.calls, len(steps))
+    assert pays or drafter.calls < 0.25 * len(steps)

@@ -30,7 +30,10 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class FusedDrafter(Protocol):
-    """A drafter that drafts inside the verification call: it adds query nodes to the tree that is verified."""
+    """A drafter that drafts inside the verification call: it adds query nodes to the tree that is verified.
+
+    It is not asked for them while the controller finds that they do not pay.
+    """
 
     def add_draft_queries(
         self, inputs: ForwardInputs, probabilities: Sequence[float], controller: Controller

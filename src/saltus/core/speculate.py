@@ -69,7 +69,7 @@ def speculate(
         inputs = ForwardInputs(
             canvas, tree.tokens, tree.parents, hidden_states, draft_distributions=draft_distributions
         )
-        for drafter in fused:
+        for drafter in fused if should_draft else ():
             probabilities = list(map(controller.calibrated_probability, tree.sources, tree.acceptance_probabilities))
             inputs = drafter.add_draft_queries(inputs, probabilities, controller)
         other_seconds = time.perf_counter() - started - waited
@@ -83,7 +83,9 @@ def speculate(
         # Padding that the end of the text cuts off does not count.
         padding = padding if end is None else max(padding - (len(tokens) - end), 0)
         last = Step(canvas, inputs, outputs, distributions, tokens[:end], node, padding)
-        controller.record(offered, last, draft_seconds, other_seconds + time.perf_counter() - started)
+        other_seconds += time.perf_counter() - started
+        used_networks = draft_seconds > 0 or (should_draft and bool(fused))
+        controller.record(offered, last, draft_seconds, other_seconds, used_networks)
         canvas = canvas.fill(last.tokens)
         on_step(last)
         if end is not None:

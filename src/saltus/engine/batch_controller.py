@@ -43,5 +43,12 @@ class BatchController(Controller):
     def num_nodes(self, tree: Tree) -> int:
         return min(self._current().num_nodes(tree), self.max_draft_tokens)
 
-    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
-        self._current().record(tree, step, draft_seconds, other_seconds)
+    def record(
+        self,
+        tree: Tree,
+        step: Step,
+        draft_seconds: float = 0.0,
+        other_seconds: float = 0.0,
+        used_networks: bool = False,
+    ) -> None:
+        self._current().record(tree, step, draft_seconds, other_seconds, used_networks)

@@ -19,7 +19,7 @@ class Controller:
     then uses one that is not adaptive.
 
     Without `adaptive` a call carries the whole tree, up to `max_draft_tokens` nodes. With it, a call carries the nodes
-    that pay, and drafters with draft models are switched off while they do not pay for their time.
+    that pay, and drafters with draft models or queries are switched off while they do not pay for their time.
     """
 
     max_draft_tokens: int = 16
@@ -30,7 +30,7 @@ class Controller:
     batch_size: int = 1  # texts that are decoded together, one after another outside of calls
 
     def should_draft(self) -> bool:
-        """True if drafters that call draft models should draft in this step."""
+        """True if drafters that call draft models, or add queries to the verification call, should do so in this step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
     def needs_hidden_states(self, max_unread: int) -> bool:
@@ -72,11 +72,18 @@ class Controller:
                 break
         return best
 
-    def record(self, tree: Tree, step: Step, draft_seconds: float = 0.0, other_seconds: float = 0.0) -> None:
+    def record(
+        self,
+        tree: Tree,
+        step: Step,
+        draft_seconds: float = 0.0,
+        other_seconds: float = 0.0,
+        used_networks: bool = False,
+    ) -> None:
         """Record a step: which nodes of the whole tree were right, and whether drafting paid for its seconds.
 
         `draft_seconds` were spent in calls of draft models, `other_seconds` outside of calls, for this text alone: the
-        others of a batch wait for them.
+        others of a batch wait for them. `used_networks`: draft models or queries were used in this step.
         """
         if not self.adaptive:
             return
@@ -97,8 +104,8 @@ class Controller:
                 + self.batch_size * other_seconds
                 + self.call_cost.seconds_for(len(step.inputs.tokens) + 1)
             )
-            drafted = draft_seconds or step.inputs.has_token_queries
-            throughput = self.drafting_switch.with_drafts if drafted else self.drafting_switch.without_drafts
+            switch = self.drafting_switch
+            throughput = switch.with_drafts if used_networks else switch.without_drafts
             throughput.record(len(decided) - step.num_padding_tokens, spent / self.call_cost.seconds_for(1))
 
 

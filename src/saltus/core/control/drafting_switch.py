@@ -1,4 +1,4 @@
-"""Switch drafters with draft models on and off, by measured throughput."""
+"""Switch drafters with draft models or queries on and off, by measured throughput."""
 
 from __future__ import annotations
 

@@ -197,9 +197,7 @@ class AdapterJacobiDrafter(JacobiDrafter):
     ) -> ForwardInputs:
         """Add the guesses once more as a chain of queries after the decided text, for the adapter."""
         guesses = self.iterate.tokens[: min(len(inputs.canvas.open_positions) - 1, MAX_ADAPTER_GUESSES)]
-        if not guesses or (controller.adaptive and not controller.drafting_switch.drafting):
-            return inputs
-        return with_token_queries(inputs, guesses, self.temperature)
+        return with_token_queries(inputs, guesses, self.temperature) if guesses else inputs
 
 
 @dataclass(frozen=True)
