@@ -30,7 +30,7 @@ class Controller:
     batch_size: int = 1  # texts that are decoded together, one after another outside of calls
 
     def should_draft(self) -> bool:
-        """True if drafters that call draft models, or add queries to the verification call, should do so in this step."""
+        """True if drafters that call draft models, or add queries to a call, should do so in this step."""
         return not self.adaptive or self.drafting_switch.should_draft()
 
     def needs_hidden_states(self, max_unread: int) -> bool:
