@@ -14,6 +14,7 @@ from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from saltus.storage.cache_files import disk_errors, is_own_file, make_private_folder, new_file_with_digest
@@ -236,6 +237,11 @@ def kernel(name: str, dtype: torch.dtype, device: torch.device) -> Callable[...,
     if device.type != "cpu" or dtype not in KERNEL_SUFFIXES or (library := load_kernels()) is None:
         return None
     return getattr(library, f"{name}_{KERNEL_SUFFIXES[dtype]}", None)
+
+
+def address(array: np.ndarray) -> int:
+    """Where an array's memory begins; `array.ctypes.data` makes an object for it."""
+    return array.__array_interface__["data"][0]
 
 
 class kernel_threads_only:

@@ -45,10 +45,11 @@ class HolePathKernel:
         last = np.array(sorted(predictions.last_tokens), dtype=np.int64)
         second, first = [-1, -1, *text][-2:]
         struct = native.Holes(
-            logits=ctypes.addressof(rows), states=ctypes.addressof(inputs), unknown=unknown.ctypes.data,
-            gate=self.gate.ctypes.data, sharpness=self.sharpness.ctypes.data, left=self.left.data_ptr(),
-            second_left=self.second_left.data_ptr(), right=self.right.data_ptr(), banned=predictions.banned.ctypes.data,
-            last=last.ctypes.data, vocab=holes[0].outputs.logits.shape[1], hidden=self.gate.shape[0],
+            logits=ctypes.addressof(rows), states=ctypes.addressof(inputs), unknown=native.address(unknown),
+            gate=native.address(self.gate), sharpness=native.address(self.sharpness), left=self.left.data_ptr(),
+            second_left=self.second_left.data_ptr(), right=self.right.data_ptr(),
+            banned=native.address(predictions.banned), last=native.address(last),
+            vocab=holes[0].outputs.logits.shape[1], hidden=self.gate.shape[0],
             width=self.gate.shape[1], num_banned=len(predictions.banned), num_last=len(last), second=second,
             first=first,
         )  # fmt: skip

@@ -94,8 +94,8 @@ class NativeDraftPass:
         tokens = texts[0].tokens if len(texts) == 1 else np.concatenate([text.tokens for text in texts])
         struct.states, struct.vectors = ctypes.addressof(states), ctypes.addressof(queries)
         struct.contexts, struct.queries = ctypes.addressof(counts), ctypes.addressof(query_counts)
-        struct.embedding.rows = tokens.ctypes.data
-        struct.projected = projected.ctypes.data if self.rank else None
+        struct.embedding.rows = native.address(tokens)
+        struct.projected = native.address(projected) if self.rank else None
         struct.likely.x = call.logits.data_ptr()
         candidates.point(struct.likely)
         raise_if_failed(self.kernel(ctypes.byref(struct)), struct.vocab)

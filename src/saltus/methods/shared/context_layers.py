@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from saltus.core.forward import ForwardInputs
@@ -64,9 +64,9 @@ def select_hidden_states(
     hidden_states: Float[Tensor, "*slots given"], layers: Sequence[int], selected: Sequence[int | None]
 ) -> Float[Tensor, "*slots selected"]:
     """The states after the `selected` layers (None: the last), of states after each of `layers` and the last."""
-    places = [len(layers) if layer is None else list(layers).index(layer) for layer in selected]
-    if places == list(range(len(layers) + 1)):
+    if (*layers, None) == tuple(selected):
         return hidden_states
+    places = [len(layers) if layer is None else list(layers).index(layer) for layer in selected]
     return hidden_states.unflatten(-1, (len(layers) + 1, -1))[..., places, :].flatten(-2)
 
 
@@ -219,4 +219,10 @@ def plan_pass(
 
 def _tree_mask(text: ContextRows | DraftRows) -> np.ndarray:
     rows = text.num_rows
-    return np.tri(rows, dtype=np.uint8) if text.causal else np.ones((rows, rows), dtype=np.uint8)
+    return causal_mask(rows) if text.causal else np.ones((rows, rows), dtype=np.uint8)
+
+
+@lru_cache(maxsize=64)
+def causal_mask(rows: int) -> UInt8[np.ndarray, "rows rows"]:
+    """mask[i, j] is 1 if row j is row i or before it; to be read only."""
+    return np.tri(rows, dtype=np.uint8)

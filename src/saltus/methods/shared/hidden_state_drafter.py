@@ -61,7 +61,9 @@ class HiddenStateDrafter:
 
 
 def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a tensor. On the CPU by NumPy: torch would wake threads, which spin beside those of the kernels."""
+    """Some rows of a tensor, ascending, at least one. On the CPU not by torch, whose threads would go on spinning."""
+    if rows[-1] - rows[0] == len(rows) - 1:  # ascending ones without gaps
+        return x[rows[0] : rows[-1] + 1]
     if x.device.type != "cpu":
         return x[torch.tensor(rows)]
     bits = x.view(torch.int16) if x.element_size() == 2 else x

@@ -101,7 +101,9 @@ class NonlinearCorrection:
             if len(self.token_vectors) >= MAX_TOKEN_VECTORS:
                 self.token_vectors.clear()
             embedded = self.embed(token)
-            self.token_vectors[token] = self.left @ embedded, self.second_left @ embedded
+            # not by BLAS: its threads would go on spinning beside those of the kernels
+            left, second_left = (np.einsum("ri,i->r", x, embedded) for x in (self.left, self.second_left))
+            self.token_vectors[token] = left, second_left
         return self.token_vectors[token]
 
 

@@ -51,8 +51,8 @@ class RowCandidates(Sequence[LikelyTokens]):
 
     def point(self, struct: native.NearGreatest) -> None:
         """Let the kernel write here, as much as there is room for."""
-        struct.places, struct.values = self.columns.ctypes.data, self.logits.ctypes.data
-        struct.counts, struct.rests = self.counts.ctypes.data, self.rests.ctypes.data
+        struct.places, struct.values = native.address(self.columns), native.address(self.logits)
+        struct.counts, struct.rests = native.address(self.counts), native.address(self.rests)
         (struct.rows, struct.most), struct.gap = self.columns.shape, MAX_GAP
 
     def __len__(self) -> int:
@@ -105,20 +105,20 @@ class PathKernel:
         if not knows_chooser(choose):
             return None
         fields: dict[str, int] = {
-            "columns": candidates.columns.ctypes.data, "logits": candidates.logits.ctypes.data,
-            "counts": candidates.counts.ctypes.data, "rests": candidates.rests.ctypes.data,
-            "ids": self.token_ids.ctypes.data,
+            "columns": native.address(candidates.columns), "logits": native.address(candidates.logits),
+            "counts": native.address(candidates.counts), "rests": native.address(candidates.rests),
+            "ids": native.address(self.token_ids),
         }  # fmt: skip
         if self.correction is not None:
-            fields |= {"rank": states.shape[1], "states": states.ctypes.data}
+            fields |= {"rank": states.shape[1], "states": native.address(states)}
             fields |= zip(("right", "left", "second_left"), (table.data_ptr() for table in self.tables), strict=True)
             vectors = [self.correction.token_vectors_of(token) for token in text]
             if vectors:
                 fields |= zip(
-                    ("text_left", "text_second_left"), (vector.ctypes.data for vector in vectors[-1]), strict=True
+                    ("text_left", "text_second_left"), (native.address(vector) for vector in vectors[-1]), strict=True
                 )
             if len(vectors) > 1:
-                fields["text_before"] = vectors[-2][1].ctypes.data
+                fields["text_before"] = native.address(vectors[-2][1])
         return grow_natively(choose, len(candidates.counts), fields)
 
 
@@ -138,12 +138,12 @@ def grow_natively(choose: Chooser, positions: int, fields: Mapping[str, int]) ->
     parents, tokens, chances = (np.empty(MAX_NODES, dtype=each) for each in (np.int64, np.int64, np.float32))
     struct = native.DraftPaths(
         **fields, positions=positions, choices=choose.top_k, nodes=MAX_NODES, least=MIN_PATH_PROBABILITY,
-        error=PARALLEL_ERROR, gap=MAX_GAP, parents=parents.ctypes.data, tokens=tokens.ctypes.data,
-        chances=chances.ctypes.data,
+        error=PARALLEL_ERROR, gap=MAX_GAP, parents=native.address(parents), tokens=native.address(tokens),
+        chances=native.address(chances),
     )  # fmt: skip
     if isinstance(choose, SharedNoise):
         keys = np.stack([choose.noise.token_keys("text", at) for at in choose.positions[:positions]])
-        struct.keys, struct.temperature = keys.ctypes.data, choose.sampling.temperature
+        struct.keys, struct.temperature = native.address(keys), choose.sampling.temperature
     else:
         struct.temperature = choose.temperature
     count = kernels.saltus_draft_paths(ctypes.byref(struct))

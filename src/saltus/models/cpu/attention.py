@@ -30,7 +30,7 @@ from saltus.models.cpu.kv_cache import KVCache
 
 ATTENTION_NAME = "saltus"
 FROM_FIRST_SLOT = np.zeros(1024, dtype=np.int32)  # of rows without a sliding window
-FROM_FIRST_SLOT_ADDRESS = FROM_FIRST_SLOT.ctypes.data
+FROM_FIRST_SLOT_ADDRESS = native.address(FROM_FIRST_SLOT)
 
 
 def ancestor_mask(parents: Sequence[int]) -> UInt8[np.ndarray, "nodes nodes"]:
@@ -73,7 +73,7 @@ class SequenceRows:
         """Set the kernel's arguments that say which rows there are and what they see."""
         struct.rows, struct.past = self.num_rows, self.past_length
         if sliding_window is None and self.num_rows <= len(FROM_FIRST_SLOT):
-            struct.visible, struct.first = self.tree_mask.ctypes.data, FROM_FIRST_SLOT_ADDRESS
+            struct.visible, struct.first = native.address(self.tree_mask), FROM_FIRST_SLOT_ADDRESS
             return
         if sliding_window not in self.masks_by_window:
             self.masks_by_window[sliding_window] = (
@@ -81,7 +81,7 @@ class SequenceRows:
                 self.windowed_tree_mask(sliding_window),
             )
         first, visible = self.masks_by_window[sliding_window]
-        struct.visible, struct.first = visible.ctypes.data, first.ctypes.data
+        struct.visible, struct.first = native.address(visible), native.address(first)
 
     def kernel_arguments(self, sliding_window, query, key, value, out, scale, softcap=None) -> native.Attention:
         """The kernel's arguments but the layer's KV cache. Tensors: [heads, rows, dim]; out: [rows, heads, dim]."""
