@@ -61,8 +61,10 @@ class HiddenStateDrafter:
 
 
 def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some rows of a tensor, ascending, at least one. On the CPU not by torch, whose threads would go on spinning."""
-    if rows[-1] - rows[0] == len(rows) - 1:  # ascending ones without gaps
+    """Some rows of a tensor, ascending. On the CPU not by torch, whose threads would go on spinning."""
+    if (
+        rows and 2 * len(rows) >= len(x) and rows[-1] - rows[0] == len(rows) - 1
+    ):  # without gaps, and most of what would be kept
         return x[rows[0] : rows[-1] + 1]
     if x.device.type != "cpu":
         return x[torch.tensor(rows)]
