@@ -62,9 +62,8 @@ class HiddenStateDrafter:
 
 def state_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of a tensor, ascending. On the CPU not by torch, whose threads would go on spinning."""
-    if (
-        rows and 2 * len(rows) >= len(x) and rows[-1] - rows[0] == len(rows) - 1
-    ):  # without gaps, and most of what would be kept
+    has_no_gaps = bool(rows) and rows[-1] - rows[0] == len(rows) - 1
+    if has_no_gaps and 2 * len(rows) >= len(x):  # a view, which keeps all of the tensor
         return x[rows[0] : rows[-1] + 1]
     if x.device.type != "cpu":
         return x[torch.tensor(rows)]
