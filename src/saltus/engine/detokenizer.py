@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,31 @@ class Detokenizer:
     Only a short window is decoded each time: the tokens of the last complete piece, which decide about spaces between
     words, and those since. (DecodeStream of tokenizers does the same for fast tokenizers, but emits nothing for broken
     bytes however many follow.)
+
+    Special tokens are not text, but for those in `shown`, with their texts. Nor are the tokens in `hidden`: end tokens,
+    which many tokenizers do not call special.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.context_tokens = list(context[-CONTEXT_TOKENS:])
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        self.tokenizer, self.hidden, self.shown = tokenizer, hidden, shown or {}
+        self.context_tokens = [token for token in context if token not in hidden][-CONTEXT_TOKENS:]
         self.pending_tokens: list[int] = []
         self.context_text = self.emitted_text = self._decode(self.context_tokens)
 
+    def unread(self) -> Detokenizer:
+        """The same for another text. Before the first token."""
+        return Detokenizer(self.tokenizer, self.context_tokens, self.hidden, self.shown)
+
     def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is not whole, and for special tokens."""
+        """The text that this token completes; empty while a character is not whole, and for tokens that are no text."""
+        if token in self.hidden or token in self.shown:
+            return self.shown.get(token, "")
         self.pending_tokens.append(token)
         text = self._decode(self.context_tokens + self.pending_tokens)
         whole = text if len(self.pending_tokens) > MAX_PENDING_TOKENS else text.rstrip(REPLACEMENT)

@@ -68,9 +68,7 @@ class TextRequest:
 
     def with_seed(self, seed: int, constraint: Constraint | None = None) -> TextRequest:
         """The same before its first call, for another seed; a constraint is of one text."""
-        detokenizer = self.output.detokenizer
-        begun = Detokenizer(detokenizer.tokenizer, detokenizer.context_tokens)
-        output = TextOutput(begun, self.output.end_tokens, self.output.stop_strings)
+        output = TextOutput(self.output.detokenizer.unread(), self.output.end_tokens, self.output.stop_strings)
         request = replace(self.request, seed=seed, is_end=output.add, constraint=constraint)
         return TextRequest(self.prompt, request, output)
 
@@ -227,7 +225,7 @@ class Engine:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
         Noise(seed)  # refuses a negative seed
-        ends = frozenset() if ignore_eos else self.target.end_tokens
+        ends = self.target.end_tokens
         if suffix is None:
             tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools, self.target.context_length)
             chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
@@ -237,7 +235,7 @@ class Engine:
                 raise ValueError("with a suffix the prompt is the text before it, as a str")
             self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
             fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
-            tokens, continues, ends = fim.tokens, fim.before, ends | (frozenset() if ignore_eos else fim.end_tokens)
+            tokens, continues, ends = fim.tokens, fim.before, ends | fim.end_tokens
         self.target.check_tokens(tokens, "the prompt")
         context = self.target.context_length
         if context is not None:
@@ -249,14 +247,15 @@ class Engine:
             max_new_tokens = min(max_new_tokens, context - len(tokens))
         if is_tokens(prompt):
             prompt = self.tokenizer.decode(tokens)
-        output = TextOutput(Detokenizer(self.tokenizer, continues), ends, check_stop_strings(stop))
+        detokenizer = Detokenizer(self.tokenizer, continues, hidden=ends)
+        output = TextOutput(detokenizer, frozenset() if ignore_eos else ends, check_stop_strings(stop))
         request = Request(
             tokens, max_new_tokens, seed, checked, output.add, logprobs or top_logprobs > 0, top_logprobs=top_logprobs
         )
         if grammar is not None:
             if ignore_eos:
                 raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
-            request.constraint = grammar.constraint(self.tokenizer, self.target.end_tokens)
+            request.constraint = grammar.constraint(self.tokenizer, ends)
         if prediction:
             text = require_unicode(prediction, "the prediction")
             text = cut_to_context(text, self.tokenizer, context)  # no text is longer

@@ -100,7 +100,7 @@ def text_requests(
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
-    ends = engine.target.end_tokens
+    ends = first.output.end_tokens
     constraints = (None if grammar is None else grammar.constraint(engine.tokenizer, ends) for _ in seeds[1:])
     return [first, *(first.with_seed(*each) for each in zip(seeds[1:], constraints, strict=True))]
 
