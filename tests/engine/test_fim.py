@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 import saltus
 from conftest import space_tokenizer
-from saltus.engine.fim import FORMATS, fim_prompt, find_fim_format
+from saltus.engine.fim import fim_prompt
+from saltus.engine.fim_formats import FORMATS, find_fim_format
 from tiny_server import JSON, serving
 
 BEFORE, AFTER = "the cat sat on the ", " and the cat sat on the log and the mat"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,16 @@ class TextOutput:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]  # tokens that end it
     stop_strings: tuple[str, ...] = ()  # strings that end it, and are cut off
+    min_tokens: int = 0  # stop strings are looked for in the text of the tokens after these
     text: str = ""
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
+    num_tokens: int = field(default=0, init=False)
+    num_free: int = field(default=0, init=False)  # characters in which no stop string is looked for
+
+    def unread(self) -> TextOutput:
+        """The same for another text. Before the first token."""
+        return TextOutput(self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens)
 
     def __post_init__(self) -> None:
         self.sorted_stops = sorted(self.stop_strings)
@@ -84,9 +91,12 @@ class TextOutput:
         assert not self.ended
         new = self.detokenizer.add(token)
         self.text += new
+        self.num_tokens += 1
+        if self.num_tokens <= self.min_tokens:
+            self.num_free = len(self.text)
         self.ended = token in self.end_tokens
         if new and self.stop_strings:
-            begin = max(len(self.text) - len(new) - self.longest_stop + 1, 0)
+            begin = max(len(self.text) - len(new) - self.longest_stop + 1, self.num_free)
             places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if places:
                 self.text, self.ended = self.text[: min(places)], True
@@ -101,7 +111,7 @@ class TextOutput:
 
     def _held_back_length(self) -> int:
         """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = min(self.longest_stop - 1, len(self.text))
+        longest = min(self.longest_stop - 1, len(self.text) - self.num_free)
         return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
 
     def _begins_stop_string(self, text: str) -> bool:
@@ -115,3 +125,18 @@ def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if "" in stops:
         raise ValueError("a stop string is empty and would end every text at once; remove it")
     return stops
+
+
+def shown_special_tokens(
+    tokenizer: Any, stops: Sequence[str], named: Collection[int], every: bool, ends: frozenset[int]
+) -> dict[int, str]:
+    """The texts of special tokens that belong to a text: those `named`, with `every` all but those that end it.
+
+    And those that stop strings spell, which end the text there.
+    """
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return {
+        token: content
+        for token, content in special.items()
+        if content and (token in named or (every and token not in ends) or any(content in stop for stop in stops))
+    }

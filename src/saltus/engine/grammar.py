@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from saltus.core.constraint import Constraint
+from saltus.engine.control_tokens import with_renamed_tokens
 from saltus.loading.fetching import first_line
 
 # JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
@@ -24,7 +25,13 @@ BYTES_PER_TOKEN = 32  # that are read ahead for each fast-forward token; few tok
 CANNOT_FOLLOW = (
     "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
 )
-RENAMED = "\U0010ffff"  # begins the names of special tokens that no text may spell; it is no character
+
+
+@runtime_checkable
+class MakesConstraint(Protocol):
+    """What restricts texts: a grammar, or one that begins later in the text."""
+
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int]) -> Constraint: ...
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,7 @@ def _grammar_tokenizer(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     ends = sorted(end_tokens)
     known = LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=ends)
     special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
-    plain = LLTokenizer(_without_special_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
+    plain = LLTokenizer(with_renamed_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
     return LLTokenizer(TokenizerWrapper(_PlainText(known, plain, special)), n_vocab=len(tokenizer), eos_token=ends)
 
 
@@ -187,25 +194,6 @@ class _PlainText:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self.plain.tokenize_bytes(text if isinstance(text, bytes) else text.encode())
-
-
-def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
-    """A tokenizer.json whose special tokens have names that no text contains."""
-    content = json.loads(definition)
-    names = {
-        token["content"]: RENAMED + token["content"] for token in content["added_tokens"] if token["id"] in special
-    }
-    for token in content["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = content["model"]
-    vocab = model.get("vocab")
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
-    elif vocab is not None:  # pairs of a piece and its score
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    return json.dumps({**content, "post_processor": None})
 
 
 def _matcher_class() -> Any:

@@ -100,9 +100,9 @@ def infill_request(
     tokenizer, blank = target.tokenizer, target.network.blank_token
     if None in template.hole_lengths and blank is None:
         raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
-    for name in ("presence_penalty", "frequency_penalty"):
+    for name in ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_new_tokens"):
         if sampling.get(name):
-            raise ValueError(f"{name} counts the tokens of one continuation, not of holes; use repetition_penalty")
+            raise ValueError(f"{name} is about the tokens of one continuation, not of holes; leave it out")
     for piece in template.pieces:
         require_unicode(piece, "the text")
     layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)

@@ -13,6 +13,10 @@ NORMALIZED_BYTES = {"Prepend": 1, "NFC": 4, "NFD": 4}
 PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")  # that drop nothing
 
 
+class PromptTooLongError(ValueError):
+    """A prompt is longer than the model's context."""
+
+
 @dataclass(frozen=True)
 class TokenLength:
     """The most bytes of a text that one token stands for, apart from bytes that the vocabulary has no token of."""
@@ -22,14 +26,14 @@ class TokenLength:
 
 
 def require_fits(texts: Iterable[str], tokenizer: Any, context: int | None, model_name: str, what: str) -> None:
-    """Raise ValueError if the texts together have more bytes than the context's tokens can stand for."""
+    """Raise PromptTooLongError if the texts together have more bytes than the context's tokens can stand for."""
     if context is None or (length := token_length(tokenizer)) is None:
         return
     limit, size = context * length.longest, 0
     for text in texts:
         size += len(text.encode("utf-8", "surrogatepass").translate(None, length.unknown))
     if size > limit:
-        raise ValueError(
+        raise PromptTooLongError(
             f"{what} has {size:,} bytes, but {model_name} reads at most {context:,} tokens, which are {limit:,} bytes"
             " or fewer; shorten it"
         )
