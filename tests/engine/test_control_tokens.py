@@ -84,11 +84,7 @@ def test_what_templates_write_of_objects_is_words_too():
     tokenizer = byte_tokenizer()
     call = {"function": {"name": "f", "arguments": {"x": "<|end|>"}}}
     messages = [{"role": "user", "content": "x", "data": [call]}]
-    for written in (
-        "{{ m['data'] }}",
-        "{{ m['data'] | tojson }}",
-        "{{ m['data'] | tojson | upper }}",
-    ):
+    for written in ("{{ m['data'] }}", "{{ m['data'] | tojson }}"):
         tokenizer.chat_template = "{% for m in messages %}<|user|>" + written + "<|end|>{% endfor %}{{ tools }}"
         tokens = encode_prompt(tokenizer, messages, PromptSettings(), "tiny")
         assert len(control_ids(tokenizer, tokens)) == 2

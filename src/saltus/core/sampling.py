@@ -25,6 +25,7 @@ from saltus.kernels import native
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
 LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability
 TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 53 bits, and pick can be inverted
+MAX_BIAS = 1e30  # of a logit; more would be infinite in float32
 MIN_TEMPERATURE = 1e-6  # below it only the likeliest token has a probability in float32, and a division may overflow
 Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
@@ -73,7 +74,8 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "must be a number; use 0 to switch it off")
         check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")
-        check(not any(math.isnan(bias) for _, bias in self.logit_bias), "logit_bias", "a bias must be a number")
+        low = all(bias <= MAX_BIAS for _, bias in self.logit_bias)
+        check(low, "logit_bias", f"a bias must be a number of at most {MAX_BIAS:g}")
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
             check(getattr(self, name) >= 0, name, "must be 0 (off) or a number of tokens")
         check(self.coupling in get_args(Coupling), "coupling", f"must be one of {', '.join(get_args(Coupling))}")
@@ -441,7 +443,8 @@ def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | Non
     if sampling.logit_bias:
         scores = scores.copy()
         known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
-        np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
+        with np.errstate(over="ignore"):  # less than a float32 is −∞
+            np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
     if context is not None and (sampling.presence_penalty or sampling.frequency_penalty):
         tokens, counts = np.unique(context[len(context) - index :], return_counts=True)
         scores = scores.copy()

@@ -76,13 +76,30 @@ def encode_prompt(
         if settings.tools or settings.chat_template_kwargs:
             raise ValueError("tools and chat_template_kwargs are for conversations; give messages")
         require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
-        tokens = tokenizer(str(prompt), add_special_tokens=settings.add_special_tokens is not False).input_ids
+        tokens = tokens_of_text(tokenizer, str(prompt), settings.add_special_tokens is not False)
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
-    if len(tokens) > 1 and tokens[0] == tokens[1] == tokenizer.bos_token_id:
-        log.warning("a prompt begins with %s, which the tokenizer adds, too; it is read once", tokenizer.bos_token)
-        tokens = tokens[1:]
     return list(tokens)
+
+
+def tokens_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+    """The tokens of a text that is a prompt as it stands; without `parse_special` no word of it is a control token."""
+    require_unicode(text, "the text")
+    control = None if parse_special else control_tokens(tokenizer, "")
+    if control is None:
+        tokens = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    else:
+        begin = begin_tokens(tokenizer) if add_special_tokens else []
+        tokens = [*begin, *control.encoder.encode(text, add_special_tokens=False).ids]
+    return _begun_once(tokenizer, tokens)
+
+
+def _begun_once(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Tokens that begin with one begin token where both a text and the tokenizer have one."""
+    if len(tokens) < 2 or not tokens[0] == tokens[1] == tokenizer.bos_token_id:
+        return tokens
+    log.warning("a prompt begins with %s, which the tokenizer adds, too; it is read once", tokenizer.bos_token)
+    return tokens[1:]
 
 
 def uses_chat_template(tokenizer: Any, prompt: PromptLike, raw: bool) -> bool:
@@ -124,7 +141,7 @@ def _encode_chat(
         tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
     else:
         tokens = control.encode(text)
-    return [*begin_tokens(tokenizer), *tokens] if settings.add_special_tokens else tokens
+    return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
 
 
 def begin_tokens(tokenizer: Any) -> list[int]:

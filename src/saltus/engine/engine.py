@@ -290,7 +290,7 @@ class Engine:
         if grammar is not None:
             if ignore_eos:
                 raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
-            request.constraint = grammar.constraint(self.tokenizer, stopping)
+            request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
             text = cut_to_context(text, self.tokenizer, context)  # no text is longer

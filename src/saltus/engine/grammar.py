@@ -31,7 +31,9 @@ CANNOT_FOLLOW = (
 class MakesConstraint(Protocol):
     """What restricts texts: a grammar, or one that begins later in the text."""
 
-    def constraint(self, tokenizer: Any, end_tokens: frozenset[int]) -> Constraint: ...
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
+        """The constraint on one text, which follows the tokens of a prompt. Errors: ValueError of one line."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Grammar:
         """A context-free grammar in Lark's syntax, with llguidance's extensions (`%json {...}`)."""
         return cls(_matcher_class().grammar_from_lark(grammar))
 
-    def constraint(self, tokenizer: Any, end_tokens: frozenset[int]) -> Constraint:
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
         """The constraint on one text. Errors: ValueError of one line for a grammar that cannot be used."""
         compiled = _compile(self.definition, tokenizer, end_tokens)
         return GrammarConstraint(compiled.deep_copy(), _grammar_tokenizer(tokenizer, end_tokens), end_tokens)

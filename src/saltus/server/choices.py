@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.reasoning import Reasoning, ReasoningReader
 from saltus.engine.request import CallRecord
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
@@ -28,6 +29,9 @@ class _Form:
     def __init__(self, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
+    def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
+        return None
+
     def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
         logprobs = self._logprobs(index, of) if self.logprobs else None
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
@@ -41,15 +45,19 @@ class ChatForm(_Form):
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Any, logprobs: bool, tools: Tools) -> None:
+    def __init__(
+        self, tokenizer: Any, logprobs: bool, tools: Tools, reasoning: Reasoning | None, shows_reasoning: bool
+    ) -> None:
         super().__init__(tokenizer, logprobs)
-        self.tools = tools
-        self.readers: dict[int, ToolCallReader | None] = {}  # by choice
+        self.tools, self.reasoning, self.shows_reasoning = tools, reasoning, shows_reasoning
+        self.readers: dict[int, tuple[ReasoningReader | None, ToolCallReader | None]] = {}  # by choice
         self.num_calls: Counter[int] = Counter()  # by choice
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        text, calls = self._read(choice.index, choice.text, last=True)
+        thought, text, calls = self._read(choice, choice.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thought is not None:
+            message |= {"content": text or None, "reasoning_content": thought or None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return self._entry(choice.index, {"message": message}, choice)
@@ -59,9 +67,11 @@ class ChatForm(_Form):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
-        text, calls = self._read(choice.index, new.text, last=new.finish_reason is not None)
+        thought, text, calls = self._read(choice, new.text, last=new.finish_reason is not None)
         first = self.num_calls[choice.index] - len(calls)
-        delta: dict[str, Any] = {"content": text} if text else {}
+        delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+        if text:
+            delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
         return self._entry(choice.index, {"delta": delta}, new)
@@ -72,16 +82,27 @@ class ChatForm(_Form):
             entry["finish_reason"] = "tool_calls"
         return entry
 
-    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a choice without its calls, and these."""
-        if index not in self.readers:
-            self.readers[index] = self.tools.reader()
-        reader = self.readers[index]
-        if reader is None:
-            return text, []
-        content, calls = reader.read(text, last)
-        self.num_calls[index] += len(calls)
-        return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
+    def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
+        """How many tokens of all choices are reasoning; None for a model without."""
+        if self.reasoning is None:
+            return None
+        return sum(self.reasoning.count(choice.request.request.prompt, choice.tokens) for choice in choices)
+
+    def _read(self, choice: Choice, text: str, last: bool) -> tuple[str | None, str, list[dict[str, Any]]]:
+        """The reasoning of a choice (None if it is not shown), its text without its calls, and these."""
+        if choice.index not in self.readers:
+            prompt, reasoning = choice.request.request.prompt, self.reasoning
+            self.readers[choice.index] = reasoning and reasoning.reader(prompt), self.tools.reader()
+        of_reasoning, of_calls = self.readers[choice.index]
+        thought = None
+        if of_reasoning is not None:
+            thought, text = of_reasoning.read(text, last)
+            thought = thought if self.shows_reasoning else None
+        if of_calls is None:
+            return thought, text, []
+        content, calls = of_calls.read(text, last)
+        self.num_calls[choice.index] += len(calls)
+        return thought, content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
@@ -216,4 +237,5 @@ class ChoicesAnswer(Answer):
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
             self.calls if getattr(self.body, "prediction", None) is not None else None,
+            self.form.reasoning_tokens(self.choices),
         )

@@ -139,11 +139,25 @@ class NamedTool(Fields):
     function: FunctionName
 
 
+class ToolSubset(Fields):
+    """Those of the tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(max_length=MAX_TOOLS)
+
+
+class AllowedTools(Fields):
+    """OpenAI's choice among the tools: the prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 class ToolFields(Fields):
     """Tools and whether to call them."""
 
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
 
     @classmethod
@@ -163,10 +177,19 @@ class ToolFields(Fields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have one name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if unknown := [name for name in chosen_names(self.tool_choice) or () if name not in names]:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+        if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.allowed_tools.tools:
+            raise ValueError("tool_choice allows no tools; give none in place of allowed_tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is required, but there are no tools")
+
+
+def chosen_names(choice: Any) -> list[str] | None:
+    """The names of the functions that a choice leaves; None: all."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedTools) else None
 
 
 class Tools:
@@ -177,11 +200,12 @@ class Tools:
         if choice == "none":
             tools = []
         self.offered = [tool.model_dump(exclude_none=True) for tool in tools]
-        if isinstance(choice, NamedTool):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if (names := chosen_names(choice)) is not None:
+            tools = [tool for tool in tools if tool.function.name in names]
         self._callable = [tool.model_dump(exclude_none=True) for tool in tools]
         self.engine, self.form = engine, tool_format(engine.tokenizer)
-        self.required = choice == "required" or isinstance(choice, NamedTool)
+        must = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        self.required = choice == "required" or isinstance(choice, NamedTool) or must
         self.several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
     def grammar(self, of_text: Grammar | None) -> Grammar | None:
