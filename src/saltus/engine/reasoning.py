@@ -48,6 +48,7 @@ class Reasoning:
     tokenizer: Any
     tags: ReasoningTags
     continued: str = ""  # what there is of the answer already, at the end of the prompt
+    in_text: bool = False  # it stays in the text, with its tags
 
     def begin(self, prompt: Sequence[int]) -> Begin:
         """How the text after these tokens begins."""
@@ -58,9 +59,9 @@ class Reasoning:
         return "inside" if tail.endswith(self.tags.begin) else "answer" if tail.endswith(self.tags.end) else "tag"
 
     def reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """What separates reasoning and answer; None for a text without reasoning."""
+        """What separates reasoning and answer; None for a text without reasoning, and if it stays in the text."""
         begin = self.begin(prompt)
-        return None if begin == "answer" else ReasoningReader(self.tags, begin == "inside")
+        return None if begin == "answer" or self.in_text else ReasoningReader(self.tags, begin == "inside")
 
     @cached_property
     def tokens(self) -> tuple[int | None, int | None]:

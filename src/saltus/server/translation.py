@@ -131,16 +131,15 @@ def text_requests(
 
 
 def reasoning_of(engine: Engine, messages: Sequence[dict[str, Any]], body: Any) -> Reasoning | None:
-    """What separates reasoning and answer; None for models without, or if the client wants the text as it is."""
-    tags = None if body.reasoning_format == "none" else reasoning_tags(engine.tokenizer)
-    if tags is None:
+    """What separates reasoning and answer; None for models without."""
+    if (tags := reasoning_tags(engine.tokenizer)) is None:
         return None
     settings = PromptSettings(
         add_generation_prompt=getattr(body, "add_generation_prompt", None),
         continue_final_message=getattr(body, "continue_final_message", None),
     )
     continued = str(messages[-1].get("content") or "") if settings.continues(messages) else ""
-    return Reasoning(engine.tokenizer, tags, continued)
+    return Reasoning(engine.tokenizer, tags, continued, in_text=body.reasoning_format == "none")
 
 
 def infill_request(
