@@ -242,6 +242,29 @@ def test_a_text_ends_where_the_context_does(tiny_folder):
     assert engine.generate("a" * 32, raw=True).tokens == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("yarn", {"original_max_position_embeddings": 64}), ("yarn", {}), ("dynamic", {}), ("linear", {})],
+    ids=str,
+)
+def test_a_scaled_context_is_as_long_as_it_is_scaled_to(tiny_folder, kind, more):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+    engine = saltus.load(str(tiny_folder(max_position_embeddings=64, rope_parameters=rope)), adaptive=False)
+    assert engine.target.context_length == 256
+    settings = {"max_new_tokens": 30, "ignore_eos": True, "method": "lookup"}
+    prompt = list(range(20, 60)) * 2
+    (text,) = engine.generate([prompt], **settings)
+    assert text.tokens == engine.generate(prompt, **{**settings, "method": "plain"}).tokens
+    assert text.tokens == engine.generate([prompt, prompt[:20]], **settings)[0].tokens
+    with pytest.raises(ValueError, match="reads at most 256"):
+        engine.generate([5] * 257, **settings)
+
+
+def test_what_a_configuration_scales_already_is_not_scaled_again(tiny_folder):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert saltus.load(str(tiny_folder(max_position_embeddings=256, rope_parameters=rope))).target.context_length == 256
+
+
 def test_a_drafter_rests_where_its_own_context_ends(engine, tiny_folder):
     short = {"small_model": {"model": str(tiny_folder(seed=2, max_position_embeddings=48))}}
     other = saltus.load(engine.target.name, "small_model", options=short, adaptive=False)

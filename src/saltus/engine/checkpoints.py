@@ -35,6 +35,7 @@ from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import embedding_rows
 
 WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
+SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")  # whose configurations may give the length before the scaling
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -270,9 +271,19 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def context_length_of(model: Any) -> int | None:
-    """The context length in tokens from the model's configuration; None if it has none."""
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return length if length and length > 0 else None  # XLNet's is −1
+    """The context length in tokens from the model's configuration; None if it has none.
+
+    Positions that are scaled reach as far as they are scaled to, where the configuration does not say so itself.
+    """
+    config = model.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    if not length or length < 1:  # XLNet's is −1
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in SCALED_ROPE_TYPES:
+        return length
+    unscaled = rope.get("original_max_position_embeddings") or length
+    return max(length, int(unscaled * rope.get("factor", 1)))
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:
