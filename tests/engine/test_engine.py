@@ -452,9 +452,21 @@ def test_nan_logits_are_named(tiny_folder, tmp_path):
     model.model.norm.weight.data[0] = float("nan")
     model.save_pretrained(tmp_path)
     saltus.load(str(tiny_folder())).tokenizer.save_pretrained(tmp_path)
-    engine = saltus.load(str(tmp_path))
+    with refused("weights that are NaN or infinite, such as model.norm.weight; fetch or train it again"):
+        saltus.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cure"),
+    [(torch.float16, "load it in float32 or bfloat16"), (torch.float32, "its weights may be damaged")],
+)
+def test_nan_logits_are_named_with_a_cure_that_is_one(tiny_folder, monkeypatch, dtype, cure):
+    engine = saltus.load(str(tiny_folder()), "plain")
+    engine.network.forward = lambda batch, kv_caches: [
+        ForwardOutputs(torch.full((1, 300), torch.nan, dtype=dtype)) for _ in batch
+    ]
     for settings in (GREEDY, SAMPLED):
-        with refused("load it in float32"):
+        with refused(cure):
             engine.generate(PROMPT, **settings)
 
 

@@ -237,7 +237,7 @@ def token_distribution(
         scores[sampling._banned_at[index]] = -np.inf
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
-        raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}"))
+        raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}", logits.dtype))
     if sampling.greedy:
         return one_hot(best)
     if sampling.temperature != 1:
@@ -277,7 +277,7 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
         top = np.take_along_axis(scores, best, -1)
     broken = np.flatnonzero(~np.isfinite(top))
     if broken.size:
-        raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}"))
+        raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}", logits.dtype))
     return best[:, 0].tolist()
 
 
@@ -416,12 +416,13 @@ def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     return best, 1 / float(np.exp(scores - scores[best]).sum(dtype=np.float64))
 
 
-def _broken_logits_message(top: float, where: str) -> str:
-    """The error message for a row whose best score is not finite."""
+def _broken_logits_message(top: float, where: str, dtype: torch.dtype) -> str:
+    """The error message for a row whose best score is not finite; float16 overflows where other types do not."""
     if top == -math.inf:
         return f"no token is left to choose {where}: all are banned or have logits of −inf; ban fewer tokens"
     value = "NaN" if math.isnan(top) else "infinite"
-    return f"the model gave {value} logits {where}; load it in float32 or bfloat16"
+    cure = "load it in float32 or bfloat16" if dtype == torch.float16 else "its weights may be damaged: fetch it again"
+    return f"the model gave {value} logits {where}; {cure}"
 
 
 def float_row(logits: Tensor) -> np.ndarray:
