@@ -3,11 +3,20 @@
 # ruff: noqa: F811  fixtures
 
 import json
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from saltus.server.infill import InfillRequest
+from saltus.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from tiny_server import JSON, MESSAGES, PROMPT, alone, client, engine, server  # noqa: F401
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -225,3 +234,13 @@ def test_an_end_may_not_come_before_min_tokens(client, engine):
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (least + 1, "stop")
     with pytest.raises(openai.BadRequestError, match="min_tokens is 30, but the text has at most 24; lower it"):
         client.chat.completions.create(**asked, extra_body={"min_tokens": 30})
+
+
+MODELS = [ChatCompletionRequest, CompletionRequest, ResponsesRequest, InfillRequest, TokenizeRequest, DetokenizeRequest]
+
+
+@pytest.mark.parametrize("request_model", MODELS)
+def test_the_documentation_has_every_field(request_model):
+    page = Path(__file__).parents[2].joinpath("docs/serving.md").read_text()
+    fields = page[page.index("## Routes and fields") : page.index("## Load")]
+    assert not [name for name in request_model.model_fields if f"`{name}`" not in fields]
