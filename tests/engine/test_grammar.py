@@ -50,6 +50,17 @@ def test_every_method_writes_the_same_complete_text(engine, name, temperature):
         assert engine.generate(PROMPT, method="lookup", **settings).statistics.calls < expected.statistics.calls
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_least_length_leaves_a_grammar_its_only_end_and_forbids_others(engine, temperature):
+    settings = {"temperature": temperature, "seed": 2, "max_new_tokens": 40, "min_new_tokens": 12}
+    for method in ("plain", "lookup", "jacobi"):
+        short = engine.generate(PROMPT, grammar=Grammar.choice(["the cat"]), method=method, **settings)
+        assert (short.text, short.finish_reason) == ("the cat", "stop")
+        long = engine.generate(PROMPT, grammar=Grammar.regex("[ab]*"), method=method, **settings)
+        assert long.tokens == engine.generate(PROMPT, grammar=Grammar.regex("[ab]*"), method="plain", **settings).tokens
+        assert len(long.tokens) > 12
+
+
 def test_texts_of_a_batch_have_grammars_of_their_own(engine):
     settings = {"grammar": GRAMMARS["schema"][0], "temperature": 1.0, "max_new_tokens": 60}
     prompts = [PROMPT, "a dog", "the mat"]
