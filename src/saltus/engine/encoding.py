@@ -11,7 +11,7 @@ from saltus.engine.control_tokens import control_tokens
 from saltus.engine.results import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
-from saltus.engine.tool_calls import readable_messages
+from saltus.engine.tool_messages import has_tools, readable_messages
 
 # What `chat_template_kwargs` may not set: arguments of the tokenizer's `apply_chat_template`.
 RESERVED = frozenset({
@@ -160,7 +160,7 @@ def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continue
     begins = settings.add_generation_prompt
     if continues and begins:
         raise ValueError("add_generation_prompt and continue_final_message exclude each other; leave one out")
-    if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+    if tools or has_tools(messages):
         messages = readable_messages(messages, tools, tokenizer)
     try:
         return render_chat(

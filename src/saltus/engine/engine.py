@@ -49,6 +49,7 @@ from saltus.engine.results import (
 )
 from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import PromptTooLongError, cut_to_context, require_fits
+from saltus.engine.tool_calls import call_markers
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.progress import ProgressCallback
@@ -279,6 +280,7 @@ class Engine:
         stops = check_stop_strings(stop)
         stopping = frozenset(stop_token_ids) | (frozenset() if ignore_eos else ends)
         shown = shown_special_tokens(self.tokenizer, stops, shown_tokens, not skip_special_tokens, stopping | ends)
+        shown |= call_markers(self.tokenizer) if tools else {}
         detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
         output = TextOutput(detokenizer, stopping, stops, min_new_tokens)
         if min_new_tokens:

@@ -29,7 +29,7 @@ class JsonObjectFormat(Fields):
 
 
 class JsonSchema(Fields):
-    """A JSON schema and its name. It is always followed, `strict` or not."""
+    """A JSON schema and its name. It is always followed; with `strict` keywords that cannot be are an error."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -94,9 +94,9 @@ class GrammarFields(Fields):
 def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat) -> Grammar | None:
     """The grammar of a format. Errors: ValueError."""
     if isinstance(given, JsonSchemaFormat):
-        return Grammar.json_schema(given.json_schema.definition)
+        return Grammar.json_schema(given.json_schema.definition, bool(given.json_schema.strict))
     if isinstance(given, FlatJsonSchemaFormat):
-        return Grammar.json_schema(given.definition)
+        return Grammar.json_schema(given.definition, bool(given.strict))
     return Grammar.json_object() if isinstance(given, JsonObjectFormat) else None
 
 
@@ -222,7 +222,7 @@ class Tools:
 
     def reader(self) -> ToolCallReader | None:
         """What separates the calls from an answer's text; None if nothing can be called."""
-        return ToolCallReader(self.form) if self._callable else None
+        return ToolCallReader(self.form, self.required) if self._callable else None
 
 
 def call_object(call: ToolCall, call_id: str) -> dict[str, Any]:

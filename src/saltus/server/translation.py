@@ -192,7 +192,7 @@ def _field_of(message: str) -> str | None:
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
         "logit_bias", "seed", "stop_token_ids", "stop", "suffix", "chat_template_kwargs", "add_generation_prompt",
-        "prompt", "prediction", "grammar",
+        "tool_calls", "prompt", "prediction", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 
