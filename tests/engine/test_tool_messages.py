@@ -6,7 +6,7 @@ import pytest
 from test_grammar import TOOLS
 
 from conftest import TEMPLATE, byte_tokenizer
-from saltus.engine.encoding import encode_prompt
+from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.tool_messages import readable_messages
 
 ALTERNATING = (  # as Gemma's
@@ -125,7 +125,7 @@ def test_what_a_template_does_not_refuse_stays_as_it_is(tokenizer):
 def test_each_template_gives_a_prompt(tokenizer, template):
     tokenizer.chat_template = template
     for conversation in ([USER], [USER, ANSWER, *RESULTS], [SYSTEM, USER, ANSWER, *RESULTS, USER]):
-        assert encode_prompt(tokenizer, conversation, False, "it", TOOLS)
+        assert encode_prompt(tokenizer, conversation, PromptSettings(tools=TOOLS), "it")
 
 
 @pytest.mark.parametrize("calls", [
@@ -135,7 +135,9 @@ def test_each_template_gives_a_prompt(tokenizer, template):
 ])  # fmt: skip
 def test_calls_of_another_form_are_refused_by_name(tokenizer, calls):
     with pytest.raises(ValueError, match=r"messages\[1\].tool_calls"):
-        encode_prompt(tokenizer, [USER, {"role": "assistant", "content": "", "tool_calls": calls}, USER], False, "it")
+        encode_prompt(
+            tokenizer, [USER, {"role": "assistant", "content": "", "tool_calls": calls}, USER], PromptSettings(), "it"
+        )
 
 
 def test_numbers_beyond_the_largest_stay_json_in_the_prompt(tokenizer):

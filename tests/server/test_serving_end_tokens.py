@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, GenerationConfig
 
 import saltus
-from saltus.engine.fim import FORMATS
+from saltus.engine.fim_formats import FORMATS
 from saltus.engine.grammar import Grammar
 from saltus.server.app import make_app
 from saltus.server.served_request import Limits

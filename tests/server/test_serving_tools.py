@@ -78,7 +78,7 @@ def test_a_schema_that_no_grammar_follows_names_tool_and_keyword(server):
         body = {"messages": MESSAGES, "max_tokens": 2} if "chat" in route else {"input": "a", "max_output_tokens": 2}
         parameters = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
         tools = [wrap({"name": "good"}), wrap({"name": "other", "parameters": parameters})]
-        ask = lambda: httpx.post(f"{server[1]}/v1/{route}", headers=JSON, json={**body, "tools": tools})  # noqa: B023, E731
+        ask = lambda: httpx.post(f"{server[1]}/v1/{route}", headers=JSON, timeout=100, json={**body, "tools": tools})  # noqa: B023, E731
         assert ask().status_code == 200
         (tools[1].get("function") or tools[1])["strict"] = True
         error = ask().json()["error"]
@@ -92,12 +92,12 @@ def test_a_form_of_an_answer_is_strict_if_asked_to_be(server):
     for strict, status in ((True, 400), (False, 200), (None, 200)):
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
         body = {"messages": MESSAGES, "response_format": form, "max_tokens": 4}
-        answer = httpx.post(f"{server[1]}/v1/chat/completions", headers=JSON, json=body)
+        answer = httpx.post(f"{server[1]}/v1/chat/completions", headers=JSON, timeout=100, json=body)
         assert answer.status_code == status
         assert ("path" in answer.text) == (status == 400)
         form = {"type": "json_schema", **form["json_schema"]}
         body = {"input": "a", "text": {"format": form}, "max_output_tokens": 4}
-        assert httpx.post(f"{server[1]}/v1/responses", headers=JSON, json=body).status_code == status
+        assert httpx.post(f"{server[1]}/v1/responses", headers=JSON, timeout=100, json=body).status_code == status
 
 
 @pytest.mark.parametrize("text", [SHORT_IDS, ALTERNATING], ids=["ids", "alternating"])
@@ -115,7 +115,7 @@ def test_a_conversation_goes_on_with_the_calls_of_an_answer(client, template, te
 def test_calls_of_another_form_are_refused_by_their_field(server, calls):
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]
     for route, body in (("/v1/chat/completions", {"messages": messages}), ("/tokenize", {"messages": messages})):
-        answer = httpx.post(server[1] + route, headers=JSON, json=body)
+        answer = httpx.post(server[1] + route, headers=JSON, timeout=100, json=body)
         assert answer.status_code == 400
         assert "messages[1].tool_calls" in answer.json()["error"]["message"]
 
