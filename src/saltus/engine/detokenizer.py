@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from saltus.engine.token_texts import TokenTexts
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
 CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
 MAX_PENDING_TOKENS = 64  # tokens to wait for the rest of a character before broken bytes are emitted
@@ -72,6 +74,7 @@ class TextOutput:
     end_tokens: frozenset[int]  # tokens that end it
     stop_strings: tuple[str, ...] = ()  # strings that end it, and are cut off
     min_tokens: int = 0  # stop strings are looked for in the text of the tokens after these
+    token_texts: TokenTexts | None = None  # what each token stands for, where that is asked for
     text: str = ""
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
@@ -80,7 +83,8 @@ class TextOutput:
 
     def unread(self) -> TextOutput:
         """The same for another text. Before the first token."""
-        return TextOutput(self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens)
+        token_texts = None if self.token_texts is None else self.token_texts.unread()
+        return TextOutput(self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts)
 
     def __post_init__(self) -> None:
         self.sorted_stops = sorted(self.stop_strings)
@@ -91,6 +95,8 @@ class TextOutput:
         assert not self.ended
         new = self.detokenizer.add(token)
         self.text += new
+        if self.token_texts is not None:
+            self.token_texts.add(token, new, not self.detokenizer.pending_tokens)
         self.num_tokens += 1
         if self.num_tokens <= self.min_tokens:
             self.num_free = len(self.text)

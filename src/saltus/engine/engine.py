@@ -49,6 +49,7 @@ from saltus.engine.results import (
 )
 from saltus.engine.scheduler import run_requests
 from saltus.engine.text_bounds import PromptTooLongError, cut_to_context, require_fits
+from saltus.engine.token_texts import TokenTexts
 from saltus.engine.tool_calls import call_markers
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
@@ -276,18 +277,19 @@ class Engine:
                 )
             max_new_tokens = min(max_new_tokens, context - len(tokens))
         if is_tokens(prompt):
-            prompt = self.tokenizer.decode(tokens)
+            prompt = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         stops = check_stop_strings(stop)
         stopping = frozenset(stop_token_ids) | (frozenset() if ignore_eos else ends)
         shown = shown_special_tokens(self.tokenizer, stops, shown_tokens, not skip_special_tokens, stopping | ends)
         shown |= call_markers(self.tokenizer) if tools else {}
         detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
-        output = TextOutput(detokenizer, stopping, stops, min_new_tokens)
+        wants_logprobs = logprobs or top_logprobs > 0
+        token_texts = TokenTexts(self.tokenizer, shown) if wants_logprobs else None
+        output = TextOutput(detokenizer, stopping, stops, min_new_tokens, token_texts)
         if min_new_tokens:
             sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
         request = Request(
-            tokens, max_new_tokens, seed, Sampling(**sampling), output.add, logprobs or top_logprobs > 0,
-            top_logprobs=top_logprobs,
+            tokens, max_new_tokens, seed, Sampling(**sampling), output.add, wants_logprobs, top_logprobs=top_logprobs,
         )  # fmt: skip
         if grammar is not None:
             if ignore_eos:

@@ -102,10 +102,10 @@ def _unknown_bytes(model: Mapping[str, Any], byte_level: bool) -> bytes | None:
         return b"" if all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)) else None
     if not byte_level or model["unk_token"] is not None:
         return None
-    return bytes(byte for byte, character in _byte_characters().items() if character not in model["vocab"])
+    return bytes(byte for byte, character in byte_characters().items() if character not in model["vocab"])
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """How byte-level vocabularies write bytes (GPT-2): printable ones as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -12,6 +12,7 @@ from typing import Any
 from saltus.engine.engine import TextRequest
 from saltus.engine.reasoning import Reasoning, ReasoningReader
 from saltus.engine.request import CallRecord
+from saltus.engine.token_texts import token_name, written_bytes
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -105,18 +106,16 @@ class ChatForm(_Form):
         return thought, content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.tokenizer.decode([token])
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-        listed = of.top_logprobs or [[]] * len(of.tokens)
-        return {
-            "content": [
-                {**entry(token, value), "top_logprobs": [entry(*alternative) for alternative in likely]}
-                for token, value, likely in zip(of.tokens, of.logprobs, listed, strict=False)
-            ],
-            "refusal": None,
-        }
+        content, listed = [], of.top_logprobs or [[]] * len(of.scored)
+        for one, value, likely in zip(of.scored, of.logprobs, listed, strict=True):
+            name = written_bytes(one.content) or token_name(self.tokenizer, one.token)[0]
+            own, top = {"token": name, "bytes": list(one.content)}, []
+            for token, alternative in likely:
+                other, its_bytes = token_name(self.tokenizer, token, one.drops_space)
+                entry = own if token == one.token else {"token": other, "bytes": list(its_bytes)}
+                top.append({**entry, "logprob": alternative})
+            content.append({**own, "logprob": value, "top_logprobs": top})
+        return {"content": content, "refusal": None}
 
 
 class TextForm(_Form):
@@ -124,9 +123,11 @@ class TextForm(_Form):
 
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, logprobs: bool, echoes: Sequence[str], echoed_tokens: Sequence[Sequence[str]]
+    ) -> None:
         super().__init__(tokenizer, logprobs)
-        self.echoes = echoes
+        self.echoes, self.echoed_tokens = echoes, echoed_tokens  # the prompts, and their tokens' texts if these count
         self.offsets = Counter({index: len(echo) for index, echo in enumerate(echoes)})  # of each choice's next token
 
     def choice(self, choice: Choice) -> dict[str, Any]:
@@ -142,24 +143,34 @@ class TextForm(_Form):
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         """Of an echoed prompt first, whose first token has none, and then of new tokens."""
-        prompt = [] if of.prompt_scores is None else list(of.prompt_scores.tokens)
-        texts = [self.tokenizer.decode([token]) for token in [*prompt, *of.tokens[: len(of.logprobs)]]]
-        values, listed = list(of.logprobs), [self._by_text(likely) for likely in of.top_logprobs]
-        if of.prompt_scores is not None:
-            values = [None, *of.prompt_scores.log_probabilities, *values]
-            listed = [self._by_text(likely) for likely in of.prompt_scores.top_log_probabilities] + listed
-            listed = [None, *listed] if listed else []
-        lengths = list(map(len, texts))
-        offsets = list(accumulate(lengths[: len(prompt)], initial=0))[: len(prompt)]
-        offsets += accumulate(lengths[len(prompt) :], initial=self.offsets[index])
+        scored, values = [(one.token, one.text, one.drops_space) for one in of.scored], [*of.logprobs]
+        listed = [*of.top_logprobs] or [[]] * len(scored)
+        offset = self.offsets[index]
+        if (prompt := of.prompt_scores) is not None:
+            offset, texts = 0, self.echoed_tokens[index]
+            scored = [*((token, text, False) for token, text in zip(prompt.tokens, texts, strict=True)), *scored]
+            values = [None, *prompt.log_probabilities, *values]
+            listed = [[], *(prompt.top_log_probabilities or [[]] * len(prompt.log_probabilities)), *listed]
+        offsets = list(accumulate((len(text) for _, text, _ in scored), initial=offset))
         self.offsets[index] = offsets.pop()
+        top = [
+            self._by_text(token, text, drops_space, value, likely) if likely and value is not None else None
+            for (token, text, drops_space), value, likely in zip(scored, values, listed, strict=True)
+        ]
         return {
-            "tokens": texts, "token_logprobs": values, "top_logprobs": listed or None, "text_offset": offsets,
+            "tokens": [text for _, text, _ in scored], "token_logprobs": values,
+            "top_logprobs": top if any(top) else None, "text_offset": offsets,
         }  # fmt: skip
 
-    def _by_text(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens that are written alike the likeliest stays."""
-        return {self.tokenizer.decode([token]): value for token, value in reversed(likely)}
+    def _by_text(
+        self, own: int, text: str, drops_space: bool, value: float, likely: Sequence[tuple[int, float]]
+    ) -> dict[str, float]:
+        """The likeliest tokens and the text's own, by what is written of them, or by ids where that is the same."""
+        named = {} if own in (token for token, _ in likely) else {text: value}
+        for token, alternative in likely:
+            name = text if token == own else token_name(self.tokenizer, token, drops_space, "bytes:")[0]
+            named[f"token_id:{token}" if token != own and (name in named or name == text) else name] = alternative
+        return named
 
 
 class ChoicesAnswer(Answer):
@@ -214,7 +225,7 @@ class ChoicesAnswer(Answer):
                     opened.add(choice.index)
                     if (opening := self.form.opening(choice.index)) is not None:
                         yield event([opening], self._usage(len(delta.tokens)) if continuous else None)
-                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                if delta.text or delta.scored or delta.prompt_scores is not None or delta.finish_reason is not None:
                     counts = self._usage() if continuous else None
                     yield event([self.form.delta(choice, delta)], counts, silent[choice.index])
                     silent[choice.index] = []

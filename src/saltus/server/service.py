@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
+from saltus.engine.prompt_texts import prompt_texts
 from saltus.engine.reasoning import Reasoning
 from saltus.engine.text_bounds import PromptTooLongError, require_fits
 from saltus.methods.shared.answer_memory import AnswerMemories
@@ -142,13 +143,17 @@ class Service:
             "grammar": await prepare(body.grammar, self.engine),
         }  # fmt: skip
         requests: list[TextRequest] = []
+        echoed: list[list[str]] = []
         for prompt in prompts:  # one by one: others have their turn between them, and a client that leaves ends it
             make = partial(text_requests, self.engine, prompt, body, body.max_tokens, seeds, **settings)
-            requests += await prepare(make)
+            made = await prepare(make)
+            if body.echo and body.logprobs is not None:
+                text, tokens = str(made[0].prompt), made[0].request.prompt
+                echoed += [await prepare(prompt_texts, self.engine.tokenizer, text, tokens)] * len(made)
+            requests += made
         echoes = [str(request.prompt) if body.echo else "" for request in requests]
-        return ChoicesAnswer(
-            self.backend, TextForm(self.engine.tokenizer, body.logprobs is not None, echoes), requests, method, body
-        )
+        form = TextForm(self.engine.tokenizer, body.logprobs is not None, echoes, echoed)
+        return ChoicesAnswer(self.backend, form, requests, method, body)
 
     async def infill(self, body: InfillRequest, prepare: Prepare) -> Answer:
         """What stands between two texts, in llama.cpp's form, or in the holes between several."""
