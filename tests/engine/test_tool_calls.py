@@ -41,6 +41,19 @@ def test_a_schema_that_cannot_be_followed_names_its_tool(engine):
         tool_grammar(tools, "auto", True, engine.tokenizer)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_text_that_need_not_call_has_calls_by_their_schemas_and_one_if_only_one_may_be(engine, several):
+    constraint = tool_grammar(TOOLS[:1], "auto", several, engine.tokenizer).constraint(engine.tokenizer, frozenset([0]))
+    call = '<tool_call>\n{"name": "look", "arguments": {"animal": "cat", "number": 1}}\n</tool_call>'
+    allowed = {
+        "hi <tool": True, "hi <tool_call>foo": False, f"hi\n{call}": True, f"{call}\n{call}": several,
+        f"{call}<tool_call>": False, f"{call} and": several,
+    }  # fmt: skip
+    for text, expected in allowed.items():
+        tokens = [*engine.tokenizer(text).input_ids, 0]
+        assert (constraint.num_allowed([], tokens) == len(tokens)) == expected
+
+
 @pytest.mark.parametrize("cut", [1, 2, 5, 1000])
 def test_calls_are_read_wherever_the_text_is_cut(cut):
     text = (

@@ -3,7 +3,10 @@
 # ruff: noqa: F811  fixtures
 
 import json
+import runpy
 import shutil
+import sys
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -120,20 +123,58 @@ def test_calls_of_another_form_are_refused_by_their_field(server, calls):
         assert "messages[1].tool_calls" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_markers_that_are_special_tokens(tiny_folder, tmp_path, choice):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=2048), folder)
+@pytest.fixture(scope="module")
+def marked(tiny_folder, tmp_path_factory) -> saltus.Engine:
+    """An engine whose markers of calls are special tokens."""
+    folder = tmp_path_factory.mktemp("marked") / "model"
+    shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=4096), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>"]})
     tokenizer.save_pretrained(folder)
-    begin, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    return saltus.load(str(folder), "lookup", adaptive=False)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_markers_that_are_special_tokens(marked, choice):
+    begin, end = marked.tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
     asked = {"messages": MESSAGES, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 400, "seed": 1}
     asked |= {"parallel_tool_calls": False, "logit_bias": {str(begin): 50, str(end): 50}}
-    with serving(saltus.load(str(folder), "lookup", adaptive=False)) as (_, url):
+    with serving(marked) as (_, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         message = client.chat.completions.create(model="tiny", **asked).choices[0].message
         assert not message.content
         assert json.loads(message.tool_calls[0].function.arguments).keys() == {"animal", "number"}
         content, names, _ = streamed(client.chat.completions.create(model="tiny", **asked, stream=True))
         assert (content, names) == ("", [call.function.name for call in message.tool_calls])
+
+
+@pytest.mark.slow
+def test_answers_of_many_clients_at_once_are_valid(marked, monkeypatch, capsys, unchecked):
+    """A small run of the benchmark: each kind of request, greedy and sampled, streamed and not."""
+    program = str(Path(__file__).parents[2] / "benchmarks/serve_valid.py")
+    with serving(marked) as (_, url):
+        asked = ["--endpoint", url, "--requests", "80", "--clients", "16", "--max-tokens", "200"]
+        monkeypatch.setattr(sys, "argv", [program, *asked])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(program, run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    (counts,) = [line.split()[1:] for line in printed.out.splitlines() if line.startswith("all ")]
+    assert int(counts[0]) > 40
+    assert int(counts[2]) == 0
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_litellm_calls_tools(server, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network when it is imported
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "openai/tiny", "api_base": f"{server[1]}/v1", "api_key": "any", "seed": 1, "max_tokens": 400}
+    asked |= {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    message = litellm.completion(messages=MESSAGES, **asked).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments).keys() == {"animal", "number"}
+    whole = litellm.stream_chunk_builder([*litellm.completion(messages=MESSAGES, stream=True, **asked)])
+    assert whole.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
+    messages = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "name": "look", "content": "a cat"}]
+    assert litellm.completion(messages=messages, **{**asked, "max_tokens": 4, "tool_choice": "auto"}).choices

@@ -59,6 +59,8 @@ def tool_grammar(
 ) -> Grammar:  # fmt: skip
     """Texts whose calls follow the schemas of `tools`; with "required" they are calls and nothing else.
 
+    Without `several` a text ends with its first call.
+
     What no grammar can follow in a schema is ignored, unless its tool is `strict`. Errors: ValueError of one line that
     names the tool.
     """
@@ -77,7 +79,8 @@ def tool_grammar(
         start = f'start: {begin} call ("\\n" {begin} call)*' if several and form.begin else f"start: {begin} call"
     elif form.begin:
         head = f"head: TEXT {begin}" if form.begin in tokens else f"head[lazy]: TEXT {begin}"
-        start = f"start: (head call)* TEXT\nTEXT: /(.|\\n)*/\n{head}"
+        rule = "(head call)* TEXT" if several else "head call | TEXT"
+        start = f"start: {rule}\nTEXT: /(.|\\n)*/\n{head}"
     else:
         start = "start: call | TEXT\nTEXT: /[^{](.|\\n)*/"
     return Grammar.lark("\n".join([start, *lines]))
