@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -193,6 +195,12 @@ def transformers_scores(logits: torch.Tensor, sampling: Sampling, context: np.nd
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(sampling.no_repeat_ngram_size))
+    if sampling.min_new_tokens:  # `assert_law_is_transformers` asks for the first new token
+        processors.append(
+            MinNewTokensLengthLogitsProcessor(len(context), sampling.min_new_tokens, list(sampling.end_tokens))
+        )
     if sampling.banned:
         processors.append(SuppressTokensLogitsProcessor(sampling.banned))
     if sampling.temperature not in (0, 1):
@@ -233,6 +241,9 @@ SETTINGS = [
     Sampling(1.0, min_p=1.0),
     Sampling(1.0, banned=(0, 3, 7, 10**6)),
     Sampling(1.0, repetition_penalty=1.3),
+    Sampling(1.0, no_repeat_ngram_size=1),
+    Sampling(0.7, no_repeat_ngram_size=3, repetition_penalty=1.2),
+    Sampling(0.7, min_new_tokens=4, end_tokens=(0, 5, 10**6), top_k=40),
     Sampling(0.8, top_k=50, top_p=0.95, min_p=0.02, repetition_penalty=1.1, banned=(5, 6)),
 ]
 
@@ -393,10 +404,11 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_where_and_what_to_do(
     logits[1, 7] = value
     if math.isnan(value) and math.copysign(1, value) < 0:
         logits.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[1, 7] |= -(2 ** (8 * dtype.itemsize - 1))
-    with pytest.raises(ValueError, match=f"{complaint} in row 1; load it in float32 or bfloat16"):
+    cure = "load it in float32 or bfloat16" if dtype == torch.float16 else "its weights may be damaged: fetch it again"
+    with pytest.raises(ValueError, match=f"{complaint} in row 1; {cure}"):
         greedy_tokens(logits)
     for sampling in (Sampling(), Sampling(1.0), Sampling(0.5, top_k=4, top_p=0.9, min_p=0.1)):
-        with pytest.raises(ValueError, match=f"{complaint} at new token 5; load it in"):
+        with pytest.raises(ValueError, match=f"{complaint} at new token 5; {cure}"):
             token_distribution(logits[1], sampling, index=5)
 
 
@@ -415,14 +427,16 @@ def test_a_row_without_any_token_left_is_an_error():
         ({"temperature": -0.1}, "temperature is -0.1, but must be 0"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
-        ({"temperature": 1e-9}, "too small to divide by; use 0"),
         ({"top_k": -1}, "top_k is -1"),
-        ({"top_p": 0.0}, r"top_p is 0.0, but must lie in \(0, 1\]"),
+        ({"top_p": -0.1}, r"top_p is -0.1, but must lie in \[0, 1\]"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_p": math.nan}, "top_p is nan"),
         ({"min_p": -0.1}, "min_p is -0.1"),
         ({"min_p": 1.1}, "min_p is 1.1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must lie in 1e-6…1e6"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size is -1"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"end_tokens": (3, -1)}, "end_tokens is"),
         ({"banned": (3, -1)}, "banned is"),
         ({"forced_at_index": ((-1, 3),)}, "forced_at_index is"),
         ({"forced_at_index": ((1, -3),)}, "forced_at_index is"),
@@ -434,6 +448,30 @@ def test_settings_that_make_no_law_are_refused_in_one_line_that_says_the_cure(se
     with pytest.raises(ValueError, match=message) as caught:
         Sampling(**settings_)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limits", [{"temperature": 1e-8}, {"temperature": 1e-45}, {"temperature": 0.7, "top_p": 0.0}])
+def test_what_leaves_the_likeliest_token_alone_is_greedy_decoding(limits):
+    assert Sampling(**limits) == Sampling()
+
+
+def test_ends_are_banned_until_enough_tokens_came_or_nothing_else_is_left():
+    logits = torch.tensor([3.0, 1.0, 2.0, 0.0])
+    sampling = Sampling(1.0, min_new_tokens=2, end_tokens=(0, 2))
+    laws = [probabilities(token_distribution(logits, sampling, index=index), 4) for index in range(3)]
+    assert [bool(law[[0, 2]].any()) for law in laws] == [False, False, True]
+    only_end = torch.tensor([3.0, -torch.inf, -torch.inf, -torch.inf])  # as a grammar leaves it
+    assert probabilities(token_distribution(only_end, sampling), 4)[0] == 1
+
+
+def test_no_ngram_comes_twice_for_any_context():
+    logits = torch.zeros(6)
+    for text, size, banned in [
+        ([1, 2, 3, 1, 2], 3, {3}), ([1, 2, 3, 1, 2], 2, {3}), ([1, 1, 1], 2, {1}), ([1, 2], 3, set()),
+        ([4, 2], 1, {2, 4}), ([1, 2, 3, 1, 2, 4, 1, 2], 3, {3, 4}), ([1, 2, 3], 3, set()),
+    ]:  # fmt: skip
+        law = probabilities(token_distribution(logits, Sampling(1.0, no_repeat_ngram_size=size), np.array(text)), 6)
+        assert set(np.flatnonzero(law == 0).tolist()) == banned, (text, size)
 
 
 def test_the_bare_logits_decide_only_where_nothing_changes_them():

@@ -242,6 +242,29 @@ def test_a_text_ends_where_the_context_does(tiny_folder):
     assert engine.generate("a" * 32, raw=True).tokens == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("yarn", {"original_max_position_embeddings": 64}), ("yarn", {}), ("dynamic", {}), ("linear", {})],
+    ids=str,
+)
+def test_a_scaled_context_is_as_long_as_it_is_scaled_to(tiny_folder, kind, more):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+    engine = saltus.load(str(tiny_folder(max_position_embeddings=64, rope_parameters=rope)), adaptive=False)
+    assert engine.target.context_length == 256
+    settings = {"max_new_tokens": 30, "ignore_eos": True, "method": "lookup"}
+    prompt = list(range(20, 60)) * 2
+    (text,) = engine.generate([prompt], **settings)
+    assert text.tokens == engine.generate(prompt, **{**settings, "method": "plain"}).tokens
+    assert text.tokens == engine.generate([prompt, prompt[:20]], **settings)[0].tokens
+    with pytest.raises(ValueError, match="reads at most 256"):
+        engine.generate([5] * 257, **settings)
+
+
+def test_what_a_configuration_scales_already_is_not_scaled_again(tiny_folder):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    assert saltus.load(str(tiny_folder(max_position_embeddings=256, rope_parameters=rope))).target.context_length == 256
+
+
 def test_a_drafter_rests_where_its_own_context_ends(engine, tiny_folder):
     short = {"small_model": {"model": str(tiny_folder(seed=2, max_position_embeddings=48))}}
     other = saltus.load(engine.target.name, "small_model", options=short, adaptive=False)
@@ -271,6 +294,24 @@ def test_a_continuation_joins_its_prompt_and_an_answer_stands_alone(tmp_path):
     engine.tokenizer.chat_template = TEMPLATE
     assert engine.generate("the cat", **settings).text == "the the"
     assert engine.generate("the cat", raw=True, **settings).text == " the the"
+
+
+def test_an_unfinished_answer_goes_on_with_its_own_space(tmp_path):
+    tokenizer = space_tokenizer()
+    tiny_llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    engine = saltus.load(str(tmp_path), "plain")
+    the = tokenizer("the").input_ids
+    engine.network.forward = lambda batch, kv_caches: [
+        ForwardOutputs(_certain_of(the[0], len(tokenizer))) for _ in batch
+    ]
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "the cat"}]
+    assert engine.generate(said, max_new_tokens=2).text == " the the"
+    assert engine.generate(said, max_new_tokens=2, continue_final_message=False).text == "the the"
+    assert engine.encode(said, add_generation_prompt=True) == engine.encode(said, continue_final_message=False)
+    with pytest.raises(ValueError, match="exclude each other"):
+        engine.encode(said, add_generation_prompt=True, continue_final_message=True)
 
 
 def _certain_of(token: int, vocab: int) -> torch.Tensor:
@@ -411,9 +452,21 @@ def test_nan_logits_are_named(tiny_folder, tmp_path):
     model.model.norm.weight.data[0] = float("nan")
     model.save_pretrained(tmp_path)
     saltus.load(str(tiny_folder())).tokenizer.save_pretrained(tmp_path)
-    engine = saltus.load(str(tmp_path))
+    with refused("weights that are NaN or infinite, such as model.norm.weight; fetch or train it again"):
+        saltus.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cure"),
+    [(torch.float16, "load it in float32 or bfloat16"), (torch.float32, "its weights may be damaged")],
+)
+def test_nan_logits_are_named_with_a_cure_that_is_one(tiny_folder, monkeypatch, dtype, cure):
+    engine = saltus.load(str(tiny_folder()), "plain")
+    engine.network.forward = lambda batch, kv_caches: [
+        ForwardOutputs(torch.full((1, 300), torch.nan, dtype=dtype)) for _ in batch
+    ]
     for settings in (GREEDY, SAMPLED):
-        with refused("load it in float32"):
+        with refused(cure):
             engine.generate(PROMPT, **settings)
 
 
@@ -423,6 +476,64 @@ def test_messages_without_a_template_are_refused(tiny_folder, engine):
     with refused("give the prompt as one str"):
         bare.generate([{"role": "user", "content": "hi"}])
     assert bare.encode("hi") == engine.encode("hi", raw=True) != engine.encode("hi")
+
+
+def test_token_ids_are_a_prompt(engine):
+    tokens = engine.encode(PROMPT, raw=True)
+    expected = engine.generate(PROMPT, raw=True, max_new_tokens=8).text
+    assert engine.generate(tokens, max_new_tokens=8).text == expected
+    assert [each.text for each in engine.generate([tokens, PROMPT], raw=True, max_new_tokens=8)] == [expected] * 2
+    assert "".join(chunk.text for chunk in engine.stream(tokens, max_new_tokens=8)) == expected
+    assert engine.encode(tokens) == tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_new_tokens": 9, "stop_token_ids": [*range(5, 290)], "ignore_eos": True},
+        {"no_repeat_ngram_size": 2, "logit_bias": ((269, 9.0), (270, 9.0))},  # it would write little else
+        {"no_repeat_ngram_size": 1, "min_new_tokens": 3, "temperature": 0.8},
+    ],
+    ids=str,
+)
+def test_ends_and_ngrams_that_may_not_come_are_the_same_by_every_method(engine, plain_text, method, settings):
+    expected = engine.generate(PROMPT, method="plain", max_new_tokens=24, seed=5, **settings)
+    found = engine.generate(PROMPT, method=method, max_new_tokens=24, seed=5, **settings)
+    assert found.tokens == expected.tokens != plain_text(seed=5).tokens[:24]
+    if stops := settings.get("stop_token_ids"):
+        assert len(found.tokens) == 10  # 9 that are none of them, then one that is, and ends the text
+        assert [token in stops for token in found.tokens] == [False] * 9 + [True]
+        assert found.finish_reason == "stop"
+    if size := settings.get("no_repeat_ngram_size"):
+        text = [*engine.encode(PROMPT), *found.tokens]
+        new = [tuple(text[at - size : at]) for at in range(len(text) - len(found.tokens) + 1, len(text) + 1)]
+        before = [tuple(text[at : at + size]) for at in range(len(text) - size + 1)]
+        assert all(before.count(ngram) == 1 for ngram in new)
+
+
+def test_special_tokens_are_shown_and_end_texts_where_that_is_asked_for(engine):
+    user = engine.tokenizer.convert_tokens_to_ids("<|user|>")
+    settings = {"max_new_tokens": 4, "logit_bias": ((user, 100.0),)}
+    assert engine.generate(PROMPT, **settings).text == ""
+    assert engine.generate(PROMPT, skip_special_tokens=False, **settings).text == "<|user|>" * 4
+    stopped = engine.generate(PROMPT, stop=["<|user|>"], **settings)
+    assert (stopped.text, stopped.tokens, stopped.finish_reason) == ("", [user], "stop")
+    ended = engine.generate(PROMPT, stop_token_ids=[user], skip_special_tokens=False, **settings)
+    assert (ended.text, ended.tokens, ended.finish_reason) == ("", [user], "stop")
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        engine.generate(PROMPT, stop_token_ids=[10**6])
+
+
+def test_stop_strings_are_looked_for_after_the_least_length(engine, plain_text):
+    whole = plain_text()
+    stop = whole.text[3:5]
+    again = engine.generate(PROMPT, max_new_tokens=40, min_new_tokens=12, stop=stop)
+    least = len(engine.generate(PROMPT, max_new_tokens=12).text)
+    assert stop in again.text[:least]
+    assert stop not in again.text[least:]
+    stream = engine.stream(PROMPT, max_new_tokens=40, min_new_tokens=12, stop=stop)
+    assert "".join(chunk.text for chunk in stream) == again.text
 
 
 def test_a_str_is_a_users_message(engine):

@@ -6,11 +6,13 @@ import shutil
 import httpx
 import openai
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 import saltus
 from conftest import space_tokenizer
-from saltus.engine.fim import FORMATS, fim_prompt, find_fim_format
+from saltus.engine.fim import fim_prompt
+from saltus.engine.fim_formats import FORMATS, find_fim_format
 from tiny_server import JSON, serving
 
 BEFORE, AFTER = "the cat sat on the ", " and the cat sat on the log and the mat"
@@ -97,6 +99,65 @@ def test_every_method_fills_alike_and_lookup_drafts_from_both_sides(engine, temp
 def test_what_a_causal_model_cannot_fill_is_refused(engine, text, message):
     with pytest.raises(ValueError, match=message):
         engine.infill(text)
+
+
+@pytest.fixture(scope="module")
+def unspecial(tiny_folder, tmp_path_factory) -> saltus.Engine:
+    """As Qwen2.5-Coder's tokenizer_config.json has them: added tokens that are not called special."""
+    folder = tmp_path_factory.mktemp("unspecial") / "model"
+    shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=2048), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = [*TOKENS["qwen"], "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+    tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    tokenizer.save_pretrained(folder)
+    return saltus.load(str(folder), "lookup", adaptive=False)
+
+
+def test_words_of_a_text_stay_words_whatever_the_tokenizer_calls_special(unspecial):
+    said = "a <|fim_middle|> b <|file_sep|>"
+    prompt = fim_prompt(unspecial.tokenizer, "it", said, "<|fim_suffix|>")
+    ids = unspecial.tokenizer.convert_tokens_to_ids([*TOKENS["qwen"], "<|file_sep|>"])
+    assert [prompt.tokens.count(token) for token in ids] == [1, 1, 1, 0]
+    assert unspecial.tokenizer.decode(prompt.before) == said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends", ["<|file_sep|>", "<|fim_pad|>", "<|end|>"])
+def test_an_editor_that_writes_the_prompt_itself_stops_at_the_tokens_that_it_names(unspecial, ends, stream):
+    """As Continue, Twinny and others ask `/v1/completions`: marked texts, and marks among the stop strings."""
+    before, after, middle = TOKENS["qwen"]
+    end = unspecial.tokenizer.convert_tokens_to_ids(ends)
+    stops = [
+        "<|endoftext|>",
+        *TOKENS["qwen"],
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+        "<|end|>",
+        "/src/",
+        "```",
+    ]
+    asked = {
+        "model": "tiny", "prompt": f"{before}{BEFORE}{after}{AFTER}{middle}", "max_tokens": 40, "temperature": 0.8,
+        "top_p": 0.95, "stop": stops, "seed": 3, "stream": stream, "presence_penalty": 0, "frequency_penalty": 0,
+        "logit_bias": {str(end): 6}, "ignore_eos": True, "repeat_penalty": 1.0, "cache_prompt": True,
+    }  # fmt: skip
+    with serving(unspecial) as (_, address):
+        answer = httpx.post(f"{address}/v1/completions", json=asked)
+    if stream:
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        text, reason = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+    else:
+        choice = answer.json()["choices"][0]
+        text, reason = choice["text"], choice["finish_reason"]
+    settings = {"temperature": 0.8, "top_p": 0.95, "seed": 3, "logit_bias": ((end, 6.0),), "ignore_eos": True}
+    whole = unspecial.generate(asked["prompt"], raw=True, max_new_tokens=40, method="plain", **settings)
+    assert end in whole.tokens
+    first = whole.tokens[: whole.tokens.index(end)]
+    assert (text, reason) == (unspecial.tokenizer.decode(first, skip_special_tokens=True), "stop")
+    filled = fim_prompt(unspecial.tokenizer, "it", BEFORE, AFTER).tokens
+    assert unspecial.encode(asked["prompt"], raw=True) == filled
 
 
 def test_a_model_without_the_tokens_says_which_have_them(tiny_folder):

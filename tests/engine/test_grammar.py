@@ -11,7 +11,6 @@ import saltus
 from saltus.core.constraint import FAST_FORWARD_PROBABILITY, SOURCE, constrained_branches, restricted
 from saltus.core.tree import Branch
 from saltus.engine.grammar import BYTES_PER_TOKEN, Grammar
-from saltus.engine.tool_calls import HERMES, LLAMA, ToolCall, ToolCallReader, readable_messages, tool_grammar
 
 PROMPT = "the cat sat on the mat and the cat sat on"
 SCHEMA = {
@@ -49,6 +48,17 @@ def test_every_method_writes_the_same_complete_text(engine, name, temperature):
         assert engine.generate(PROMPT, method=method, **settings).tokens == expected.tokens
     if name != "lark":
         assert engine.generate(PROMPT, method="lookup", **settings).statistics.calls < expected.statistics.calls
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_least_length_leaves_a_grammar_its_only_end_and_forbids_others(engine, temperature):
+    settings = {"temperature": temperature, "seed": 2, "max_new_tokens": 40, "min_new_tokens": 12}
+    for method in ("plain", "lookup", "jacobi"):
+        short = engine.generate(PROMPT, grammar=Grammar.choice(["the cat"]), method=method, **settings)
+        assert (short.text, short.finish_reason) == ("the cat", "stop")
+        long = engine.generate(PROMPT, grammar=Grammar.regex("[ab]*"), method=method, **settings)
+        assert long.tokens == engine.generate(PROMPT, grammar=Grammar.regex("[ab]*"), method="plain", **settings).tokens
+        assert len(long.tokens) > 12
 
 
 def test_texts_of_a_batch_have_grammars_of_their_own(engine):
@@ -211,58 +221,3 @@ def test_a_short_grammar_of_a_long_text_takes_little_work(engine):
 def test_a_grammar_needs_an_end(engine):
     with pytest.raises(ValueError, match="contradict"):
         engine.generate(PROMPT, grammar=GRAMMARS["choice"][0], ignore_eos=True)
-
-
-# Calls of tools.
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_required_calls_follow_the_schemas(engine, several):
-    grammar = tool_grammar(TOOLS[:1], "required", several, engine.tokenizer)
-    text = engine.generate(PROMPT, grammar=grammar, temperature=1.0, max_new_tokens=400, seed=1).text
-    content, calls = ToolCallReader(HERMES).read(text, last=True)
-    assert not content
-    assert len(calls) == 1 or several
-    for call in calls:
-        assert call.name == "look"
-        assert json.loads(call.arguments).keys() == {"animal", "number"}
-
-
-@pytest.mark.parametrize("cut", [1, 2, 5, 1000])
-def test_calls_are_read_wherever_the_text_is_cut(cut):
-    text = (
-        'I <tool> look.\n\n<tool_call>\n{"name": "look", "arguments": {"a": "</b>"}}\n</tool_call>\n'
-        '<tool_call>{"name": "wait", "arguments": {}}</tool_call>\n<tool_call>no JSON</tool_call> Done <'
-    )
-    reader = ToolCallReader(HERMES)
-    pieces = [text[start : start + cut] for start in range(0, len(text), cut)]
-    found = [reader.read(piece, last=place == len(pieces) - 1) for place, piece in enumerate(pieces)]
-    assert "".join(content for content, _ in found) == "I <tool> look.<tool_call>no JSON</tool_call> Done <"
-    assert [call for _, calls in found for call in calls] == [ToolCall("look", '{"a": "</b>"}'), ToolCall("wait", "{}")]
-
-
-@pytest.mark.parametrize("text", ["plain <b> text\n\nwith lines\n", "<tool_call>", "{}", "\n"])
-def test_text_without_calls_stays_as_it_is(text):
-    for form in (HERMES, LLAMA):
-        reader = ToolCallReader(form)
-        found = [reader.read(letter) for letter in text]
-        assert "".join(content for content, _ in [*found, reader.read("", last=True)]) == text
-
-
-def test_llamas_calls_are_whole_answers():
-    reader = ToolCallReader(LLAMA)
-    assert reader.read('{"name": "look", ') == ("", [])
-    assert reader.read('"parameters": {"a": 1}}', last=True) == ("", [ToolCall("look", '{"a": 1}')])
-
-
-def test_a_template_without_tools_is_told_about_them_in_text(engine):
-    conversation = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"a": 1}'}}]},
-        {"role": "tool", "content": "a cat"},
-    ]
-    system, user, call, result = readable_messages(conversation, TOOLS, engine.tokenizer)
-    assert '"name": "wait"' in system["content"]
-    assert user == conversation[0]
-    assert call["content"] == '<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>'
-    assert result == {"role": "user", "content": "<tool_response>\na cat\n</tool_response>"}

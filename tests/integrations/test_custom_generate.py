@@ -19,6 +19,7 @@ from saltus.methods import available_methods
 METHODS = [*available_methods(), "jacobi+lookup", "auto"]
 TEXT = torch.tensor([[5, 9, 30, 7, 5, 9, 30, 8, 5, 9]])
 PADDED = torch.tensor([[1, 1, 1, 40, 41, 42], [5, 9, 30, 7, 5, 9], [1, 20, 21, 20, 21, 20]])
+BIAS = [[[5], 2.0]]
 MASK = (PADDED != 1).long()
 
 
@@ -44,6 +45,12 @@ def test_a_mixture_of_experts_keeps_its_implementation():
 CASES = {
     "one text": (TEXT, {}),
     "penalty": (TEXT, {"repetition_penalty": 1.4, "suppress_tokens": [3, 90, 91]}),
+    "no repeated n-grams": (PADDED, {"attention_mask": MASK, "no_repeat_ngram_size": 2}),
+    "at least so many": (
+        PADDED,
+        {"attention_mask": MASK, "min_new_tokens": 5, "eos_token_id": list(range(2, 250)), "pad_token_id": 2},
+    ),
+    "min_length": (TEXT, {"min_length": 14, "eos_token_id": list(range(2, 250)), "pad_token_id": 2}),
     "warpers that do not matter": (TEXT, {"do_sample": False}),
     "padded batch": (PADDED, {"attention_mask": MASK}),
     "padded batch with a penalty": (PADDED, {"attention_mask": MASK, "repetition_penalty": 1.4}),
@@ -52,11 +59,14 @@ CASES = {
 }
 
 
+EVERY_METHOD = ("padded batch with a penalty", "end tokens", "no repeated n-grams", "at least so many")
+
+
 @pytest.mark.parametrize(
     ("method", "case"),
     [
-        *((method, case) for method in METHODS for case in ("padded batch with a penalty", "end tokens")),
-        *(("ptp", case) for case in CASES if case not in ("padded batch with a penalty", "end tokens")),
+        *((method, case) for method in METHODS for case in EVERY_METHOD),
+        *(("ptp", case) for case in CASES if case not in EVERY_METHOD),
     ],
 )
 def test_greedy_tokens_are_those_of_generate(model, writers, method, case):
@@ -132,14 +142,13 @@ def test_the_model_comes_back_as_it_was(model, writers, method):
     assert model.config._attn_implementation == "eager"
     assert model.training
     with pytest.raises(ValueError, match="leave it out"):
-        model.generate(TEXT, custom_generate=writers[method], max_new_tokens=4, no_repeat_ngram_size=2)
+        model.generate(TEXT, custom_generate=writers[method], max_new_tokens=4, sequence_bias=BIAS)
     assert model.config._attn_implementation == "eager"
 
 
 REFUSED = {
     "num_beams": {"num_beams": 3},
-    "NoRepeatNGramLogitsProcessor": {"no_repeat_ngram_size": 2},
-    "LengthLogitsProcessor": {"min_new_tokens": 3},
+    "SequenceBiasLogitsProcessor": {"sequence_bias": BIAS},
     "output_scores": {"output_scores": True, "return_dict_in_generate": True},
     "before what follows": {"logits_processor": [TopKLogitsWarper(5)], "do_sample": True},
     "min_tokens_to_keep": {"logits_processor": [TopKLogitsWarper(5, min_tokens_to_keep=3)]},
@@ -174,10 +183,18 @@ def test_processors_become_our_pipeline(model):
     )  # fmt: skip
     processors = model._get_logits_processor(config, input_ids_seq_length=10)
     assert len(processors) == 7
-    assert _sampling(processors, True) == Sampling(0.7, 20, 0.9, 0.1, 1.2, banned=(4, 5))
-    assert _sampling(processors, False) == Sampling(0.0, repetition_penalty=1.2, banned=(4, 5))
-    with pytest.raises(ValueError, match="NoRepeatNGram"):
-        _sampling([*processors, NoRepeatNGramLogitsProcessor(2)], True)
+    assert _sampling(processors, True, 10) == Sampling(0.7, 20, 0.9, 0.1, 1.2, banned=(4, 5))
+    assert _sampling(processors, False, 10) == Sampling(0.0, repetition_penalty=1.2, banned=(4, 5))
+    with pytest.raises(ValueError, match="NoRepeatNGram"):  # after the warpers
+        _sampling([*processors, NoRepeatNGramLogitsProcessor(2)], True, 10)
+
+
+def test_of_two_least_lengths_the_longer_one_counts(model):
+    config, _ = model._prepare_generation_config(None, min_length=14, min_new_tokens=3, no_repeat_ngram_size=2)
+    config._eos_token_tensor = torch.tensor([3, 4])
+    processors = model._get_logits_processor(config, input_ids_seq_length=10)
+    expected = Sampling(no_repeat_ngram_size=2, min_new_tokens=4, end_tokens=(3, 4))
+    assert _sampling(processors, False, 10) == expected
 
 
 def test_a_dictionary_comes_where_it_is_wanted(model, writers):

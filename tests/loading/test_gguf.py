@@ -203,6 +203,60 @@ def test_a_model_with_rope_factors_divides_its_frequencies(tmp_path):
     assert torch.allclose(ours.model.rotary_emb.inv_freq * torch.from_numpy(factors), model.model.rotary_emb.inv_freq)
 
 
+def test_a_file_that_is_split_is_whole_by_any_of_its_parts(tmp_path, monkeypatch):
+    model, real = tiny("llama"), gguf.GGUFWriter
+    monkeypatch.setattr(gguf, "GGUFWriter", lambda *arguments: real(*arguments, split_max_tensors=6))
+    write(model, tmp_path / "tiny.gguf", MIXED)
+    parts = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert len(parts) > 2
+    text = torch.arange(2, 30)[None]
+    expected = model(text).logits
+    for part in parts:
+        assert torch.equal(load_model("tiny", resolve(str(part)), weights="bf16")(text).logits, expected)
+    folder = resolve(str(parts[0]))
+    assert gguf_files.read_gguf_index(folder)[0] == parts
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(parts[0].read_bytes())
+    assert f"renamed.gguf is a part of {len(parts)}, but is not called so" in complaint(renamed)
+    parts[1].unlink()
+    assert f"is one of {len(parts)} parts, and {parts[1].name} is not beside it" in complaint(parts[0])
+
+
+@pytest.mark.parametrize("name", ["sha256-0123456789", "TINY.GGUF", "tiny.bin"])
+def test_the_first_bytes_make_a_gguf_file_whatever_its_name(tmp_path, name):
+    write(tiny("llama"), tmp_path / name, [Q.Q8_0])
+    assert load_checkpoint(str(tmp_path / name), "cpu").context_length == 128
+
+
+ROPE_METADATA = {
+    "linear without a factor": ({"type": "linear"}, "default", 128),
+    "linear": ({"type": "linear", "factor": 4.0}, "linear", 512),
+    "the old name of the factor": ({"scale_linear": 2.0}, "linear", 256),
+    "yarn without a factor": ({"type": "yarn"}, "default", 128),
+    "yarn without a length": ({"type": "yarn", "factor": 4.0}, "yarn", 512),
+    "yarn": ({"type": "yarn", "factor": 4.0, "original_context_length": 32}, "yarn", 128),
+}
+
+
+@pytest.mark.parametrize("case", ROPE_METADATA)
+def test_what_a_file_leaves_out_of_its_scaling_has_llama_cpps_defaults(tmp_path, monkeypatch, case):
+    metadata, kind, length = ROPE_METADATA[case]
+    real = gguf.GGUFWriter.write_header_to_file
+
+    def with_scaling(self, *arguments):
+        for name, value in metadata.items():
+            key = f"llama.rope.{name}" if name == "scale_linear" else f"llama.rope.scaling.{name}"
+            add = {str: self.add_string, float: self.add_float32, int: self.add_uint32}[type(value)]
+            add(key, value)
+        real(self, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_scaling)
+    write(tiny("llama"), tmp_path / "tiny.gguf", [Q.Q8_0])
+    loaded = load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu")
+    assert loaded.network.model.config.rope_parameters["rope_type"] == kind
+    assert loaded.context_length == length
+
+
 def test_the_token_that_ends_a_turn_ends_a_text_too(tmp_path, monkeypatch):
     real = gguf.GGUFWriter.write_header_to_file
 
@@ -233,6 +287,20 @@ def test_what_is_not_supported_is_one_line_that_names_it_and_what_is(tmp_path):
     out.write_kv_data_to_file()
     out.close()
     assert "architecture mamba; supported are llama, qwen2, qwen3" in complaint(file)
+    file = tmp_path / "experts.gguf"
+    out = gguf.GGUFWriter(file, "llama")
+    out.add_expert_count(8)
+    add_vocabulary(out)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.close()
+    assert "experts.gguf holds a mixture of experts" in complaint(file)
+    file = tmp_path / "big.gguf"
+    file.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(100))
+    assert "big.gguf is a big-endian GGUF file; take a little-endian one" in complaint(file)
+    file = tmp_path / "pointer.gguf"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 5\n")
+    assert "pointer.gguf is a pointer of git-lfs, not the file itself; run git lfs pull" in complaint(file)
     file = tmp_path / "split.gguf"
     write(tiny("llama"), file, [Q.Q8_0], pre="poro-chat")
     assert "splits texts as 'poro-chat' does; supported are" in complaint(file)

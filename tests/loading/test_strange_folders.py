@@ -13,6 +13,7 @@ from test_eagle3 import published_head
 from transformers import LlamaForCausalLM
 
 import saltus
+from architectures import tiny
 from reference_evabyte import write_folder
 from saltus.engine.checkpoints import load_model
 from saltus.engine.target_drafters import load_drafter_for_target
@@ -50,6 +51,38 @@ def test_a_configuration_of_more_than_the_files_hold_is_refused(changes, said, f
     changed(folder / "config.json", **changes)
     with refused(said):
         load_model("tiny", folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}}, "weights quantised by MLX, which do not load here"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "weights quantised by GPTQ, which do not load"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights quantised by AWQ, which do not load"),
+    ],
+)
+def test_weights_that_other_programs_quantised_are_called_so(settings, said, folder):
+    weights = load_file(folder / "model.safetensors")
+    packed = {name: tensor for name, tensor in weights.items() if "proj" not in name}
+    packed |= {name.replace("weight", "qweight"): tensor for name, tensor in weights.items() if "proj" in name}
+    save_file(packed, folder / "model.safetensors", {"format": "pt"})
+    changed(folder / "config.json", **settings)
+    with refused(said):
+        saltus.load(str(folder), "plain")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_called_so(folder, name):
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 5\n")
+    with refused(f"{name} is a pointer of git-lfs, not the file itself; run git lfs pull"):
+        saltus.load(str(folder), "plain")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_a_folder_without_tokenizer_files_is_called_so(tmp_path, kind):
+    tiny(kind).save_pretrained(tmp_path)
+    with refused("has no tokenizer that loads"):
+        saltus.load(str(tmp_path), "plain")
 
 
 def test_pickled_weights_are_counted_by_their_bytes(folder):

@@ -16,8 +16,14 @@ ROPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["Llama", "Phi3"])
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+
+
+@pytest.fixture(scope="module", params=["Llama", "Phi3", "dynamic"])
 def network(request):
+    if request.param == "dynamic":
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        return CausalNetwork(tiny("Llama", rope_parameters=dict(DYNAMIC), max_position_embeddings=BORDER, **sizes))
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 192}
     more = {"original_max_position_embeddings": BORDER} if request.param == "Phi3" else {}
     return CausalNetwork(tiny(request.param, rope_parameters=dict(ROPE), **sizes, **more))
@@ -31,7 +37,12 @@ def logits(network, tokens, limit: int, tree=(), kv_cache=None) -> torch.Tensor:
 @pytest.mark.parametrize(("length", "limit"), [(20, BORDER), (30, 40)])
 def test_short_and_long_texts_have_the_logits_of_transformers(network, length, limit):
     tokens = text(length)
+    embedding = network.model.model.rotary_emb
+    if embedding.rope_type == "dynamic" and limit > BORDER:  # as stretched as the longest text's
+        embedding(torch.zeros(1), torch.tensor([[8 * BORDER - 1]]))
+        embedding.original_max_seq_len = 0  # else a shorter text has its own again
     expected = network.model(torch.tensor(tokens[None]), use_cache=False).logits[0, -1]
+    embedding.original_max_seq_len = BORDER
     assert torch.allclose(logits(network, tokens, limit)[0], expected, atol=1e-4)
     other = BORDER if limit > BORDER else 40
     if length < BORDER:

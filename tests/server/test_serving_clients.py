@@ -35,6 +35,8 @@ def test_litellm(engine, url):
     assert text.choices[0].text == alone(engine, "the cat", raw=True, seed=3).text
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=MESSAGES, temperature=-1, **asked)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=[{"role": "user", "content": "dog " * 2000}], **asked)
 
 
 def test_llm(engine, url, tmp_path):

@@ -1,6 +1,7 @@
 """The serve command: a context that fits the memory, and signals."""
 
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,31 @@ def test_texts_without_a_limit_fit_the_memory(tiny_folder, monkeypatch):
         False,
     ], found
     assert len(apps) == 2
+    assert not any("http://" in output for output in found), "nothing listens"
+
+
+def test_an_address_in_use_is_refused_before_a_model_is_loaded():
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = used.getsockname()[1]
+        found = CliRunner().invoke(app, ["serve", "-m", "nowhere", "--port", str(port)])
+    assert found.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in " ".join(found.output.split())
+    assert "http://" not in found.output
+
+
+@pytest.mark.slow
+def test_the_address_is_said_when_the_server_listens_there(tiny_folder):
+    command = [sys.executable, "-c", "from saltus.cli import main; main()", "serve", "-m", str(tiny_folder())]
+    started = subprocess.Popen([*command, "--method", "plain", "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        while not (place := re.search(r"http://127\.0\.0\.1:(\d+)/v1", started.stderr.readline())):
+            assert started.poll() is None
+        assert httpx.get(f"http://127.0.0.1:{place[1]}/health").status_code == 200
+    finally:
+        started.kill()
+        started.stderr.close()
 
 
 @pytest.mark.parametrize("key", ["", " "])
@@ -62,11 +88,7 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_stops(tiny_folder, unus
     try:
         while "http://" not in started.stderr.readline():
             assert started.poll() is None
-        answers = httpx.HTTPTransport(retries=8)  # uvicorn listens soon after the line
-        with (
-            httpx.Client(transport=answers) as http,
-            http.stream("POST", f"{url}/v1/completions", json=body) as stream,
-        ):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             started.send_signal(kind)
@@ -93,8 +115,7 @@ def test_a_server_whose_engine_fails_answers_and_exits(tiny_folder, unused_port)
     try:
         while "http://" not in started.stderr.readline():
             assert started.poll() is None
-        with httpx.Client(transport=httpx.HTTPTransport(retries=8)) as http:
-            answer = http.post(f"http://127.0.0.1:{unused_port}/v1/completions", json={"prompt": "the"}, timeout=20)
+        answer = httpx.post(f"http://127.0.0.1:{unused_port}/v1/completions", json={"prompt": "the"}, timeout=20)
         assert answer.status_code == 503
         assert started.wait(20) != 0
         lines = started.stderr.read().splitlines()

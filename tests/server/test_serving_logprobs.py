@@ -2,15 +2,20 @@
 
 # ruff: noqa: F811  fixtures
 
+import shutil
+
 import openai
 import pytest
 import torch
+from test_token_texts import TOKENIZERS
 
+import saltus
+from conftest import TEMPLATE
 from saltus.core.canvas import continuation
 from saltus.core.forward import ForwardInputs
 from saltus.core.sampling import log_probability
 from saltus.engine import prompt_scores
-from tiny_server import MESSAGES, PROMPT, alone, client, engine, server  # noqa: F401
+from tiny_server import MESSAGES, PROMPT, alone, client, engine, server, serving  # noqa: F401
 
 
 def prompt_logprobs(engine, prompt: list[int]) -> list[float | None]:
@@ -108,3 +113,71 @@ def test_the_likeliest_tokens_of_each_position(client, engine):
     assert len(chat.choices[0].logprobs.content) == 6
     text = client.completions.create(prompt=PROMPT, logprobs=2, **settings).choices[0].logprobs
     assert [max(likely.values()) for likely in text.top_logprobs] == text.token_logprobs
+
+
+# What the tokens are in the text, for tokenizers of several kinds. The vocabularies are padded: some ids have no token.
+
+
+@pytest.fixture(scope="module", params=["added", "llama-2"])
+def kind(request, tiny_folder, tmp_path_factory):
+    """A client and an engine with a tokenizer of that kind."""
+    folder = tmp_path_factory.mktemp("kind") / "model"
+    shutil.copytree(tiny_folder(vocab_size=320, eos_token_id=2), folder)
+    TOKENIZERS[request.param].save_pretrained(folder)
+    engine = saltus.load(str(folder), "lookup", adaptive=False)
+    engine.tokenizer.chat_template = TEMPLATE
+    with serving(engine) as (_, url):
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0), engine
+
+
+def parts_of(answer, stream):
+    return [part.choices[0] for part in (answer if stream else [answer])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stop": ["e", "\ufffd", "t "]}, {"extra_body": {"skip_special_tokens": False}}, {"n": 1}],
+    ids=["plain", "stop", "special", "n"],
+)  # fmt: skip
+def test_the_bytes_of_all_tokens_are_the_text(kind, stream, fields):
+    client, _ = kind
+    for seed in range(4):
+        asked = {"model": "tiny", "messages": MESSAGES, "seed": seed, "max_tokens": 24, "logprobs": True, **fields}
+        choices = parts_of(client.chat.completions.create(**asked, top_logprobs=2, stream=stream), stream)
+        text = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+        content = [one for choice in choices if choice.logprobs is not None for one in choice.logprobs.content]
+        assert b"".join(bytes(one.bytes) for one in content) == text.encode()
+        for one in content:
+            assert len({likely.token for likely in one.top_logprobs}) == 2
+            assert not one.bytes or one.token.startswith("\\x") or one.token.encode() == bytes(one.bytes)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [PROMPT, "😀 and ok", " é", [5, 9, 280, 14, 15, 199]])
+def test_each_token_stands_at_its_offset(kind, stream, prompt):
+    client, _ = kind
+    for fields in ({}, {"echo": True}, {"echo": True, "stop": ["e", "\ufffd"]}, {"logprobs": 0, "echo": True}):
+        asked = {"model": "tiny", "prompt": prompt, "seed": 2, "max_tokens": 16, "logprobs": 3, **fields}
+        choices = parts_of(client.completions.create(**asked, stream=stream), stream)
+        text = "".join(choice.text for choice in choices)
+        listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
+        tokens, offsets, values, top = (
+            [one for logprobs in listed for one in (getattr(logprobs, name) or [None] * len(logprobs.tokens))]
+            for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs")
+        )
+        assert "".join(tokens) == text
+        for token, offset, value, likely in zip(tokens, offsets, values, top, strict=True):
+            assert text[offset : offset + len(token)] == token
+            if likely is not None:
+                assert len(likely) in (3, 4)  # keys of different tokens differ
+                assert likely[token] == value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_a_character_in_several_tokens(kind, stream):
+    client, _ = kind
+    asked = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "extra_body": {"guided_choice": ["😀é"]}}
+    choices = parts_of(client.chat.completions.create(**asked, stream=stream), stream)
+    content = [one for choice in choices if choice.logprobs is not None for one in choice.logprobs.content]
+    assert [one.bytes for one in content] == [*([byte] for byte in "😀é".encode()), []]
+    assert content[0].token == "\\xf0"

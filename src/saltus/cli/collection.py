@@ -25,12 +25,13 @@ def tokenize_prompts(
     tokenizer: Any, model_name: str, context: int | None, inputs: Sequence[Prompt], file: Path
 ) -> list[Any]:
     """The token ids of the prompts. Errors: ValueError for one that is longer than the context, if that is known."""
-    from saltus.engine.encoding import encode_prompt
+    from saltus.engine.encoding import PromptSettings, encode_prompt
     from saltus.training.data.teacher_texts import TokenizedPrompt
 
     tokenized = []
     for number, prompt in enumerate(inputs):
-        tokens = encode_prompt(tokenizer, prompt.turns[0] if prompt.turns else list(prompt.messages), False, model_name)
+        given = prompt.turns[0] if prompt.turns else list(prompt.messages)
+        tokens = encode_prompt(tokenizer, given, PromptSettings(), model_name)
         if context is not None and len(tokens) >= context:
             raise ValueError(
                 f"prompt {number} of {file} has {len(tokens):,} tokens, but {model_name} reads {context:,};"

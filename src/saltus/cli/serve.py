@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 from collections.abc import Sequence
 from types import FrameType
 from typing import Annotated, Any
@@ -160,7 +161,7 @@ def serve(
         raise ValueError("--learn is for a single server; leave out --ray, or --learn")
     plan = _learning_plan(learn_share, keys, learn_across_keys, learn_reset) if learn else None
 
-    def app() -> Any:
+    def make_service() -> Any:
         from saltus.cli.open_engine import open_with_options
         from saltus.server.allocator import return_freed_buffers
         from saltus.server.log_lines import LogLines
@@ -186,10 +187,20 @@ def serve(
             print_note(f"prompt and answer have at most {fitting:,} tokens, which fit into --kv-cache-memory-bytes")
         logging.basicConfig(format="%(message)s", handlers=[LogLines()])
         logging.getLogger("saltus.server").setLevel(logging.INFO)
-        print_note(f"{model_options.model} with {engine.method} on http://{host}:{port}/v1")
+        return service
+
+    def app(service: Any) -> Any:
         return make_app(service, keys, log_requests, allowed_hosts(host, allowed_host or ()))
 
     class Server(uvicorn.Server):
+        note = ""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:  # else nobody could use the address
+                own_port = self.servers[0].sockets[0].getsockname()[1]
+                print_note(f"{self.note} on http://{host}:{own_port}/v1")
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self.should_exit:  # uvicorn goes on waiting for streams after a second SIGTERM
                 signal.signal(sig, signal.SIG_DFL)
@@ -197,7 +208,10 @@ def serve(
             super().handle_exit(sig, frame)
 
     if not ray:
-        server = Server(server_config(app(), host, port, max_num_seqs + max_queue, shutdown_timeout))
+        _check_free(host, port)  # before a model is loaded
+        service = make_service()
+        server = Server(server_config(app(service), host, port, max_num_seqs + max_queue, shutdown_timeout))
+        server.note = f"{model_options.model} with {service.engine.method}"
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn sends itself the signal again when it has stopped
             server.run()
         if not server.started:
@@ -206,11 +220,27 @@ def serve(
     from saltus.server.replicas import Replicas, start_replicas, stop_replicas, wait_for_signal
 
     gpus = 1.0 if _uses_gpu(model_options.device) else 0.0
-    start_replicas(app, Replicas(replicas, max_num_seqs + max_queue, replica_cpus, gpus), host, port)
+    start_replicas(
+        lambda: app(make_service()), Replicas(replicas, max_num_seqs + max_queue, replica_cpus, gpus), host, port
+    )
     print_note(f"{replicas} replicas of {model_options.model} on http://{host}:{port}/v1")
     wait_for_signal()
     print_note("finishing what runs")
     stop_replicas()
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise ValueError for an address where nothing can listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as tried:
+            if os.name == "posix":  # a port that was left a moment ago is free
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"the server cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from None
 
 
 def _keys_of_environment() -> Sequence[str]:

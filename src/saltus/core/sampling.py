@@ -1,9 +1,9 @@
 """Turn logits into the distribution of the next token, pick from it with a uniform, and invert the pick.
 
 Plain decoding, drafts, verification and training share this one pipeline. Its order and numerics are those of
-Transformers' `generate`: float32; repetition penalty, banned, forced; temperature, top-k, top-p, min-p. OpenAI's bias
-and penalties come first. It works on single rows in NumPy, so that nothing here depends on how rows are batched or on
-the number of threads.
+Transformers' `generate`: float32; repetition penalty, repeated n-grams, banned, ends that come too early, forced;
+temperature, top-k, top-p, min-p. OpenAI's bias and penalties come first. It works on single rows in NumPy, so that
+nothing here depends on how rows are batched or on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from saltus.kernels import native
 BLOCK = 128  # tokens whose cumulative sums are computed together, on demand
 LIKELY_THRESHOLD = 2.0**-10  # times the greatest probability: tokens above it are picked in order of probability
 TINY = 2.0**-960  # cumulative weights below it count as zero: u · total keeps 53 bits, and pick can be inverted
+MAX_BIAS = 1e30  # of a logit; more would be infinite in float32
+MIN_TEMPERATURE = 1e-6  # below it only the likeliest token has a probability in float32, and a division may overflow
 Coupling = Literal["probability", "token-order", "gumbel"]
 """Which token the random numbers of a position pick: the inverse CDF, with tokens by falling probability or by id as in
 PTP's Eq. 2; or argmax log P(t) + G(t) with Gumbel noise G for each token."""
@@ -45,6 +47,10 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram_size: int = 0  # no n-gram of so many tokens comes twice, the prompt's included; 0: off
+    # none of the end tokens is among the first new tokens, so many of them, unless nothing else is left
+    min_new_tokens: int = 0
+    end_tokens: tuple[int, ...] = ()
     banned: tuple[int, ...] = ()
     forced_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token)
     banned_at_index: tuple[tuple[int, int], ...] = ()  # (index of a new token, token that it may not be)
@@ -58,17 +64,23 @@ class Sampling:
                 raise ValueError(f"{name} is {getattr(self, name)}, but {cure}")
 
         check(0 <= self.temperature < math.inf, "temperature", "must be 0 (greedy) or a positive number")
-        check(not 0 < self.temperature < 1e-6, "temperature", "is too small to divide by; use 0 for greedy decoding")
         check(self.top_k >= 0, "top_k", "must be 0 (off) or a number of tokens")
-        check(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; use 1 to switch it off")
+        check(0 <= self.top_p <= 1, "top_p", "must lie in [0, 1]; use 1 to switch it off")
+        if self.temperature < MIN_TEMPERATURE or self.top_p == 0:  # the likeliest token is left: greedy decoding
+            object.__setattr__(self, "temperature", 0.0)
+            object.__setattr__(self, "top_p", 1.0)
         check(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]; use 0 to switch it off")
         check(1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "must lie in 1e-6…1e6; 1 switches it off")
         for name in ("presence_penalty", "frequency_penalty"):
             check(math.isfinite(getattr(self, name)), name, "must be a number; use 0 to switch it off")
         check(all(token >= 0 for token, _ in self.logit_bias), "logit_bias", "token ids start at 0")
-        check(not any(math.isnan(bias) for _, bias in self.logit_bias), "logit_bias", "a bias must be a number")
+        low = all(bias <= MAX_BIAS for _, bias in self.logit_bias)
+        check(low, "logit_bias", f"a bias must be a number of at most {MAX_BIAS:g}")
+        for name in ("no_repeat_ngram_size", "min_new_tokens"):
+            check(getattr(self, name) >= 0, name, "must be 0 (off) or a number of tokens")
         check(self.coupling in get_args(Coupling), "coupling", f"must be one of {', '.join(get_args(Coupling))}")
         check(min(self.banned, default=0) >= 0, "banned", "token ids start at 0; remove the negative ones")
+        check(min(self.end_tokens, default=0) >= 0, "end_tokens", "token ids start at 0; remove the negative ones")
         for name in ("forced_at_index", "banned_at_index", "hole_end_tokens"):
             check(min(map(min, getattr(self, name)), default=0) >= 0, name, "indices and token ids start at 0")
 
@@ -101,13 +113,16 @@ class Sampling:
         """True if the distribution depends on the logits' values only, and not on which tokens they belong to."""
         return not (
             self.uses_context or self.logit_bias or self.banned or self.forced_at_index or self.banned_at_index
-            or self.hole_end_tokens
+            or self.hole_end_tokens or (self.min_new_tokens and self.end_tokens)
         )  # fmt: skip
 
     @property
     def uses_context(self) -> bool:
         """True if the distribution depends on which tokens the text has so far."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+            or self.no_repeat_ngram_size > 0
+        )  # fmt: skip
 
     def num_padding_after(self, index: int, token: int) -> int:
         """How many tokens after new token `index` pad its hole, because `token` ends it: they repeat it."""
@@ -118,6 +133,10 @@ class Sampling:
     @cached_property
     def _banned(self) -> np.ndarray:
         return np.array(sorted(set(self.banned)), dtype=np.int64)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.array(self.end_tokens, dtype=np.int64)
 
     @cached_property
     def _banned_at(self) -> dict[int, list[int]]:
@@ -218,7 +237,7 @@ def token_distribution(
         scores[sampling._banned_at[index]] = -np.inf
     best = int(scores.argmax())
     if not math.isfinite(scores[best]):
-        raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}"))
+        raise ValueError(_broken_logits_message(float(scores[best]), f"at new token {index}", logits.dtype))
     if sampling.greedy:
         return one_hot(best)
     if sampling.temperature != 1:
@@ -258,7 +277,7 @@ def greedy_tokens(logits: Float[Tensor, "rows vocab"]) -> list[int]:
         top = np.take_along_axis(scores, best, -1)
     broken = np.flatnonzero(~np.isfinite(top))
     if broken.size:
-        raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}"))
+        raise ValueError(_broken_logits_message(float(top[broken[0], 0]), f"in row {broken[0]}", logits.dtype))
     return best[:, 0].tolist()
 
 
@@ -397,12 +416,13 @@ def most_likely(logits: Float[Tensor, "vocab"]) -> tuple[int, float]:
     return best, 1 / float(np.exp(scores - scores[best]).sum(dtype=np.float64))
 
 
-def _broken_logits_message(top: float, where: str) -> str:
-    """The error message for a row whose best score is not finite."""
+def _broken_logits_message(top: float, where: str, dtype: torch.dtype) -> str:
+    """The error message for a row whose best score is not finite; float16 overflows where other types do not."""
     if top == -math.inf:
         return f"no token is left to choose {where}: all are banned or have logits of −inf; ban fewer tokens"
     value = "NaN" if math.isnan(top) else "infinite"
-    return f"the model gave {value} logits {where}; load it in float32 or bfloat16"
+    cure = "load it in float32 or bfloat16" if dtype == torch.float16 else "its weights may be damaged: fetch it again"
+    return f"the model gave {value} logits {where}; {cure}"
 
 
 def float_row(logits: Tensor) -> np.ndarray:
@@ -414,13 +434,18 @@ def float_row(logits: Tensor) -> np.ndarray:
 
 
 def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | None, index: int) -> np.ndarray:
-    """OpenAI's bias and penalties; then RepetitionPenaltyLogitsProcessor (Keskar et al. 2019) and bans."""
+    """OpenAI's bias and penalties; then RepetitionPenaltyLogitsProcessor (Keskar et al. 2019) and bans.
+
+    The bans are those of NoRepeatNGramLogitsProcessor, MinNewTokensLengthLogitsProcessor and
+    SuppressTokensLogitsProcessor.
+    """
     if sampling.uses_context and context is None:
         raise ValueError("penalties need the text so far; pass it as context")
     if sampling.logit_bias:
         scores = scores.copy()
         known = [(token, bias) for token, bias in sampling.logit_bias if token < len(scores)]
-        np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
+        with np.errstate(over="ignore"):  # less than a float32 is −∞
+            np.add.at(scores, [token for token, _ in known], np.array([bias for _, bias in known], np.float32))
     if context is not None and (sampling.presence_penalty or sampling.frequency_penalty):
         tokens, counts = np.unique(context[len(context) - index :], return_counts=True)
         scores = scores.copy()
@@ -432,7 +457,27 @@ def _penalised(scores: np.ndarray, sampling: Sampling, context: np.ndarray | Non
         values = scores[seen]
         scores = scores.copy()
         scores[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if context is not None and sampling.no_repeat_ngram_size:
+        scores = _without(scores, _completing_ngrams(context, sampling.no_repeat_ngram_size))
     if sampling.banned:
-        scores, banned = scores.copy(), sampling._banned
-        scores[banned if banned[-1] < len(scores) else banned[banned < len(scores)]] = -np.inf
+        scores = _without(scores, sampling._banned)
+    if index < sampling.min_new_tokens and len(sampling._ends):
+        longer = _without(scores, sampling._ends)
+        scores = longer if longer.max() > -np.inf else scores  # a grammar may leave the end alone
     return scores
+
+
+def _without(scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The scores, −∞ for some tokens."""
+    scores = scores.copy()
+    scores[tokens[tokens < len(scores)]] = -np.inf
+    return scores
+
+
+def _completing_ngrams(context: np.ndarray, size: int) -> np.ndarray:
+    """The tokens that would end an n-gram of the context once more."""
+    if len(context) < size:
+        return np.empty(0, dtype=np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(context, size)
+    repeated = (windows[:, :-1] == context[len(context) + 1 - size :]).all(1)
+    return windows[repeated, -1]

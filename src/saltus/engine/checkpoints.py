@@ -19,8 +19,9 @@ from saltus.loading.fetching import first_line
 from saltus.loading.gguf_weights import load_gguf_model
 from saltus.loading.huge_pages import place_in_huge_pages
 from saltus.loading.metadata import ADAPTER_CONFIG_FILE, METADATA_FILE, read_metadata
-from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size
+from saltus.loading.model_folders import INDEX_FILE, check_number_of_weights, check_size, foreign_quantization
 from saltus.loading.packing import PACKINGS, pack_model
+from saltus.loading.peft_adapters import adapted_model, is_peft_adapter, merge_adapter
 from saltus.loading.progress import ProgressCallback
 from saltus.loading.sources import resolve
 from saltus.methods.assd.network import ANY_SUBSET, AnySubsetNetwork, load_pairwise_correction
@@ -35,6 +36,11 @@ from saltus.models.protocols import TargetNetwork
 from saltus.models.resized_vocabulary import embedding_rows
 
 WEIGHTS = ("file", "bf16", *PACKINGS)  # as stored, packed ones expanded to bfloat16, or packed by GGUF's quantisers
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "tekken.json",
+)  # fmt: skip
+SCALED_ROPE_TYPES = ("linear", "dynamic", "yarn")  # whose configurations may give the length before the scaling
 DTYPES = {
     "auto": "auto",
     "float32": torch.float32,
@@ -82,7 +88,8 @@ def load_checkpoint(
     `weights` stay as the checkpoint stores them ("file"), are expanded to bfloat16 where they are packed ("bf16"), or
     are packed by one of GGUF's quantisers ("q8_0", "q4_1", …), which makes another model of it.
     Packed weights multiply activations of 8 bits ("int8", the default) or in bfloat16 ("bf16").
-    The folder of an adapter of `saltus train` loads its target with the adapter attached.
+    The folder of an adapter of `saltus train` loads its target with the adapter attached, and that of a LoRA adapter of
+    PEFT its base model with the adapter merged into the weights.
     """
     device, kind = resolve_device(device), _checked_choice("dtype", dtype, DTYPES)
     _checked_choice("weights", weights, dict.fromkeys(WEIGHTS))
@@ -91,11 +98,21 @@ def load_checkpoint(
     adapter = Path(name_or_path) if is_adapter else None
     base = name_or_path if adapter is None else read_metadata(adapter, "adapter").target_name
     folder = resolve(base, progress=progress)
+    peft = Path(name_or_path).expanduser()
+    peft = peft if is_peft_adapter(peft) else None
     with silence_transformers():
-        model = load_model(name_or_path, folder, kind, device, weights, exact, arithmetic)
+        if peft is not None and weights in PACKINGS:
+            raise ValueError(
+                f"weights are packed as {weights} before an adapter is merged into them; leave out weights"
+            )
+        model = load_model(name_or_path, folder, kind, device, weights, exact and peft is None, arithmetic)
+        if peft is not None:
+            merge_adapter(model, peft, str(adapted_model(peft)))
+        place = folder if peft is None or not has_tokenizer_files(peft) else peft
         try:
-            tokenizer = load_tokenizer(folder)
-            tokenizer("a")  # some faults of its settings show only now
+            tokenizer = load_tokenizer(place)
+            if not tokenizer("a").input_ids and not has_tokenizer_files(place):
+                raise ValueError("there are no files of one, such as tokenizer.json")
         except Exception as error:
             if "trust_remote_code" in str(error):
                 raise ValueError(
@@ -104,7 +121,7 @@ def load_checkpoint(
                 ) from error
             raise ValueError(
                 f"{name_or_path} has no tokenizer that loads ({first_line(error)}); put its tokenizer files"
-                f" into {folder}"
+                f" into {place}"
             ) from error
     place_in_huge_pages(model)
     network = make_network(model, name_or_path, exact, max_draft_tokens)
@@ -173,17 +190,33 @@ def _transformers_model(name: str, folder: Path, dtype: Any) -> Any:
                 f"{name} needs Python code from its folder, which saltus never runs; choose a model of an architecture"
                 " that Transformers has"
             ) from error
+        if quantized := foreign_quantization(folder):
+            raise ValueError(f"{name} holds {_quantized_by(quantized)} ({first_line(error)})") from error
         raise ValueError(
             f"{name} does not load as a causal language model ({first_line(error)}); choose one that does"
         ) from error
     model, found = loaded
+    quantized = foreign_quantization(folder)
     wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+    if wrong and quantized:
+        raise ValueError(f"{name} holds {_quantized_by(quantized)}")
     if wrong:
         raise ValueError(
             f"{name} lacks {len(wrong)} of its weights or has them in other shapes, such as {wrong[0]};"
             " fetch or save it again, for a causal language model"
         )
     return model
+
+
+def _quantized_by(method: str) -> str:
+    return f"weights quantised by {method}, which do not load here; take the original model, or a GGUF file of it"
+
+
+def _require_finite_weights(model: Any, name: str) -> None:
+    """Raise ValueError for weights that are not numbers, which no other type would mend."""
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise ValueError(f"{name} has weights that are NaN or infinite, such as {key}; fetch or train it again")
 
 
 def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: int = 16) -> TargetNetwork:
@@ -217,6 +250,8 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 why = first_line(error)
             else:
                 # rounding alone: of float32, of bfloat16, of activations in 8 bits; what a sibling does is about 1
+                if not expected.isfinite().all():
+                    _require_finite_weights(model, name)
                 bound = 0.01 if expected.dtype == torch.float32 else 0.6 if uses_integers(model) else 0.2
                 expected, computed = expected.float(), computed.float()
                 if kv_cache.keys is None:
@@ -229,6 +264,11 @@ def make_network(model: Any, name: str, exact: bool = True, max_draft_tokens: in
                 else:
                     return network
     raise ValueError(f"{name} ({type(model).__name__}) cannot be served: {why}; choose a model with plain attention")
+
+
+def has_tokenizer_files(folder: Path) -> bool:
+    """True if a folder has a vocabulary, in any form."""
+    return any((folder / name).is_file() for name in VOCABULARY_FILES)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -270,9 +310,19 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def context_length_of(model: Any) -> int | None:
-    """The context length in tokens from the model's configuration; None if it has none."""
-    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return length if length and length > 0 else None  # XLNet's is −1
+    """The context length in tokens from the model's configuration; None if it has none.
+
+    Positions that are scaled reach as far as they are scaled to, where the configuration does not say so itself.
+    """
+    config = model.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    if not length or length < 1:  # XLNet's is −1
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in SCALED_ROPE_TYPES:
+        return length
+    unscaled = rope.get("original_max_position_embeddings") or length
+    return max(length, int(unscaled * rope.get("factor", 1)))
 
 
 def _recurrent_layer_types(model: Any) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from saltus.engine.token_texts import TokenTexts
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # how tokenizers show a character that is not whole
 CONTEXT_TOKENS = 8  # tokens of the prompt that decide whether a space precedes the continuation
@@ -18,16 +20,31 @@ class Detokenizer:
     Only a short window is decoded each time: the tokens of the last complete piece, which decide about spaces between
     words, and those since. (DecodeStream of tokenizers does the same for fast tokenizers, but emits nothing for broken
     bytes however many follow.)
+
+    Special tokens are not text, but for those in `shown`, with their texts. Nor are the tokens in `hidden`: end tokens,
+    which many tokenizers do not call special.
     """
 
-    def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
-        self.tokenizer = tokenizer
-        self.context_tokens = list(context[-CONTEXT_TOKENS:])
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        self.tokenizer, self.hidden, self.shown = tokenizer, hidden, shown or {}
+        self.context_tokens = [token for token in context if token not in hidden][-CONTEXT_TOKENS:]
         self.pending_tokens: list[int] = []
         self.context_text = self.emitted_text = self._decode(self.context_tokens)
 
+    def unread(self) -> Detokenizer:
+        """The same for another text. Before the first token."""
+        return Detokenizer(self.tokenizer, self.context_tokens, self.hidden, self.shown)
+
     def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is not whole, and for special tokens."""
+        """The text that this token completes; empty while a character is not whole, and for tokens that are no text."""
+        if token in self.hidden or token in self.shown:
+            return self.shown.get(token, "")
         self.pending_tokens.append(token)
         text = self._decode(self.context_tokens + self.pending_tokens)
         whole = text if len(self.pending_tokens) > MAX_PENDING_TOKENS else text.rstrip(REPLACEMENT)
@@ -56,9 +73,18 @@ class TextOutput:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]  # tokens that end it
     stop_strings: tuple[str, ...] = ()  # strings that end it, and are cut off
+    min_tokens: int = 0  # stop strings are looked for in the text of the tokens after these
+    token_texts: TokenTexts | None = None  # what each token stands for, where that is asked for
     text: str = ""
     ended: bool = False
     num_released: int = field(default=0, init=False)  # characters given out by `release`
+    num_tokens: int = field(default=0, init=False)
+    num_free: int = field(default=0, init=False)  # characters in which no stop string is looked for
+
+    def unread(self) -> TextOutput:
+        """The same for another text. Before the first token."""
+        token_texts = None if self.token_texts is None else self.token_texts.unread()
+        return TextOutput(self.detokenizer.unread(), self.end_tokens, self.stop_strings, self.min_tokens, token_texts)
 
     def __post_init__(self) -> None:
         self.sorted_stops = sorted(self.stop_strings)
@@ -69,9 +95,14 @@ class TextOutput:
         assert not self.ended
         new = self.detokenizer.add(token)
         self.text += new
+        if self.token_texts is not None:
+            self.token_texts.add(token, new, not self.detokenizer.pending_tokens)
+        self.num_tokens += 1
+        if self.num_tokens <= self.min_tokens:
+            self.num_free = len(self.text)
         self.ended = token in self.end_tokens
         if new and self.stop_strings:
-            begin = max(len(self.text) - len(new) - self.longest_stop + 1, 0)
+            begin = max(len(self.text) - len(new) - self.longest_stop + 1, self.num_free)
             places = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
             if places:
                 self.text, self.ended = self.text[: min(places)], True
@@ -86,7 +117,7 @@ class TextOutput:
 
     def _held_back_length(self) -> int:
         """Length of the longest end of the text that is the beginning of a stop string."""
-        longest = min(self.longest_stop - 1, len(self.text))
+        longest = min(self.longest_stop - 1, len(self.text) - self.num_free)
         return next((n for n in range(longest, 0, -1) if self._begins_stop_string(self.text[-n:])), 0)
 
     def _begins_stop_string(self, text: str) -> bool:
@@ -100,3 +131,18 @@ def check_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if "" in stops:
         raise ValueError("a stop string is empty and would end every text at once; remove it")
     return stops
+
+
+def shown_special_tokens(
+    tokenizer: Any, stops: Sequence[str], named: Collection[int], every: bool, ends: frozenset[int]
+) -> dict[int, str]:
+    """The texts of special tokens that belong to a text: those `named`, with `every` all but those that end it.
+
+    And those that stop strings spell, which end the text there.
+    """
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return {
+        token: content
+        for token, content in special.items()
+        if content and (token in named or (every and token not in ends) or any(content in stop for stop in stops))
+    }

@@ -2,50 +2,104 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from saltus.engine.control_tokens import control_tokens
 from saltus.engine.results import PromptLike
 from saltus.engine.template_limits import render_chat
 from saltus.engine.text_bounds import require_fits
-from saltus.engine.tool_calls import readable_messages
+from saltus.engine.tool_messages import has_tools, readable_messages
+
+# What `chat_template_kwargs` may not set: arguments of the tokenizer's `apply_chat_template`.
+RESERVED = frozenset({
+    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "sanitize_control_tokens", "messages",
+})  # fmt: skip
+
+log = logging.getLogger("saltus")
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How a prompt becomes tokens; the fields are those of vLLM's requests, and `parse_special` is llama.cpp's."""
+
+    raw: bool = False  # a str is not put into the chat template
+    tools: Sequence[Mapping[str, Any]] = ()  # what the answer may call, as OpenAI describes them
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    add_generation_prompt: bool | None = None  # begin an answer; None: unless the final message is continued
+    continue_final_message: bool | None = None  # None: if it is the assistant's, without calls
+    add_special_tokens: bool | None = None  # the tokenizer's begin token; None: not to what a chat template wrote
+    parse_special: bool = False  # control tokens that messages spell are tokens
+
+    def continues(self, prompt: PromptLike | Any) -> bool:
+        """True if the text goes on with the last message of a conversation."""
+        if not is_conversation(prompt) or not prompt:
+            return False
+        messages: Any = prompt
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        unfinished = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
+        return unfinished and not self.add_generation_prompt
 
 
 def encode_prompt(
     tokenizer: Any,
     prompt: PromptLike | Any,
-    raw: bool,
+    settings: PromptSettings,
     model_name: str,
-    tools: Sequence[Mapping[str, Any]] = (),
     context: int | None = None,
+    end_tokens: frozenset[int] = frozenset(),
 ) -> list[int]:
     """The token ids that the model reads, chat template included unless `raw`. Errors: ValueError of one line.
 
-    With `raw` a prompt may be token ids itself; `Checkpoint.check_tokens` says whether the model has them.
-    `tools` are what the answer may call, as OpenAI describes them. A text that has no room in `context` tokens is
-    refused by its length.
+    A prompt may be token ids itself; `Checkpoint.check_tokens` says whether the model has them. A text that has no room
+    in `context` tokens is refused by its length.
     """
-    if raw and is_tokens(prompt):
+    if is_tokens(prompt):
         tokens: Any = prompt
         return list(tokens)
     if not isinstance(prompt, str) and not is_conversation(prompt):
-        raise ValueError(f"a prompt is of type {type(prompt).__name__}, but must be a str or a list of messages")
+        raise ValueError(
+            f"a prompt is of type {type(prompt).__name__}, but must be a str, a list of messages, or one of token ids"
+        )
     if not prompt:
         raise ValueError("the prompt is empty; write at least a word")
     if isinstance(prompt, str):
         require_unicode(prompt, "the prompt")
-    if uses_chat_template(tokenizer, prompt, raw):
-        for number, message in enumerate(() if isinstance(prompt, str) else prompt, start=1):
-            require_unicode(str(message.get("content") or ""), f"message {number}")
-        text = require_unicode(_apply_chat_template(tokenizer, prompt, model_name, tools), "the prompt")
-        require_fits([text], tokenizer, context, model_name, "the prompt")
-        tokens = tokenizer(text, add_special_tokens=False).input_ids
+    if uses_chat_template(tokenizer, prompt, settings.raw):
+        tokens = _encode_chat(tokenizer, prompt, settings, model_name, context, end_tokens)
     else:
+        if settings.tools or settings.chat_template_kwargs:
+            raise ValueError("tools and chat_template_kwargs are for conversations; give messages")
         require_fits([str(prompt)], tokenizer, context, model_name, "the prompt")
-        tokens = tokenizer(str(prompt)).input_ids
+        tokens = tokens_of_text(tokenizer, str(prompt), settings.add_special_tokens is not False)
     if not tokens:
         raise ValueError("the prompt has no tokens; write at least a word")
     return list(tokens)
+
+
+def tokens_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+    """The tokens of a text that is a prompt as it stands; without `parse_special` no word of it is a control token."""
+    require_unicode(text, "the text")
+    control = None if parse_special else control_tokens(tokenizer, "")
+    if control is None:
+        tokens = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    else:
+        begin = begin_tokens(tokenizer) if add_special_tokens else []
+        tokens = [*begin, *control.encoder.encode(text, add_special_tokens=False).ids]
+    return _begun_once(tokenizer, tokens)
+
+
+def _begun_once(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Tokens that begin with one begin token where both a text and the tokenizer have one."""
+    if len(tokens) < 2 or not tokens[0] == tokens[1] == tokenizer.bos_token_id:
+        return tokens
+    log.warning("a prompt begins with %s, which the tokenizer adds, too; it is read once", tokenizer.bos_token)
+    return tokens[1:]
 
 
 def uses_chat_template(tokenizer: Any, prompt: PromptLike, raw: bool) -> bool:
@@ -53,22 +107,65 @@ def uses_chat_template(tokenizer: Any, prompt: PromptLike, raw: bool) -> bool:
     return not isinstance(prompt, str) or (not raw and bool(tokenizer.chat_template))
 
 
-def _apply_chat_template(
-    tokenizer: Any, prompt: PromptLike, model_name: str, tools: Sequence[Mapping[str, Any]]
-) -> str:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+class _Rendered(NamedTuple):
+    """What the chat template is given."""
+
+    messages: list[Any]
+    tools: list[Any]
+    variables: dict[str, Any]
+
+
+def _encode_chat(
+    tokenizer: Any,
+    prompt: PromptLike | Any,
+    settings: PromptSettings,
+    model_name: str,
+    context: int | None,
+    end_tokens: frozenset[int],
+) -> list[int]:
+    """The tokens of a conversation in the chat template; words of messages that read like control tokens stay words."""
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not tokenizer.chat_template:
         raise ValueError(
             f"{model_name} has no chat template for messages; name one (--chat-template, chat_template=), such as"
             " vicuna, or give the prompt as one str"
         )
-    unfinished = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
-    if tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+    for number, message in enumerate(messages, start=1):
+        require_unicode(str(message.get("content") or ""), f"message {number}")
+    given = _Rendered(messages, list(settings.tools), dict(settings.chat_template_kwargs))
+    control = None if settings.parse_special else control_tokens(tokenizer, str(tokenizer.chat_template), end_tokens)
+    shown = given if control is None else _Rendered(*(control.marked(value) for value in given))
+    text = require_unicode(_render(tokenizer, shown, settings, settings.continues(prompt), model_name), "the prompt")
+    require_fits([text], tokenizer, context, model_name, "the prompt")
+    if control is None or shown == given:
+        tokens = list(tokenizer(text, add_special_tokens=False).input_ids)
+    else:
+        tokens = control.encode(text)
+    return _begun_once(tokenizer, [*(begin_tokens(tokenizer) if settings.add_special_tokens else ()), *tokens])
+
+
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The begin token, if the tokenizer puts it before a text."""
+    first = tokenizer("").input_ids[:1] if tokenizer.bos_token_id is not None else []
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _render(tokenizer: Any, given: _Rendered, settings: PromptSettings, continues: bool, model_name: str) -> str:
+    """A conversation as the chat template writes it."""
+    messages, tools, variables = given
+    if reserved := sorted(RESERVED & variables.keys()):
+        raise ValueError(
+            f"chat_template_kwargs are variables of the chat template, and {reserved[0]} is none; leave it out"
+        )
+    begins = settings.add_generation_prompt
+    if continues and begins:
+        raise ValueError("add_generation_prompt and continue_final_message exclude each other; leave one out")
+    if tools or has_tools(messages):
         messages = readable_messages(messages, tools, tokenizer)
     try:
         return render_chat(
-            tokenizer, messages, add_generation_prompt=not unfinished, continue_final_message=unfinished,
-            tools=list(tools) or None,
+            tokenizer, messages, add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues, tools=tools or None, **variables,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(
@@ -105,5 +202,5 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def is_batch(prompt: Any) -> bool:
-    """True for a list of prompts; a list of dicts is one conversation."""
-    return is_sequence(prompt) and not (prompt and isinstance(prompt[0], Mapping))
+    """True for a list of prompts; a list of dicts is one conversation, and one of numbers one prompt of token ids."""
+    return is_sequence(prompt) and not (prompt and isinstance(prompt[0], Mapping | int))

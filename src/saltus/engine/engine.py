@@ -21,10 +21,17 @@ from saltus.engine.decoder import (
     check_rule,
     default_max_draft_tokens,
 )
-from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings
-from saltus.engine.encoding import encode_prompt, is_batch, is_tokens, require_unicode, uses_chat_template
+from saltus.engine.detokenizer import Detokenizer, TextOutput, check_stop_strings, shown_special_tokens
+from saltus.engine.encoding import (
+    PromptSettings,
+    encode_prompt,
+    is_batch,
+    is_tokens,
+    require_unicode,
+    uses_chat_template,
+)
 from saltus.engine.fim import fim_prompt
-from saltus.engine.grammar import Grammar
+from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill import FimRequest, HolesRequest, fim_layout, infill_request
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS, InfillTemplate, as_template
 from saltus.engine.method_options import with_draft_model
@@ -41,7 +48,9 @@ from saltus.engine.results import (
     statistics_of,
 )
 from saltus.engine.scheduler import run_requests
-from saltus.engine.text_bounds import cut_to_context, require_fits
+from saltus.engine.text_bounds import PromptTooLongError, cut_to_context, require_fits
+from saltus.engine.token_texts import TokenTexts
+from saltus.engine.tool_calls import call_markers
 from saltus.engine.tuned_settings import TunedSettings, find_tuned_settings, machine_name
 from saltus.loading.model_identity import model_fingerprint
 from saltus.loading.progress import ProgressCallback
@@ -68,9 +77,7 @@ class TextRequest:
 
     def with_seed(self, seed: int, constraint: Constraint | None = None) -> TextRequest:
         """The same before its first call, for another seed; a constraint is of one text."""
-        detokenizer = self.output.detokenizer
-        begun = Detokenizer(detokenizer.tokenizer, detokenizer.context_tokens)
-        output = TextOutput(begun, self.output.end_tokens, self.output.stop_strings)
+        output = self.output.unread()
         request = replace(self.request, seed=seed, is_end=output.add, constraint=constraint)
         return TextRequest(self.prompt, request, output)
 
@@ -190,10 +197,16 @@ class Engine:
         longest = self.target.context_length
         self.target = replace(self.target, context_length=tokens if longest is None else min(tokens, longest))
 
-    def encode(self, prompt: PromptLike, raw: bool = False) -> list[int]:
-        """The token ids that `generate` would read, chat template included unless `raw`."""
-        tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name)
-        self.target.check_tokens(tokens, "the prompt")
+    def encode(self, prompt: PromptLike, raw: bool = False, **settings: Any) -> list[int]:
+        """The token ids that `generate` would read, chat template included unless `raw`.
+
+        `settings` are fields of `PromptSettings`. Errors: ValueError of one line.
+        """
+        target = self.target
+        tokens = encode_prompt(
+            self.tokenizer, prompt, PromptSettings(raw=raw, **settings), target.name, end_tokens=target.end_tokens
+        )
+        target.check_tokens(tokens, "the prompt")
         return tokens
 
     def _run(self, requests: Sequence[Request], method: str | None) -> Generator[list[Request]]:
@@ -207,56 +220,81 @@ class Engine:
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
         logprobs: bool = False,
-        raw: bool = False,
         ignore_eos: bool = False,
         prediction: str | None = None,
         top_logprobs: int = 0,
-        grammar: Grammar | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        grammar: MakesConstraint | None = None,
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
+        min_new_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_tokens: Sequence[int] = (),
+        raw: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        add_special_tokens: bool | None = None,
+        parse_special: bool = False,
         **sampling: Any,
     ) -> TextRequest:
-        """What `generate` decodes for a prompt (also token ids, with `raw`), for callers that decode it themselves.
+        """What `generate` decodes for a prompt (also token ids), for callers that decode it themselves.
 
         With a `suffix` a model with fill-in-the-middle tokens writes what stands between the prompt and the suffix;
-        `files` (name, text) are other files that it reads before.
+        `files` (name, text) are other files that it reads before. `shown_tokens` are special tokens whose texts belong
+        to the text.
         Errors: ValueError of one line.
         """
-        checked = Sampling(**sampling)
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be 0 or more")
+        if min_new_tokens > max_new_tokens:
+            raise ValueError(f"min_new_tokens is {min_new_tokens}, but max_new_tokens is {max_new_tokens}; lower it")
         Noise(seed)  # refuses a negative seed
-        ends = frozenset() if ignore_eos else self.target.end_tokens
+        self.target.check_tokens(stop_token_ids, "stop_token_ids")
+        ends = self.target.end_tokens
+        settings = PromptSettings(
+            raw, tools, chat_template_kwargs or {}, add_generation_prompt, continue_final_message, add_special_tokens,
+            parse_special,
+        )  # fmt: skip
+        context = self.target.context_length
         if suffix is None:
-            tokens = encode_prompt(self.tokenizer, prompt, raw, self.target.name, tools, self.target.context_length)
+            tokens = encode_prompt(self.tokenizer, prompt, settings, self.target.name, context, ends)
             chat = not is_tokens(prompt) and uses_chat_template(self.tokenizer, prompt, raw)
-            continues = () if chat else tokens
+            continues = () if chat and not settings.continues(prompt) else tokens
         else:
             if not isinstance(prompt, str):
                 raise ValueError("with a suffix the prompt is the text before it, as a str")
             self._require_fits("the prompt", prompt, suffix, *(text for _, text in files))
             fim = fim_prompt(self.tokenizer, self.target.name, prompt, suffix, files)
-            tokens, continues, ends = fim.tokens, fim.before, ends | (frozenset() if ignore_eos else fim.end_tokens)
+            tokens, continues, ends = fim.tokens, fim.before, ends | fim.end_tokens
         self.target.check_tokens(tokens, "the prompt")
-        context = self.target.context_length
         if context is not None:
             if len(tokens) > context:
-                raise ValueError(
+                raise PromptTooLongError(
                     f"the prompt has {len(tokens):,} tokens, but {self.target.name} reads at most {context:,};"
                     " shorten it"
                 )
             max_new_tokens = min(max_new_tokens, context - len(tokens))
         if is_tokens(prompt):
-            prompt = self.tokenizer.decode(tokens)
-        output = TextOutput(Detokenizer(self.tokenizer, continues), ends, check_stop_strings(stop))
+            prompt = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        stops = check_stop_strings(stop)
+        stopping = frozenset(stop_token_ids) | (frozenset() if ignore_eos else ends)
+        shown = shown_special_tokens(self.tokenizer, stops, shown_tokens, not skip_special_tokens, stopping | ends)
+        shown |= call_markers(self.tokenizer) if tools else {}
+        detokenizer = Detokenizer(self.tokenizer, continues, stopping | ends, shown)
+        wants_logprobs = logprobs or top_logprobs > 0
+        token_texts = TokenTexts(self.tokenizer, shown) if wants_logprobs else None
+        output = TextOutput(detokenizer, stopping, stops, min_new_tokens, token_texts)
+        if min_new_tokens:
+            sampling |= {"min_new_tokens": min_new_tokens, "end_tokens": tuple(sorted(stopping))}
         request = Request(
-            tokens, max_new_tokens, seed, checked, output.add, logprobs or top_logprobs > 0, top_logprobs=top_logprobs
-        )
+            tokens, max_new_tokens, seed, Sampling(**sampling), output.add, wants_logprobs, top_logprobs=top_logprobs,
+        )  # fmt: skip
         if grammar is not None:
             if ignore_eos:
                 raise ValueError("ignore_eos and a grammar contradict each other: a complete text has to end")
-            request.constraint = grammar.constraint(self.tokenizer, self.target.end_tokens)
+            request.constraint = grammar.constraint(self.tokenizer, stopping, tokens)
         if prediction:
             text = require_unicode(prediction, "the prediction")
             text = cut_to_context(text, self.tokenizer, context)  # no text is longer

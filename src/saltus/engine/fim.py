@@ -10,47 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saltus.engine.encoding import require_unicode
+from saltus.engine.control_tokens import control_tokens
+from saltus.engine.encoding import begin_tokens, require_unicode
+from saltus.engine.fim_formats import FimFormat, find_fim_format
 
 KNOWN_MODELS = "Qwen2.5-Coder, StarCoder2, CodeLlama, DeepSeek-Coder or Granite Code"
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, where a model has no token for files
 PROJECT = "project"  # the name of the repository, where a model wants one
-
-
-@dataclass(frozen=True)
-class FimFormat:
-    """The tokens of a family of models, as its model cards give them."""
-
-    before: str  # stands before the text before the hole
-    after: str  # stands before the text after the hole
-    middle: str  # the model continues behind it
-    ends: tuple[str, ...] = ()  # tokens that end the middle, besides the model's end tokens
-    file: str = ""  # stands before a file's name
-    repository: str = ""  # stands before the repository's name
-
-
-FORMATS = (
-    FimFormat(  # Qwen2.5-Coder, Granite 4, CodeGemma (without the last two)
-        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
-        ("<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>", "<|repo_name|>", "<|cursor|>"),
-        "<|file_sep|>", "<|repo_name|>",
-    ),
-    FimFormat(  # StarCoder, StarCoder2, Granite Code
-        "<fim_prefix>", "<fim_suffix>", "<fim_middle>",
-        ("<|endoftext|>", "<fim_pad>", "<file_sep>", "<repo_name>", "<filename>", "<reponame>"),
-        "<file_sep>", "<repo_name>",
-    ),
-    FimFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),  # CodeLlama
-    FimFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<｜end▁of▁sentence｜>",)),  # DeepSeek-Coder
-)  # fmt: skip
-
-
-def find_fim_format(tokenizer: Any) -> FimFormat | None:
-    """The format whose tokens the tokenizer has; None if it has none."""
-    known = tokenizer.get_vocab()
-    return next(
-        (format_ for format_ in FORMATS if {format_.before, format_.after, format_.middle} <= known.keys()), None
-    )
 
 
 @dataclass(frozen=True)
@@ -73,9 +39,7 @@ def fim_prompt(
             f" them ({KNOWN_MODELS}), or an any-subset model, such as code"
         )
     vocab = tokenizer.get_vocab()
-    begin = tokenizer("").input_ids[:1] if tokenizer.bos_token_id is not None else []
-    tokens = begin if begin == [tokenizer.bos_token_id] else []
-    tokens = [*tokens, *_context_tokens(tokenizer, markers, files)]
+    tokens = [*begin_tokens(tokenizer), *_context_tokens(tokenizer, markers, files)]
     prefix = _encode(tokenizer, before)
     tokens += [vocab[markers.before], *prefix, vocab[markers.after], *_encode(tokenizer, after), vocab[markers.middle]]
     ends = {vocab[name] for name in markers.ends if name in vocab}
@@ -105,8 +69,12 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     if not text:
         return []
 
+    control = control_tokens(tokenizer, "")
+
     def encode(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=False, split_special_tokens=True).input_ids)
+        if control is None:
+            return list(tokenizer(part, add_special_tokens=False).input_ids)
+        return list(control.encoder.encode(part, add_special_tokens=False).ids)
 
     mark = encode("\n")
     whole = encode("\n" + text)

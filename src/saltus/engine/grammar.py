@@ -6,25 +6,28 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from saltus.core.constraint import Constraint
+from saltus.engine.control_tokens import with_renamed_tokens
+from saltus.engine.json_schemas import MAX_LENGTH, followed_schema, grammar_limits, matcher_class
 from saltus.loading.fetching import first_line
 
-# JSON has one fixed spacing, Python's: then keys and punctuation follow from the schema, and are drafted.
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MAX_LENGTH = 1 << 18  # characters of a grammar
-# What llguidance may spend on the regular expressions of a grammar before a text: a quarter of its default. So the
-# first look at `(a{1000}){1000}` takes 0.2 seconds and 30 MB, not 1 and 170. Schemas of MAX_LENGTH need less; a literal
-# of more than half of it is refused.
-LEXER_FUEL = 250_000
 BYTES_PER_TOKEN = 32  # that are read ahead for each fast-forward token; few tokens have more
 CANNOT_FOLLOW = (
     "the grammar cannot be followed: it leaves no token of this model; allow other characters where it forces one text"
 )
-RENAMED = "\U0010ffff"  # begins the names of special tokens that no text may spell; it is no character
+
+
+@runtime_checkable
+class MakesConstraint(Protocol):
+    """What restricts texts: a grammar, or one that begins later in the text."""
+
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
+        """The constraint on one text, which follows the tokens of a prompt. Errors: ValueError of one line."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,20 @@ class Grammar:
             raise ValueError(f"the grammar has {len(self.definition):,} characters; at most {MAX_LENGTH:,} are read")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that follows a schema. Errors: ValueError."""
+    def json_schema(cls, schema: Mapping[str, Any] | str, strict: bool = True) -> Grammar:
+        """JSON that follows a schema. Without `strict` keywords that no grammar can follow are ignored.
+
+        Errors: ValueError of one line that names the keyword.
+        """
         try:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            return cls(_matcher_class().grammar_from_json_schema(text, overrides=JSON_FORM))
+            given = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(given, Mapping):
+                raise ValueError("it must be an object")
+            return cls(matcher_class().grammar_from_json_schema(json.dumps(followed_schema(given, strict))))
         except RecursionError:
             raise ValueError("the JSON schema is nested too deeply") from None
         except ValueError as error:
-            raise ValueError(f"JSON schema: {first_line(error)}") from None
+            raise ValueError(f"the grammar of a JSON schema cannot be used: {first_line(error)}") from None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -59,7 +67,7 @@ class Grammar:
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
         """A text that a regular expression (Rust's syntax) matches from its start to its end."""
-        return cls(_matcher_class().grammar_from_regex(pattern))
+        return cls(matcher_class().grammar_from_regex(pattern))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
@@ -71,9 +79,9 @@ class Grammar:
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
         """A context-free grammar in Lark's syntax, with llguidance's extensions (`%json {...}`)."""
-        return cls(_matcher_class().grammar_from_lark(grammar))
+        return cls(matcher_class().grammar_from_lark(grammar))
 
-    def constraint(self, tokenizer: Any, end_tokens: frozenset[int]) -> Constraint:
+    def constraint(self, tokenizer: Any, end_tokens: frozenset[int], prompt: Sequence[int] = ()) -> Constraint:
         """The constraint on one text. Errors: ValueError of one line for a grammar that cannot be used."""
         compiled = _compile(self.definition, tokenizer, end_tokens)
         return GrammarConstraint(compiled.deep_copy(), _grammar_tokenizer(tokenizer, end_tokens), end_tokens)
@@ -151,10 +159,9 @@ class GrammarConstraint:
 
 @lru_cache(maxsize=32)
 def _compile(definition: str, tokenizer: Any, end_tokens: frozenset[int]) -> Any:
-    from llguidance import LLParserLimits
-
-    limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
-    matcher = _matcher_class()(_grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0, limits=limits)
+    matcher = matcher_class()(
+        _grammar_tokenizer(tokenizer, end_tokens), definition, log_level=0, limits=grammar_limits()
+    )
     if matcher.is_error():
         raise ValueError(f"the grammar cannot be used: {first_line(matcher.get_error())}")
     return matcher
@@ -172,7 +179,7 @@ def _grammar_tokenizer(tokenizer: Any, end_tokens: frozenset[int]) -> Any:
     ends = sorted(end_tokens)
     known = LLTokenizer(backend.to_str(), n_vocab=len(tokenizer), eos_token=ends)
     special = [token for token in range(known.vocab_size) if known.is_special_token(token)]
-    plain = LLTokenizer(_without_special_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
+    plain = LLTokenizer(with_renamed_tokens(backend.to_str(), special), n_vocab=len(tokenizer), eos_token=ends)
     return LLTokenizer(TokenizerWrapper(_PlainText(known, plain, special)), n_vocab=len(tokenizer), eos_token=ends)
 
 
@@ -187,30 +194,3 @@ class _PlainText:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self.plain.tokenize_bytes(text if isinstance(text, bytes) else text.encode())
-
-
-def _without_special_tokens(definition: str, special: Sequence[int]) -> str:
-    """A tokenizer.json whose special tokens have names that no text contains."""
-    content = json.loads(definition)
-    names = {
-        token["content"]: RENAMED + token["content"] for token in content["added_tokens"] if token["id"] in special
-    }
-    for token in content["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = content["model"]
-    vocab = model.get("vocab")
-    if isinstance(vocab, dict):
-        model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
-    elif vocab is not None:  # pairs of a piece and its score
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    return json.dumps({**content, "post_processor": None})
-
-
-def _matcher_class() -> Any:
-    try:
-        from llguidance import LLMatcher
-    except ModuleNotFoundError:
-        raise ValueError('grammars need the package llguidance: pip install "saltus[serve]"') from None
-    return LLMatcher

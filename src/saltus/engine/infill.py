@@ -100,14 +100,15 @@ def infill_request(
     tokenizer, blank = target.tokenizer, target.network.blank_token
     if None in template.hole_lengths and blank is None:
         raise ValueError(f"{target.name} cannot end a hole by itself; give each hole a length, such as [[8]]")
-    for name in ("presence_penalty", "frequency_penalty"):
+    for name in ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "min_new_tokens"):
         if sampling.get(name):
-            raise ValueError(f"{name} counts the tokens of one continuation, not of holes; use repetition_penalty")
+            raise ValueError(f"{name} is about the tokens of one continuation, not of holes; leave it out")
     for piece in template.pieces:
         require_unicode(piece, "the text")
     layout = tokenize_template(template, tokenizer, open_tokens, target.context_length, verbatim)
     special = {token for token, kind in tokenizer.added_tokens_decoder.items() if kind.special}
-    settings = {**sampling, "banned": tuple(sorted({*special, *sampling.get("banned", ())} - {blank}))}
+    no_text = {*special, *target.end_tokens, *sampling.get("banned", ())}
+    settings = {**sampling, "banned": tuple(sorted(no_text - {blank}))}
     if blank is not None:
         banned_at, ends = hole_end_rules(layout, template.hole_lengths, blank)
         settings |= {"banned_at_index": (*sampling.get("banned_at_index", ()), *banned_at), "hole_end_tokens": ends}
@@ -143,9 +144,9 @@ class FimRequest:
         """The result as far as it has been decoded."""
         request, text = self.request, self.output.text
         before = self.layout.canvas.tokens[self.layout.canvas.given_positions].tolist()
-        detokenizer, parts = Detokenizer(self.output.detokenizer.tokenizer, before), []
-        for token in request.tokens:
-            parts.append("" if token in self.output.end_tokens else detokenizer.add(token))
+        shown = self.output.detokenizer
+        detokenizer = Detokenizer(shown.tokenizer, before, shown.hidden)
+        parts = [detokenizer.add(token) for token in request.tokens]
         return Infilling(
             self.layout, self.layout.text([text]), [text], [parts], request.tokens, list(request.calls),
             request.log_probabilities if request.logprobs else None, statistics_of(request),

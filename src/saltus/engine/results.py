@@ -12,8 +12,8 @@ from saltus.engine.grammar import Grammar
 from saltus.engine.infill_template import InfillLayout
 from saltus.engine.request import CallRecord, Request
 
-PromptLike = str | Sequence[Mapping[str, Any]]
-"""A text, or the messages of a conversation."""
+PromptLike = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""A text, the messages of a conversation, or token ids."""
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -27,6 +27,7 @@ class SamplingSettings(TypedDict, total=False):
     presence_penalty: float  # 0: off; OpenAI's, as are the next two
     frequency_penalty: float  # 0: off
     logit_bias: tuple[tuple[int, float], ...]  # (token, what is added to its logit)
+    no_repeat_ngram_size: int  # 0: off; no n-gram of so many tokens comes twice, the prompt's included
     coupling: Coupling  # "probability", "token-order" or "gumbel": which token a position's random numbers pick
     seed: int  # 0; without effect at temperature 0
     logprobs: bool  # False; True: log-probabilities of the tokens, by the softmax of the raw logits
@@ -36,10 +37,18 @@ class Settings(SamplingSettings, total=False):
     """The settings of `generate` and `stream`; each has the default given here."""
 
     max_new_tokens: int  # 256; the text ends earlier ("length") where the model's context ends
-    stop: str | Sequence[str] | None  # strings that end the text; they are cut off
+    min_new_tokens: int  # 0; before so many tokens there are no end tokens, and stop strings are not looked for
+    stop: str | Sequence[str] | None  # strings that end the text; they are cut off, special tokens among them
+    stop_token_ids: Sequence[int]  # (); more end tokens, also with ignore_eos
+    skip_special_tokens: bool  # True; False: special tokens are shown in the text, but for those that end it
     raw: bool  # False: a `str` becomes a user message of the chat template, if there is one. True: it stays as it is
     ignore_eos: bool  # False; True: go on after end tokens
     grammar: Grammar | None  # None; what the whole text must be, such as `Grammar.json_schema({...})`
+    chat_template_kwargs: Mapping[str, Any]  # {}; variables of the chat template, such as {"enable_thinking": False}
+    add_generation_prompt: bool | None  # None; whether the chat template begins an answer
+    continue_final_message: bool | None  # None: if it is the assistant's; the text goes on with the last message
+    add_special_tokens: bool | None  # None: to a `str` that no chat template is for; the tokenizer's begin token
+    parse_special: bool  # False; True: control tokens that messages spell become tokens, not words
     tools: Sequence[Mapping[str, Any]]  # (); functions that the answer to messages may call, as OpenAI describes them
     suffix: str | None  # None; a model with fill-in-the-middle tokens writes what stands between the prompt and this
     prediction: str | None  # None; what the text will probably repeat, such as code to be edited: `lookup` drafts it

@@ -13,6 +13,10 @@ NORMALIZED_BYTES = {"Prepend": 1, "NFC": 4, "NFD": 4}
 PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")  # that drop nothing
 
 
+class PromptTooLongError(ValueError):
+    """A prompt is longer than the model's context."""
+
+
 @dataclass(frozen=True)
 class TokenLength:
     """The most bytes of a text that one token stands for, apart from bytes that the vocabulary has no token of."""
@@ -22,14 +26,14 @@ class TokenLength:
 
 
 def require_fits(texts: Iterable[str], tokenizer: Any, context: int | None, model_name: str, what: str) -> None:
-    """Raise ValueError if the texts together have more bytes than the context's tokens can stand for."""
+    """Raise PromptTooLongError if the texts together have more bytes than the context's tokens can stand for."""
     if context is None or (length := token_length(tokenizer)) is None:
         return
     limit, size = context * length.longest, 0
     for text in texts:
         size += len(text.encode("utf-8", "surrogatepass").translate(None, length.unknown))
     if size > limit:
-        raise ValueError(
+        raise PromptTooLongError(
             f"{what} has {size:,} bytes, but {model_name} reads at most {context:,} tokens, which are {limit:,} bytes"
             " or fewer; shorten it"
         )
@@ -98,10 +102,10 @@ def _unknown_bytes(model: Mapping[str, Any], byte_level: bool) -> bytes | None:
         return b"" if all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)) else None
     if not byte_level or model["unk_token"] is not None:
         return None
-    return bytes(byte for byte, character in _byte_characters().items() if character not in model["vocab"])
+    return bytes(byte for byte, character in byte_characters().items() if character not in model["vocab"])
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """How byte-level vocabularies write bytes (GPT-2): printable ones as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,30 +1,21 @@
-"""Tool calls: describe tools in the prompt, constrain calls to their schemas, and parse them from the text.
+"""Tool calls: constrain them to the schemas of their tools, and parse them from the text.
 
-A call is written in the form that the model's chat template shows. Templates without tools get Hermes's form, by a
-system message.
+A call is written in the form that the model's chat template shows. Templates without tools get Hermes's form
+(`engine.tool_messages`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from saltus.engine.grammar import JSON_FORM, Grammar
-from saltus.engine.template_limits import render_chat
+from saltus.engine.grammar import Grammar
+from saltus.engine.json_schemas import followed_schema
 
 ToolChoice = Literal["auto", "required"]
-
-SYSTEM_PROMPT = """\
-You can call functions. These are their signatures:
-<tools>
-{tools}
-</tools>
-To call a function, write a JSON object with its name and arguments between <tool_call> tags:
-<tool_call>
-{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
-</tool_call>"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class ToolCall:
     """A call in a text."""
 
     name: str
-    arguments: str  # a JSON object
+    arguments: str  # a JSON object, as the model wrote it
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
@@ -54,31 +45,13 @@ def tool_format(tokenizer: Any) -> ToolFormat:
     return LLAMA if '"parameters"' in template and HERMES.begin not in template else HERMES
 
 
-def template_knows_tools(tokenizer: Any) -> bool:
-    """True if the chat template writes the tools that it is given."""
-    messages = [{"role": "user", "content": "?"}]
-    tool = {"type": "function", "function": {"name": "saltus_probe", "description": "", "parameters": {}}}
-    try:
-        return "saltus_probe" in render_chat(tokenizer, messages, tools=[tool])
-    except ValueError:
-        return False
-
-
-def readable_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Any
-) -> list[dict[str, Any]]:
-    """A conversation with calls as the chat template reads it: by fields, or as text where it does not know tools."""
-    readable = [_with_parsed_arguments(message) for message in messages]
-    if template_knows_tools(tokenizer):
-        return readable
-    readable = [_as_text(message) for message in readable]
-    if tools:
-        prompt = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
-        if readable and readable[0].get("role") == "system":
-            readable[0]["content"] = f"{readable[0]['content']}\n\n{prompt}"
-        else:
-            readable.insert(0, {"role": "system", "content": prompt})
-    return readable
+def call_markers(tokenizer: Any) -> dict[int, str]:
+    """The special tokens that begin and end a call, with their texts; empty where ordinary tokens spell them."""
+    form, special = tool_format(tokenizer), set(tokenizer.all_special_tokens)
+    return {
+        token: added.content for token, added in tokenizer.added_tokens_decoder.items()
+        if added.content in (form.begin, form.end) and (added.special or added.content in special)
+    }  # fmt: skip
 
 
 def tool_grammar(
@@ -86,35 +59,51 @@ def tool_grammar(
 ) -> Grammar:  # fmt: skip
     """Texts whose calls follow the schemas of `tools`; with "required" they are calls and nothing else.
 
-    Errors: ValueError.
+    Without `several` a text ends with its first call.
+
+    What no grammar can follow in a schema is ignored, unless its tool is `strict`. Errors: ValueError of one line that
+    names the tool.
     """
     form = tool_format(tokenizer)
+    tokens = {text: f"<[{token}]>" for token, text in call_markers(tokenizer).items()}
     space = "\n" if form.begin else ""
     lines = ["call: " + " | ".join(f"call_{place}" for place in range(len(tools)))]
     for place, tool in enumerate(tools):
         function = tool["function"]
         head = f'{space}{json.dumps({"name": function["name"]})[:-1]}, "{form.arguments}": '
-        schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": JSON_FORM}
-        tail = "}" + space + form.end
-        lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(schema)} {json.dumps(tail)}")
-    if form.begin in tokenizer.all_special_tokens:
-        begin, head = form.begin, f"head: TEXT {form.begin}"
-    else:
-        begin, head = json.dumps(form.begin), f"head[lazy]: TEXT {json.dumps(form.begin)}"
+        end = tokens.get(form.end, json.dumps(form.end) if form.end else "")
+        tail = f"{json.dumps('}' + space)} {end}"
+        lines.append(f"call_{place}: {json.dumps(head)} %json {json.dumps(_parameters(function))} {tail}")
+    begin = tokens.get(form.begin, json.dumps(form.begin))
     if choice == "required":
         start = f'start: {begin} call ("\\n" {begin} call)*' if several and form.begin else f"start: {begin} call"
     elif form.begin:
-        start = f"start: (head call)* TEXT\nTEXT: /(.|\\n)*/\n{head}"
+        head = f"head: TEXT {begin}" if form.begin in tokens else f"head[lazy]: TEXT {begin}"
+        rule = "(head call)* TEXT" if several else "head call | TEXT"
+        start = f"start: {rule}\nTEXT: /(.|\\n)*/\n{head}"
     else:
         start = "start: call | TEXT\nTEXT: /[^{](.|\\n)*/"
     return Grammar.lark("\n".join([start, *lines]))
 
 
-class ToolCallReader:
-    """Separates the calls from the rest of a text as it arrives."""
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments. Errors: ValueError that names the function."""
+    strict = bool(function.get("strict"))
+    try:
+        return followed_schema({"type": "object", **(function.get("parameters") or {})}, strict)
+    except ValueError as error:
+        cure = ", or strict" if strict else ""
+        raise ValueError(f"the tool {function['name']!r} has a schema that no grammar follows: {error}{cure}") from None
 
-    def __init__(self, form: ToolFormat) -> None:
-        self.form = form
+
+class ToolCallReader:
+    """Separates the calls from the rest of a text as it arrives. A call that is cut off is neither.
+
+    With `required` the whole text is calls, so that what is no call is dropped, too.
+    """
+
+    def __init__(self, form: ToolFormat, required: bool = False) -> None:
+        self.form, self.required = form, required
         self.buffer, self.in_call = "", False
         self.at_start, self.after_call = True, False
 
@@ -130,79 +119,94 @@ class ToolCallReader:
                     content, self.after_call = content + kept, False
                 self.at_start = self.at_start and not kept
                 if start < 0:
-                    self.buffer = self.buffer[len(kept) :]
+                    self.buffer = "" if last else self.buffer[len(kept) :]
                     break
                 self.buffer, self.in_call = self.buffer[start + len(self.form.begin) :], True
-            end = self.buffer.find(self.form.end) if self.form.end else -1
+            end = self._end_of_call()
             if end < 0 and not last:
                 break
-            body, end = (self.buffer, len(self.buffer)) if end < 0 else (self.buffer[:end], end + len(self.form.end))
-            if (call := self._parse(body)) is not None:
+            body = self.buffer if end < 0 else self.buffer[:end]
+            rest = "" if end < 0 else self.buffer[end + len(self.form.end) :]
+            call = _parse(body, self.form.end if end < 0 else "")
+            if call is not None:
                 calls.append(call)
-            else:
-                content += self.form.begin + self.buffer[:end]
-            self.buffer, self.in_call, self.at_start = self.buffer[end:], False, False
+            elif end >= 0 or not _may_begin_call(body):
+                content += self.form.begin + self.buffer[: len(self.buffer) - len(rest)]
+            self.buffer, self.in_call, self.at_start = rest, False, False
             self.after_call = call is not None
-        return content, calls
+        return "" if self.required else content, calls
 
     def _start_of_call(self) -> int:
         if self.form.begin:
             return self.buffer.find(self.form.begin)
         return 0 if self.at_start and self.buffer.lstrip().startswith("{") else -1
 
+    def _end_of_call(self) -> int:
+        """Where the end of the call stands that the buffer begins with: the first one outside its strings; else −1."""
+        end = self.buffer.find(self.form.end) if self.form.end else -1
+        while end >= 0 and re.sub(r"\\.", "", self.buffer[:end]).count('"') % 2:
+            end = self.buffer.find(self.form.end, end + 1)
+        return end
+
     def _certain_text(self, last: bool) -> str:
-        """The start of the buffer that cannot belong to a call: calls begin after line breaks, which they swallow."""
-        if last:
-            return self.buffer
+        """The start of the buffer that cannot belong to a call: calls begin after line breaks, which they swallow.
+
+        At the end of a text the first half of a marker, such as "<", is taken for text, and more of it for a call that
+        is cut off.
+        """
         begin = self.form.begin
         partial = next((size for size in range(len(begin) - 1, 0, -1) if self.buffer.endswith(begin[:size])), 0)
+        if last and 2 * partial <= len(begin):
+            return self.buffer
         return self.buffer[: len(self.buffer) - partial].rstrip("\n")
 
-    def _parse(self, body: str) -> ToolCall | None:
-        try:
-            call = json.loads(body)
-            arguments = call.get("arguments", call.get("parameters"))
-        except (ValueError, AttributeError, RecursionError):
-            return None
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-            return None
-        return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
 
-
-def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as objects: templates write them as JSON themselves."""
-    parsed, calls = dict(message), message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
-            raise ValueError(
-                'tool_calls must be a list of objects such as {"function": {"name": "look", "arguments": "{}"}}'
-            )
-        parsed["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return parsed
-
-
-def _is_call(given: Any) -> bool:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The function of a call with its arguments as an object."""
-    arguments = function.get("arguments")
+def _parse(body: str, cut_end: str = "") -> ToolCall | None:
+    """The call that a JSON object stands for. A part of `cut_end` may follow it."""
     try:
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        json.dumps(arguments)  # templates do so
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"the arguments of a call of {function['name']!r} are not JSON") from None
-    return {**function, "arguments": arguments}
+        members, end = _object_members(body)
+    except (ValueError, RecursionError):
+        return None
+    (name, _), (arguments, written) = (
+        members.get("name", (None, "")),
+        members.get("arguments", members.get("parameters", (None, ""))),
+    )
+    if not cut_end.startswith(body[end:].strip()) or not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, written)
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its calls, or the result of one, as Hermes's text."""
-    content = str(message.get("content") or "")
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    for call in message.get("tool_calls") or ():
-        body = json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}, ensure_ascii=False)
-        content += ("\n" if content else "") + f"{HERMES.begin}\n{body}\n{HERMES.end}"
-    return {"role": message.get("role"), "content": content}
+def _object_members(text: str) -> tuple[dict[str, tuple[Any, str]], int]:
+    """The members of the JSON object that a text begins with, each with its own text, and where the object ends.
+
+    So numbers stay as they are written. Errors: ValueError if the text begins with no object.
+    """
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=str, parse_int=str)
+    space, members = re.compile(r"\s*"), {}
+
+    def after(character: str, place: int) -> int:
+        place = space.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]: it matches anything
+        if not text.startswith(character, place):
+            raise ValueError(f"there is no {character!r}")
+        return space.match(text, place + len(character)).end()  # pyright: ignore[reportOptionalMemberAccess]
+
+    place = after("{", 0)
+    while not text.startswith("}", place):
+        key, place = decoder.raw_decode(text, after(",", place) if members else place)
+        if not isinstance(key, str):
+            raise ValueError("a key is no string")
+        begin = after(":", place)
+        value, place = decoder.raw_decode(text, begin)
+        members[key] = value, text[begin:place]
+        place = after("", place)
+    return members, place + 1
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _may_begin_call(body: str) -> bool:
+    """True for what is left of a call that is cut off."""
+    begin, body = '{"name"', body.lstrip()
+    return begin.startswith(body) or body.startswith(begin)

@@ -14,7 +14,10 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -37,17 +40,26 @@ from saltus.models.causal import CausalNetwork
 from saltus.models.cuda.fixed_shape_calls import FixedShapeSettings
 from saltus.models.protocols import TargetNetwork
 
-SUPPORTED_PROCESSORS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    RepetitionPenaltyLogitsProcessor: lambda processor: {"repetition_penalty": processor.penalty},
-    SuppressTokensLogitsProcessor: lambda processor: {"banned": tuple(processor.suppress_tokens.tolist())},
-    TemperatureLogitsWarper: lambda processor: {"temperature": processor.temperature},
-    TopKLogitsWarper: lambda processor: {"top_k": processor.top_k},
-    TopPLogitsWarper: lambda processor: {"top_p": processor.top_p},
-    MinPLogitsWarper: lambda processor: {"min_p": processor.min_p},
-    LogitNormalization: lambda processor: {},  # distributions are normalised anyway
+SUPPORTED_PROCESSORS: dict[type, Callable[[Any, int], dict[str, Any]]] = {
+    RepetitionPenaltyLogitsProcessor: lambda processor, width: {"repetition_penalty": processor.penalty},
+    NoRepeatNGramLogitsProcessor: lambda processor, width: {"no_repeat_ngram_size": processor.ngram_size},
+    MinLengthLogitsProcessor: lambda processor, width: _least(processor.min_length - width, processor),
+    MinNewTokensLengthLogitsProcessor: lambda processor, width: _least(
+        processor.min_new_tokens + processor.prompt_length_to_skip - width, processor
+    ),
+    SuppressTokensLogitsProcessor: lambda processor, width: {"banned": tuple(processor.suppress_tokens.tolist())},
+    TemperatureLogitsWarper: lambda processor, width: {"temperature": processor.temperature},
+    TopKLogitsWarper: lambda processor, width: {"top_k": processor.top_k},
+    TopPLogitsWarper: lambda processor, width: {"top_p": processor.top_p},
+    MinPLogitsWarper: lambda processor, width: {"min_p": processor.min_p},
+    LogitNormalization: lambda processor, width: {},  # distributions are normalised anyway
 }
-"""Logits processors as fields of Sampling, in the order in which Saltus applies them."""
-SUPPORTED_SETTINGS = "repetition_penalty, suppress_tokens, temperature, top_k, top_p and min_p"
+"""Logits processors as fields of Sampling, given the width of `input_ids`, in the order in which they are applied."""
+SUPPORTED_SETTINGS = (
+    "repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, suppress_tokens, temperature, top_k, top_p"
+    " and min_p"
+)
+BEFORE_WARPERS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "end_tokens", "banned")
 
 CACHES = (
     "cache",
@@ -120,7 +132,8 @@ def custom_generate(
         prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(input_ids)]
         if not all(map(len, prompts)):
             raise ValueError("a row of input_ids has no tokens; give it one, such as the begin token")
-        sampling = replace(_sampling(logits_processor or (), generation_config.do_sample), coupling=coupling)
+        sampling = _sampling(logits_processor or (), generation_config.do_sample, input_ids.shape[1])
+        sampling = replace(sampling, coupling=coupling)
         returns = max(generation_config.num_return_sequences or 1, 1)
         texts = []
         for i, prompt in enumerate(prompts):
@@ -191,8 +204,13 @@ def _check_supported(config: Any, kwargs: Mapping[str, Any]) -> None:
             raise ValueError(f"custom_generate keeps a KV cache of its own; leave {name} out, pass the whole text")
 
 
-def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """The Sampling that does what the processors do. Errors: ValueError for a processor without equivalent."""
+def _least(count: int, processor: Any) -> dict[str, Any]:
+    """At least so many new tokens before an end."""
+    return {"min_new_tokens": max(count, 0), "end_tokens": tuple(processor.eos_token_id.tolist())}
+
+
+def _sampling(processors: Sequence[Any], do_sample: bool, width: int) -> Sampling:
+    """The Sampling that does what the processors do after `width` tokens. Errors: ValueError for another processor."""
     fields: dict[str, Any] = {}
     order, place = list(SUPPORTED_PROCESSORS), -1
     for processor in processors:
@@ -209,9 +227,12 @@ def _sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
         if isinstance(getattr(processor, "prompt_ignore_length", None), int):
             raise ValueError(f"custom_generate has no prompt_ignore_length for {name}; leave it out")
         place = order.index(type(processor))
-        fields |= SUPPORTED_PROCESSORS[type(processor)](processor)
+        new = SUPPORTED_PROCESSORS[type(processor)](processor, width)
+        if "min_new_tokens" in new:  # min_length and min_new_tokens: the longer one
+            new["min_new_tokens"] = max(new["min_new_tokens"], fields.get("min_new_tokens", 0))
+        fields |= new
     if not do_sample:  # the warpers do not change the likeliest token
-        fields = {name: fields[name] for name in ("repetition_penalty", "banned") if name in fields}
+        fields = {name: fields[name] for name in BEFORE_WARPERS if name in fields}
     fields.setdefault("temperature", 1.0 if do_sample else 0.0)
     return Sampling(**fields)
 

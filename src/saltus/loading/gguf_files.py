@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from gguf import GGMLQuantizationType
 
 from saltus.kernels.packed_weight import PACKED_FORMATS
 from saltus.loading.fetching import SourceError, first_line
-from saltus.loading.gguf_header import GgufHeader, TensorInfo, read_gguf_header
+from saltus.loading.gguf_header import BIG_ENDIAN, GgufHeader, TensorInfo, read_gguf_header
 from saltus.loading.gguf_tokenizers import make_tokenizer
-from saltus.loading.model_folders import INDEX_FILE
+from saltus.loading.model_folders import INDEX_FILE, is_lfs_pointer
+from saltus.loading.split_gguf import parts_of
 from saltus.models.packed_decoder import check_decoder_sizes, make_decoder_config
 from saltus.storage.cache_folder import cache_folder
 
@@ -50,17 +52,23 @@ class GgufTensor:
     offset: int  # bytes from the file's start
     size: int  # bytes
     interleaved_heads: int = 0  # if rows of heads are interleaved: of queries and keys of the architecture llama
+    part: int = 0  # of a file that is split, in which it lies
 
 
 def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     """Write configuration, tokenizer, chat template and the index of the weights; `stored_as` is the file's path in it.
 
-    Errors: SourceError for a file that is damaged or of a kind that is not supported.
+    Of a file that is split it is the first part. Errors: SourceError for a file that is damaged or of a kind that is
+    not supported.
     """
-    try:
-        header = read_gguf_header(file)
-    except ValueError as error:
-        raise SourceError(f"{file} is not a whole GGUF file ({first_line(error)}); fetch it again") from error
+    parts = parts_of(file)
+    headers = [_read_header(part) for part in parts]
+    header = headers[0]
+    if (count := header.metadata.get("split.count", 1)) not in (0, len(parts)):
+        raise SourceError(
+            f"{file.name} is a part of {count}, but is not called so; give all of them names such as"
+            " model-00001-of-00002.gguf"
+        )
     metadata = header.metadata
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -69,7 +77,7 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
         )
     tokenizer = make_tokenizer(metadata, file.name)
     try:
-        config = _config(header, name)
+        config = _config(header, name, file.name, {tensor.name for each in headers for tensor in each.tensors})
         make_decoder_config(config)
     except SourceError:
         raise
@@ -78,44 +86,70 @@ def write_gguf_folder(file: Path, folder: Path, stored_as: str) -> None:
     _write_json(folder / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "generation_config.json", special)
-    write_index(header, config, file, folder, stored_as)
+    write_index(headers, config, parts, folder, [str(Path(stored_as).with_name(part.name)) for part in parts])
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # errors as of other files
     _write_tokenizer_config(metadata, folder)
 
 
-def write_index(header: GgufHeader, config: dict[str, Any], file: Path, folder: Path, stored_as: str) -> None:
-    """Write where the weights lie in a GGUF file to `folder`; `stored_as` is the file's path in it."""
-    named = (_tensor(tensor, config, file) for tensor in header.tensors)
+def _read_header(file: Path) -> GgufHeader:
+    if is_lfs_pointer(file):
+        raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
+    try:
+        return read_gguf_header(file)
+    except ValueError as error:
+        if str(error) == BIG_ENDIAN:
+            raise SourceError(f"{file} is a big-endian GGUF file; take a little-endian one") from error
+        raise SourceError(f"{file} is not a whole GGUF file ({first_line(error)}); fetch it again") from error
+
+
+def write_index(
+    headers: Sequence[GgufHeader],
+    config: dict[str, Any],
+    files: Sequence[Path],
+    folder: Path,
+    stored_as: Sequence[str],
+) -> None:
+    """Write where the weights lie in the parts of a GGUF file to `folder`; `stored_as` are the parts' paths in it."""
+    named = [
+        _tensor(tensor, config, file, part)
+        for part, (header, file) in enumerate(zip(headers, files, strict=True))
+        for tensor in header.tensors
+    ]
     tensors = {name: asdict(tensor) for name, tensor in named}
-    _write_json(folder / INDEX_FILE, {"file": stored_as, "tensors": tensors})
+    if len(tensors) < len(named):
+        raise SourceError(f"two parts of {files[0].name} have a tensor of one name; fetch them again")
+    _write_json(folder / INDEX_FILE, {"file": stored_as[0], "more_files": list(stored_as[1:]), "tensors": tensors})
 
 
-def read_gguf_index(folder: Path) -> tuple[Path, dict[str, GgufTensor]]:
-    """The GGUF file of a folder, and where its weights lie, by their names in Transformers. Errors: SourceError.
+def read_gguf_index(folder: Path) -> tuple[list[Path], dict[str, GgufTensor]]:
+    """The parts of a folder's GGUF file, and where its weights lie, by their names in Transformers.
 
-    Only an index in the cache of this machine may name a file in another folder.
+    Errors: SourceError. Only an index in the cache of this machine may name a file in another folder.
     """
     try:
         content = json.loads((folder / INDEX_FILE).read_bytes())
-        name = str(content["file"])
+        names = [str(name) for name in (content["file"], *content.get("more_files", ()))]
         tensors = {
             key: GgufTensor(**{**fields, "shape": tuple(fields["shape"])}) for key, fields in content["tensors"].items()
         }
         numbers = [x for tensor in tensors.values() for x in (tensor.format, *tensor.shape, tensor.offset, tensor.size)]
-        numbers += [tensor.interleaved_heads for tensor in tensors.values()]
+        numbers += [number for tensor in tensors.values() for number in (tensor.interleaved_heads, tensor.part)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SourceError(f"{folder / INDEX_FILE} is damaged ({error}); fetch the model again") from None
     if not tensors or any(type(number) is not int for number in numbers):
         raise SourceError(f"{folder / INDEX_FILE} is damaged (no whole numbers of weights); fetch the model again")
+    if any(not 0 <= tensor.part < len(names) for tensor in tensors.values()):
+        raise SourceError(f"{folder / INDEX_FILE} is damaged (a part that it does not name); fetch the model again")
     is_own = folder.resolve().parent == (cache_folder() / "gguf").resolve()
-    if not is_own and (Path(name).name != name or name == ".."):
+    outside = [name for name in names if Path(name).name != name or name == ".."]
+    if not is_own and outside:
         raise SourceError(
-            f"{folder / INDEX_FILE} names {name!r}, which is not a file of its folder; fetch the model again"
+            f"{folder / INDEX_FILE} names {outside[0]!r}, which is not a file of its folder; fetch the model again"
         )
-    return folder / name, tensors
+    return [folder / name for name in names], tensors
 
 
-def _config(header: GgufHeader, name: str) -> dict[str, Any]:
+def _config(header: GgufHeader, name: str, file: str, tensors: Collection[str]) -> dict[str, Any]:
     metadata = header.metadata
 
     # Written by hand, not by Transformers: the same file with each of its versions, hence the same fingerprint.
@@ -123,15 +157,14 @@ def _config(header: GgufHeader, name: str) -> dict[str, Any]:
         return metadata.get(f"{name}.{key}", default)
 
     if of("expert_count", 0):
-        raise SourceError("this GGUF file holds a mixture of experts, which is not supported; choose a dense model")
+        raise SourceError(f"{file} holds a mixture of experts, which is not supported; choose a dense model")
     heads, hidden = of("attention.head_count"), of("embedding_length")
     check_decoder_sizes(heads, 1, hidden_size=hidden)
     head_dim = of("attention.key_length") or of("rope.dimension_count") or hidden // heads
     window = of("attention.sliding_window", 0)
     architecture = MISTRAL if name == "llama" and window else ARCHITECTURES[name]
     token_count = len(metadata["tokenizer.ggml.tokens"])
-    names = {tensor.name for tensor in header.tensors}
-    biased = "blk.0.attn_q.bias" in names
+    biased = "blk.0.attn_q.bias" in tensors
     return {
         "architectures": [architecture],
         "attention_bias": biased,
@@ -150,8 +183,8 @@ def _config(header: GgufHeader, name: str) -> dict[str, Any]:
         "num_key_value_heads": of("attention.head_count_kv", heads),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as a float32
-        "rope_parameters": _rope(of),
-        "tie_word_embeddings": "output.weight" not in names,
+        "rope_parameters": _rope(of, file),
+        "tie_word_embeddings": "output.weight" not in tensors,
         "vocab_size": token_count,
         **({"sliding_window": window} if architecture == MISTRAL else {}),
     }
@@ -164,27 +197,29 @@ def _end_tokens(metadata: dict[str, Any]) -> int | list[int] | None:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def _rope(of: Any) -> dict[str, Any]:
+def _rope(of: Any, file: str) -> dict[str, Any]:
+    """How positions are scaled; what a file does not say has llama.cpp's defaults."""
     rope = {"rope_theta": of("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = of("rope.scaling.type", "none")
-    if kind == "none":
+    factor = of("rope.scaling.factor") or of("rope.scale_linear") or 1.0
+    kind = of("rope.scaling.type", "linear" if of("rope.scale_linear") else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise SourceError(f"{file} scales positions by {kind!r}; supported are none, linear and yarn")
+    if kind == "none" or factor == 1:
         return rope
-    if kind not in ("linear", "yarn"):
-        raise SourceError(f"this GGUF file scales positions by {kind!r}; supported are none, linear and yarn")
-    rope |= {"rope_type": kind, "factor": of("rope.scaling.factor")}
+    rope |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = of("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = of("rope.scaling.original_context_length") or of("context_length")
     return rope
 
 
-def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path) -> tuple[str, GgufTensor]:
-    """The name of a tensor in Transformers, and where it lies."""
+def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path, number: int) -> tuple[str, GgufTensor]:
+    """The name of a tensor in Transformers, and where it lies in a part of the file."""
     if tensor.format not in (*PACKED_FORMATS, *PLAIN_FORMATS):
         names = ", ".join(known.name for known in (*PACKED_FORMATS, *PLAIN_FORMATS))
         raise SourceError(f"{file.name} stores {tensor.name} as {tensor.format.name}; supported are {names}")
     place = int(tensor.format), tensor.shape, tensor.offset, tensor.size
     if tensor.name == ROPE_FACTORS:
-        return ROPE_FACTORS, GgufTensor(*place)
+        return ROPE_FACTORS, GgufTensor(*place, part=number)
     parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
     if parts is None or parts[2] not in TENSOR_NAMES:
         raise SourceError(f"{file.name} has a tensor {tensor.name}, which no supported architecture has")
@@ -193,7 +228,7 @@ def _tensor(tensor: TensorInfo, config: dict[str, Any], file: Path) -> tuple[str
     if config["model_type"] in ("llama", "mistral") and kind in ("attn_q", "attn_k"):
         interleaved = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
     where = f"model.layers.{block}." if block else ""
-    return f"{where}{TENSOR_NAMES[kind]}.{part}", GgufTensor(*place, interleaved)
+    return f"{where}{TENSOR_NAMES[kind]}.{part}", GgufTensor(*place, interleaved, number)
 
 
 def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:
@@ -209,4 +244,4 @@ def _write_tokenizer_config(metadata: dict[str, Any], folder: Path) -> None:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

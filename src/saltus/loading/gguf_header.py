@@ -16,6 +16,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 VERSIONS = (2, 3)
+BIG_ENDIAN = "it is big-endian"
 MAX_HEADER = 1 << 27  # bytes; a vocabulary of 262,144 tokens with merges takes less than 20 MB
 MAX_DIMENSIONS = 4  # of a tensor in ggml
 MAX_NESTING = 4  # of arrays
@@ -52,7 +53,10 @@ def read_gguf_header(file: Path) -> GgufHeader:
         fields = _FieldReader(content, min(len(content), MAX_HEADER))
         if fields.take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        if (version := fields.number("I")) not in VERSIONS:
+        version = fields.number("I")
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise ValueError(BIG_ENDIAN)
+        if version not in VERSIONS:
             raise ValueError(f"it has the version {version}")
         num_tensors, num_metadata = fields.number("Q"), fields.number("Q")
         metadata: dict[str, Any] = {}

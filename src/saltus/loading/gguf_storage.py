@@ -35,17 +35,19 @@ def store_as_gguf(folder: Path, packing: str) -> None:
     The configuration and the tokenizer stay beside the file, which has no tokenizer: other programs cannot run it.
     Errors: ValueError, see `require_packable`.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     require_packable(config)
     _write_gguf(folder / PACKED_FILE, config, load_file(folder / WEIGHTS_FILE), PACKINGS[packing])
-    write_index(read_gguf_header(folder / PACKED_FILE), config, folder / PACKED_FILE, folder, PACKED_FILE)
+    file = folder / PACKED_FILE
+    write_index([read_gguf_header(file)], config, [file], folder, [PACKED_FILE])
     (folder / WEIGHTS_FILE).unlink()
 
 
 def remove_gguf(folder: Path) -> None:
     """Delete what `store_as_gguf` wrote to a folder, so that the weights that `save_pretrained` wrote there count."""
     if (folder / INDEX_FILE).is_file():
-        read_gguf_index(folder)[0].unlink(missing_ok=True)
+        for file in read_gguf_index(folder)[0]:
+            file.unlink(missing_ok=True)
         (folder / INDEX_FILE).unlink()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,33 +42,39 @@ def load_gguf_model(
     expanded to bfloat16 numbers, in `dtype`. With `own_classes` a packed model is a PackedDecoder, if that supports it,
     else a model of Transformers. Errors: SourceError if the file is missing, or weights in it.
     """
-    file, tensors = read_gguf_index(folder)
-    try:
-        content = np.memmap(file, mode="c")  # private: nothing is ever written to the file
-    except OSError as error:
-        raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
+    files, tensors = read_gguf_index(folder)
+    contents = [_mapped(file, folder) for file in files]
     packed = packed and dtype == torch.bfloat16 and native.load_kernels() is not None
     factors = tensors.pop(ROPE_FACTORS, None)
     if factors is not None:
-        _check_size(ROPE_FACTORS, factors, file)
+        _check_size(ROPE_FACTORS, factors, files[factors.part])
     config = _read_config(folder, tensors)
     if packed and own_classes and config.rope_parameters["rope_type"] in ROPE_TYPES:
         model: Any = PackedDecoder(config, lambda: _transformers_model(folder, dtype))
     else:
         model = _transformers_model(folder, dtype)
-    _check_complete(model, tensors, file, len(content))
+    _check_complete(model, tensors, files, [len(content) for content in contents])
     for name, tensor in tensors.items():
         path, _, attribute = name.rpartition(".")
-        weight = _weight(content, tensor, dtype, packed, arithmetic)
+        weight = _weight(contents[tensor.part], tensor, dtype, packed, arithmetic)
         parameter = weight if isinstance(weight, PackedWeight) else Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(path), attribute, parameter)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     if factors is not None:
-        model.model.rotary_emb.inv_freq /= torch.from_numpy(_bytes(content, factors).view(np.float32).copy())
+        divisors = _bytes(contents[factors.part], factors).view(np.float32).copy()
+        model.model.rotary_emb.inv_freq /= torch.from_numpy(divisors)
     if hasattr(mmap, "MADV_DONTNEED"):  # of what was copied no second copy stays in memory; the rest is read again
-        cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
+        for content in contents:
+            cast("mmap.mmap", content.base).madvise(mmap.MADV_DONTNEED)
     return model.eval()
+
+
+def _mapped(file: Path, folder: Path) -> np.ndarray:
+    try:
+        return np.memmap(file, mode="c")  # private: nothing is ever written to the file
+    except OSError as error:
+        raise SourceError(f"the weights of {folder} are in {file}, which cannot be read ({error.strerror})") from error
 
 
 def _read_config(folder: Path, tensors: Mapping[str, GgufTensor]) -> DecoderConfig:
@@ -94,15 +100,18 @@ def _transformers_model(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def _check_complete(model: Any, tensors: dict[str, GgufTensor], file: Path, size: int) -> None:
+def _check_complete(model: Any, tensors: dict[str, GgufTensor], files: Sequence[Path], sizes: Sequence[int]) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if wrong := sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name)):
-        raise SourceError(f"{file} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again")
+        raise SourceError(
+            f"{files[0]} lacks {wrong[0]}, or has it in another shape than its architecture; fetch it again"
+        )
     for name, tensor in tensors.items():
+        file, size = files[tensor.part], sizes[tensor.part]
         _check_size(name, tensor, file)
-    if size < (end := max(tensor.offset + tensor.size for tensor in tensors.values())):
-        raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes); copy or fetch it again")
+        if size < (end := tensor.offset + tensor.size):
+            raise SourceError(f"{file} is cut short ({size:,} of {end:,} bytes or more); copy or fetch it again")
 
 
 def _check_size(name: str, tensor: GgufTensor, file: Path) -> None:

@@ -26,15 +26,18 @@ MASK_FILE = (
 )
 
 
+LFS_POINTER = b"version https://git-lfs"
+
+
 def check_folder(folder: Path) -> None:
     """Raise SourceError unless the folder holds a configuration and whole weights."""
     if not folder.is_dir():
         raise SourceError(f"{folder} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
-        kind = "an adapter, not a model: give its base model" if (folder / "adapter_config.json").exists() else ""
-        raise SourceError(
-            f"{folder} holds {kind or 'no model (config.json is missing): give a folder that save_pretrained wrote'}"
-        )
+        raise SourceError(f"{folder} holds no model (config.json is missing): give a folder that save_pretrained wrote")
+    for file in folder.iterdir():
+        if file.is_file() and is_lfs_pointer(file):
+            raise SourceError(f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in its folder")
     if (folder / INDEX_FILE).is_file():
         return
     weights = weight_files(folder)
@@ -50,6 +53,25 @@ def check_folder(folder: Path) -> None:
             )
         if file.suffix == ".safetensors":
             _read_safetensors_header(file)
+
+
+def is_lfs_pointer(file: Path) -> bool:
+    """True for what git leaves in place of a large file that was not fetched."""
+    with file.open("rb") as opened:
+        return opened.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def foreign_quantization(folder: Path) -> str | None:
+    """How the weights of a folder are quantised, in words, if its configuration says so."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        given = config.get("quantization_config") or config.get("quantization")
+        if not isinstance(given, dict):
+            return None
+        method = given.get("quant_method")
+    except (ValueError, AttributeError):
+        return None
+    return str(method).upper() if method else "MLX" if {"bits", "group_size"} & given.keys() else "another program"
 
 
 def weight_files(folder: Path) -> list[Path]:

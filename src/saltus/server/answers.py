@@ -12,6 +12,7 @@ from typing import Any
 from saltus.engine.engine import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
+from saltus.engine.token_texts import TokenText
 from saltus.methods.shared.answer_memory import AnswerMemory
 from saltus.server.engine_thread import EngineThread
 from saltus.server.errors import ApiError
@@ -29,6 +30,7 @@ class Choice:
     served: ServedRequest | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    scored: list[TokenText] = field(default_factory=list)  # the tokens, with log-probabilities
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Choice:
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.tokens += delta.tokens
+        self.scored += delta.scored
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
         self.calls += delta.calls

@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 import saltus
-from saltus.engine.fim import find_fim_format
+from saltus.engine.fim_formats import find_fim_format
 from saltus.server.answers import Answer
 from saltus.server.error_answers import add_error_answers
 from saltus.server.guard import BODY_IN_SCOPE, GONE, KEY_IN_SCOPE, PAGE_FILES, Guard, checked_keys

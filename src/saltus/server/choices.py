@@ -10,7 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.reasoning import Reasoning, ReasoningReader
 from saltus.engine.request import CallRecord
+from saltus.engine.token_texts import token_name, written_bytes
 from saltus.engine.tool_calls import ToolCallReader
 from saltus.server.answers import Answer, Backend, Choice
 from saltus.server.errors import ApiError
@@ -28,6 +30,9 @@ class _Form:
     def __init__(self, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
 
+    def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
+        return None
+
     def _entry(self, index: int, body: dict[str, Any], of: Choice | Delta) -> dict[str, Any]:
         logprobs = self._logprobs(index, of) if self.logprobs else None
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": of.finish_reason}
@@ -41,15 +46,19 @@ class ChatForm(_Form):
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Any, logprobs: bool, tools: Tools) -> None:
+    def __init__(
+        self, tokenizer: Any, logprobs: bool, tools: Tools, reasoning: Reasoning | None, shows_reasoning: bool
+    ) -> None:
         super().__init__(tokenizer, logprobs)
-        self.tools = tools
-        self.readers: dict[int, ToolCallReader | None] = {}  # by choice
+        self.tools, self.reasoning, self.shows_reasoning = tools, reasoning, shows_reasoning
+        self.readers: dict[int, tuple[ReasoningReader | None, ToolCallReader | None]] = {}  # by choice
         self.num_calls: Counter[int] = Counter()  # by choice
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        text, calls = self._read(choice.index, choice.text, last=True)
+        thought, text, calls = self._read(choice, choice.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thought is not None:
+            message |= {"content": text or None, "reasoning_content": thought or None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return self._entry(choice.index, {"message": message}, choice)
@@ -59,9 +68,11 @@ class ChatForm(_Form):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, choice: Choice, new: Delta) -> dict[str, Any]:
-        text, calls = self._read(choice.index, new.text, last=new.finish_reason is not None)
+        thought, text, calls = self._read(choice, new.text, last=new.finish_reason is not None)
         first = self.num_calls[choice.index] - len(calls)
-        delta: dict[str, Any] = {"content": text} if text else {}
+        delta: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+        if text:
+            delta["content"] = text
         if calls:
             delta["tool_calls"] = [{"index": first + place, **call} for place, call in enumerate(calls)]
         return self._entry(choice.index, {"delta": delta}, new)
@@ -72,30 +83,39 @@ class ChatForm(_Form):
             entry["finish_reason"] = "tool_calls"
         return entry
 
-    def _read(self, index: int, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text of a choice without its calls, and these."""
-        if index not in self.readers:
-            self.readers[index] = self.tools.reader()
-        reader = self.readers[index]
-        if reader is None:
-            return text, []
-        content, calls = reader.read(text, last)
-        self.num_calls[index] += len(calls)
-        return content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
+    def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
+        """How many tokens of all choices are reasoning; None for a model without."""
+        if self.reasoning is None:
+            return None
+        return sum(self.reasoning.count(choice.request.request.prompt, choice.tokens) for choice in choices)
+
+    def _read(self, choice: Choice, text: str, last: bool) -> tuple[str | None, str, list[dict[str, Any]]]:
+        """The reasoning of a choice (None if it is not shown), its text without its calls, and these."""
+        if choice.index not in self.readers:
+            prompt, reasoning = choice.request.request.prompt, self.reasoning
+            self.readers[choice.index] = reasoning and reasoning.reader(prompt), self.tools.reader()
+        of_reasoning, of_calls = self.readers[choice.index]
+        thought = None
+        if of_reasoning is not None:
+            thought, text = of_reasoning.read(text, last)
+            thought = thought if self.shows_reasoning else None
+        if of_calls is None:
+            return thought, text, []
+        content, calls = of_calls.read(text, last)
+        self.num_calls[choice.index] += len(calls)
+        return thought, content, [call_object(call, f"call_{uuid.uuid4().hex[:24]}") for call in calls]
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.tokenizer.decode([token])
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-        listed = of.top_logprobs or [[]] * len(of.tokens)
-        return {
-            "content": [
-                {**entry(token, value), "top_logprobs": [entry(*alternative) for alternative in likely]}
-                for token, value, likely in zip(of.tokens, of.logprobs, listed, strict=False)
-            ],
-            "refusal": None,
-        }
+        content, listed = [], of.top_logprobs or [[]] * len(of.scored)
+        for one, value, likely in zip(of.scored, of.logprobs, listed, strict=True):
+            name = written_bytes(one.content) or token_name(self.tokenizer, one.token)[0]
+            own, top = {"token": name, "bytes": list(one.content)}, []
+            for token, alternative in likely:
+                other, its_bytes = token_name(self.tokenizer, token, one.drops_space)
+                entry = own if token == one.token else {"token": other, "bytes": list(its_bytes)}
+                top.append({**entry, "logprob": alternative})
+            content.append({**own, "logprob": value, "top_logprobs": top})
+        return {"content": content, "refusal": None}
 
 
 class TextForm(_Form):
@@ -103,9 +123,11 @@ class TextForm(_Form):
 
     prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Any, logprobs: bool, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Any, logprobs: bool, echoes: Sequence[str], echoed_tokens: Sequence[Sequence[str]]
+    ) -> None:
         super().__init__(tokenizer, logprobs)
-        self.echoes = echoes
+        self.echoes, self.echoed_tokens = echoes, echoed_tokens  # the prompts, and their tokens' texts if these count
         self.offsets = Counter({index: len(echo) for index, echo in enumerate(echoes)})  # of each choice's next token
 
     def choice(self, choice: Choice) -> dict[str, Any]:
@@ -121,24 +143,34 @@ class TextForm(_Form):
 
     def _logprobs(self, index: int, of: Choice | Delta) -> dict[str, Any]:
         """Of an echoed prompt first, whose first token has none, and then of new tokens."""
-        prompt = [] if of.prompt_scores is None else list(of.prompt_scores.tokens)
-        texts = [self.tokenizer.decode([token]) for token in [*prompt, *of.tokens[: len(of.logprobs)]]]
-        values, listed = list(of.logprobs), [self._by_text(likely) for likely in of.top_logprobs]
-        if of.prompt_scores is not None:
-            values = [None, *of.prompt_scores.log_probabilities, *values]
-            listed = [self._by_text(likely) for likely in of.prompt_scores.top_log_probabilities] + listed
-            listed = [None, *listed] if listed else []
-        lengths = list(map(len, texts))
-        offsets = list(accumulate(lengths[: len(prompt)], initial=0))[: len(prompt)]
-        offsets += accumulate(lengths[len(prompt) :], initial=self.offsets[index])
+        scored, values = [(one.token, one.text, one.drops_space) for one in of.scored], [*of.logprobs]
+        listed = [*of.top_logprobs] or [[]] * len(scored)
+        offset = self.offsets[index]
+        if (prompt := of.prompt_scores) is not None:
+            offset, texts = 0, self.echoed_tokens[index]
+            scored = [*((token, text, False) for token, text in zip(prompt.tokens, texts, strict=True)), *scored]
+            values = [None, *prompt.log_probabilities, *values]
+            listed = [[], *(prompt.top_log_probabilities or [[]] * len(prompt.log_probabilities)), *listed]
+        offsets = list(accumulate((len(text) for _, text, _ in scored), initial=offset))
         self.offsets[index] = offsets.pop()
+        top = [
+            self._by_text(token, text, drops_space, value, likely) if likely and value is not None else None
+            for (token, text, drops_space), value, likely in zip(scored, values, listed, strict=True)
+        ]
         return {
-            "tokens": texts, "token_logprobs": values, "top_logprobs": listed or None, "text_offset": offsets,
+            "tokens": [text for _, text, _ in scored], "token_logprobs": values,
+            "top_logprobs": top if any(top) else None, "text_offset": offsets,
         }  # fmt: skip
 
-    def _by_text(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens that are written alike the likeliest stays."""
-        return {self.tokenizer.decode([token]): value for token, value in reversed(likely)}
+    def _by_text(
+        self, own: int, text: str, drops_space: bool, value: float, likely: Sequence[tuple[int, float]]
+    ) -> dict[str, float]:
+        """The likeliest tokens and the text's own, by what is written of them, or by ids where that is the same."""
+        named = {} if own in (token for token, _ in likely) else {text: value}
+        for token, alternative in likely:
+            name = text if token == own else token_name(self.tokenizer, token, drops_space, "bytes:")[0]
+            named[f"token_id:{token}" if token != own and (name in named or name == text) else name] = alternative
+        return named
 
 
 class ChoicesAnswer(Answer):
@@ -193,7 +225,7 @@ class ChoicesAnswer(Answer):
                     opened.add(choice.index)
                     if (opening := self.form.opening(choice.index)) is not None:
                         yield event([opening], self._usage(len(delta.tokens)) if continuous else None)
-                if delta.text or delta.logprobs or delta.finish_reason is not None:
+                if delta.text or delta.scored or delta.prompt_scores is not None or delta.finish_reason is not None:
                     counts = self._usage() if continuous else None
                     yield event([self.form.delta(choice, delta)], counts, silent[choice.index])
                     silent[choice.index] = []
@@ -216,4 +248,5 @@ class ChoicesAnswer(Answer):
             sum(len(choice.tokens) for choice in self.choices) - num_unsent,
             sum(choice.served.cached_tokens for choice in each_prompt if choice.served is not None),
             self.calls if getattr(self.body, "prediction", None) is not None else None,
+            self.form.reasoning_tokens(self.choices),
         )

@@ -21,11 +21,6 @@ from saltus.server.translation import speculation_metrics
 
 DEFAULT_TEMPERATURE = 0.8  # llama.cpp's, as are the next two
 DEFAULT_TOP_K, DEFAULT_TOP_P, DEFAULT_MIN_P = 40, 0.95, 0.05
-IGNORED = frozenset({
-    "cache_prompt", "id_slot", "n_indent", "n_keep", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
-    "t_max_prompt_ms", "timings_per_token", "penalty_last_n", "repeat_last_n", "return_tokens", "extra_context",
-})  # fmt: skip
-"""Fields of llama.cpp that its editors' plug-ins send and that need not change an answer."""
 
 
 class ExtraFile(Fields):
@@ -48,17 +43,9 @@ class InfillRequest(SamplingFields):
     )  # of the holes between parts, in tokens; null: the model ends it
     input_extra: Items[ExtraFile] = Field(default_factory=list, max_length=1024)
     n_predict: int = Field(128, ge=-1)  # −1: as many tokens as the context holds
-    repeat_penalty: float | None = Field(None, gt=0)
     response_fields: Items[str] | None = Field(
         None, max_length=1024
     )  # which fields the answer has; "timings/prompt_n" is a field in a field
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ignored(cls, given: Any) -> Any:
-        return (
-            {name: value for name, value in given.items() if name not in IGNORED} if isinstance(given, dict) else given
-        )
 
     @model_validator(mode="after")
     def _of_one_form(self) -> InfillRequest:
@@ -82,7 +69,6 @@ class InfillRequest(SamplingFields):
     def _with_defaults(self) -> InfillRequest:
         defaults = {
             "temperature": DEFAULT_TEMPERATURE, "top_k": DEFAULT_TOP_K, "top_p": DEFAULT_TOP_P, "min_p": DEFAULT_MIN_P,
-            "repetition_penalty": self.repeat_penalty,
         }  # fmt: skip
         for name, value in defaults.items():
             if getattr(self, name) is None:

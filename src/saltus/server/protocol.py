@@ -8,8 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from saltus.engine.decoder import MAX_DRAFT_TOKENS
 from saltus.server.fields import Fields, Items, JsonObject
+from saltus.server.neutral_fields import without_neutral_fields
 from saltus.server.structured import (
     MAX_TOOLS,
+    AllowedTools,
     FlatJsonSchemaFormat,
     Function,
     FunctionName,
@@ -19,18 +21,23 @@ from saltus.server.structured import (
     TextFormat,
     Tool,
     ToolFields,
+    ToolSubset,
 )
 
 MAX_CHOICES = 128
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+RANDOM_SEED = -1  # of vLLM and llama.cpp
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # stop strings, and characters of each
+MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024  # tokens of logit_bias
 MAX_ITEMS = 4096  # messages of a conversation with their parts, or prompts of a request
 MAX_TOKENS = 2**20  # of a prompt that is given as token ids
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 TokenIds = Annotated[Items[int], Field(max_length=MAX_TOKENS)]
+StopTokenIds = Annotated[Items[int], Field(max_length=MAX_STOP_TOKENS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _of_few_biases(given: Any) -> Any:
@@ -73,13 +80,17 @@ class SamplingFields(Fields):
 
     model: str | None = None
     stream: bool = False
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    min_tokens: int = Field(0, ge=0)
+    skip_special_tokens: bool = True
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
+    repeat_penalty: float | None = Field(None, gt=0)  # llama.cpp's name for the same
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_of_few_biases)] = None
@@ -96,8 +107,8 @@ class SamplingFields(Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+    def _without_neutral_fields(cls, given: Any) -> Any:
+        return without_neutral_fields(given, cls.model_fields) if isinstance(given, dict) else given
 
     @property
     def max_draft_tokens(self) -> int | None:
@@ -112,11 +123,33 @@ class SharedFields(SamplingFields, GrammarFields):
     n: int = Field(1, ge=1, le=MAX_CHOICES)
 
 
+def _of_text(kind: Any) -> Any:
+    if isinstance(kind, str) and not kind.endswith("text"):
+        raise ValueError(f"a message has a part of the type {kind!r}, but this model reads text alone; leave it out")
+    return kind
+
+
 class ContentPart(Fields):
     """A piece of a message: text only."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_of_text)]
     text: str
+
+
+class ChatFields(Fields):
+    """How a conversation becomes a prompt, and what of an answer is reasoning."""
+
+    chat_template_kwargs: JsonObject | None = None  # variables of the chat template, such as enable_thinking
+    parse_special: bool = False  # control tokens that messages spell are tokens
+    include_reasoning: bool = True
+    reasoning_format: Literal["auto", "none", "deepseek"] | None = None  # llama.cpp's; none: it stays in the content
+
+    def template_variables(self, effort: str | None) -> dict[str, Any]:
+        """Variables of the chat template, with the reasoning effort in the words of several families of models."""
+        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+        return variables | (self.chat_template_kwargs or {})
 
 
 class Message(BaseModel):
@@ -135,7 +168,7 @@ class Prediction(Fields):
     content: str | Items[ContentPart]
 
 
-class ChatCompletionRequest(SharedFields, ToolFields):
+class ChatCompletionRequest(SharedFields, ToolFields, ChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Items[Message], BeforeValidator(_of_few_items)] = Field(min_length=1)
@@ -144,6 +177,10 @@ class ChatCompletionRequest(SharedFields, ToolFields):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prediction: Prediction | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool = False
 
 
 class CompletionRequest(SharedFields):
@@ -160,6 +197,7 @@ class CompletionRequest(SharedFields):
     echo: bool = False
     suffix: str | None = None  # what follows the answer, for models with fill-in-the-middle tokens
     best_of: Literal[1] | None = None
+    add_special_tokens: bool = True
 
 
 class TokenizeRequest(Fields):
@@ -168,7 +206,12 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Items[Message] | None, BeforeValidator(_of_few_items)] = None
-    add_special_tokens: bool = True
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # null: to a prompt, not to messages
+    parse_special: bool | None = None  # null: in a prompt, not in messages
     return_token_strs: bool | None = None
 
 
@@ -182,7 +225,7 @@ class DetokenizeRequest(Fields):
 class ResponseContentPart(Fields):
     """A piece of a message in a response's input, or of an earlier answer."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Annotated[Literal["input_text", "output_text", "text"], BeforeValidator(_of_text)]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
@@ -219,6 +262,32 @@ class ResponseCallOutput(Fields):
     status: str | None = None
 
 
+class ResponseReasoningText(Fields):
+    """A piece of earlier reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ResponseReasoning(Fields):
+    """The reasoning before an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Items[ResponseReasoningText] = Field(default_factory=list)
+    content: Items[ResponseReasoningText] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningSettings(Fields):
+    """How much a model thinks before it answers."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None  # accepted and ignored, as is the next one
+    generate_summary: str | None = None
+
+
 class ResponseText(Fields):
     """The form of a response's text."""
 
@@ -238,24 +307,37 @@ class ResponseNamedTool(Fields):
     type: Literal["function"]
     name: str
 
+    def as_in_chat(self) -> NamedTool:
+        """The same in the form of chat completions."""
+        return NamedTool(function=FunctionName(name=self.name))
 
-class ResponsesRequest(SamplingFields):
+
+class ResponseAllowedTools(Fields):
+    """Those of the tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ResponseNamedTool] = Field(max_length=MAX_TOOLS)
+
+
+class ResponsesRequest(SamplingFields, ChatFields):
     """POST /v1/responses. Nothing is stored: the whole conversation is in `input`."""
 
     input: Annotated[
-        str | Items[ResponseCall | ResponseCallOutput | ResponseMessage], BeforeValidator(_of_few_items)
+        str | Items[ResponseCall | ResponseCallOutput | ResponseReasoning | ResponseMessage],
+        BeforeValidator(_of_few_items),
     ] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: ResponseText | None = None
     tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     # accepted and ignored
     include: Items[str] | None = None
-    reasoning: JsonObject | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
@@ -268,6 +350,10 @@ class ResponsesRequest(SamplingFields):
         tools = [
             Tool(function=Function(**tool.model_dump(exclude={"type"}, exclude_none=True))) for tool in self.tools or ()
         ]
-        named = self.tool_choice
-        choice = NamedTool(function=FunctionName(name=named.name)) if isinstance(named, ResponseNamedTool) else named
+        choice: Any = self.tool_choice
+        if isinstance(choice, ResponseNamedTool):
+            choice = choice.as_in_chat()
+        elif isinstance(choice, ResponseAllowedTools):
+            allowed = ToolSubset(mode=choice.mode, tools=[tool.as_in_chat() for tool in choice.tools])
+            choice = AllowedTools(type="allowed_tools", allowed_tools=allowed)
         return ToolFields.checked(tools, choice, self.parallel_tool_calls)

@@ -9,12 +9,21 @@ from typing import Any
 from pydantic import BaseModel
 
 from saltus.engine.engine import TextRequest
+from saltus.engine.reasoning import Reasoning
 from saltus.engine.tool_calls import ToolCall
 from saltus.server.answers import Answer, Backend
 from saltus.server.errors import ApiError
-from saltus.server.protocol import ResponseCall, ResponseCallOutput, ResponseContentPart, ResponsesRequest
+from saltus.server.protocol import (
+    ResponseCall,
+    ResponseCallOutput,
+    ResponseContentPart,
+    ResponseReasoning,
+    ResponsesRequest,
+)
 from saltus.server.structured import Tools
 from saltus.server.translation import ROLES, speculation_metrics
+
+REASONING_PLACE = {"output_index": 0, "content_index": 0}
 
 
 def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -24,18 +33,27 @@ def response_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    thought = ""
     for item in body.input:
+        if isinstance(item, ResponseReasoning):
+            thought = "".join(part.text for part in item.content or item.summary)
+            continue
+        said: dict[str, Any] = {"role": "assistant", "content": ""}
+        if thought:
+            said["reasoning_content"] = thought
+            thought = ""
         if isinstance(item, ResponseCall):
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             if messages and messages[-1].get("role") == "assistant":  # calls of one answer belong together
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                messages.append({**said, "tool_calls": [call]})
         elif isinstance(item, ResponseCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         else:
-            messages.append({"role": ROLES.get(item.role, item.role), "content": _text(item.content)})
+            role = ROLES.get(item.role, item.role)
+            messages.append({**(said if role == "assistant" else {}), "role": role, "content": _text(item.content)})
     return messages
 
 
@@ -50,11 +68,19 @@ class ResponseAnswer(Answer):
     body: ResponsesRequest
 
     def __init__(
-        self, backend: Backend, requests: Sequence[TextRequest], method: str, body: ResponsesRequest, tools: Tools
+        self,
+        backend: Backend,
+        requests: Sequence[TextRequest],
+        method: str,
+        body: ResponsesRequest,
+        tools: Tools,
+        reasoning: Reasoning | None,
     ) -> None:
         super().__init__(backend, requests, method, body)
-        self.tools, self.reader = tools, tools.reader()
+        self.tools, self.reader, self.reasoning = tools, tools.reader(), reasoning
+        self.reasoning_reader = reasoning and reasoning.reader(requests[0].request.prompt)
         self.items: list[dict[str, Any]] = []  # of the output
+        self.thought: dict[str, Any] | None = None  # the reasoning among them
         self.message: dict[str, Any] | None = None  # among them
 
     async def whole(self) -> dict[str, Any]:
@@ -89,8 +115,11 @@ class ResponseAnswer(Answer):
 
     def _add(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         """Put text into the output's items; the events of that: kinds and fields."""
+        if self.reasoning_reader is not None:
+            thought, text = self.reasoning_reader.read(text, last)
+            yield from self._add_reasoning(thought, last or bool(text))
         content, calls = (text, []) if self.reader is None else self.reader.read(text, last)
-        if content or (last and not calls and not self.items):
+        if content or (last and not calls and all(item is self.thought for item in self.items)):
             yield from self._add_text(content)
         for call in calls:
             yield from self._add_call(call)
@@ -100,6 +129,24 @@ class ResponseAnswer(Answer):
             yield "content_part.done", {**place, "part": part}
             self.message["status"] = "completed" if self.choices[0].finish_reason == "stop" else "incomplete"
             yield "output_item.done", {"output_index": place["output_index"], "item": self.message}
+
+    def _add_reasoning(self, text: str, last: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Put reasoning into its item, which comes first; `last` completes it."""
+        if text and self.body.include_reasoning:
+            if self.thought is None:
+                self.thought = {
+                    "id": self._item_id("rs"), "type": "reasoning", "status": "in_progress", "summary": [],
+                    "content": [{"type": "reasoning_text", "text": ""}],
+                }  # fmt: skip
+                yield "output_item.added", {"output_index": 0, "item": {**self.thought, "content": []}}
+                self.items.append(self.thought)
+            self.thought["content"][0]["text"] += text
+            yield "reasoning_text.delta", {"item_id": self.thought["id"], **REASONING_PLACE, "delta": text}
+        if last and self.thought is not None and self.thought["status"] == "in_progress":
+            self.thought["status"] = "completed"
+            text = self.thought["content"][0]["text"]
+            yield "reasoning_text.done", {"item_id": self.thought["id"], **REASONING_PLACE, "text": text}
+            yield "output_item.done", {"output_index": 0, "item": self.thought}
 
     def _add_text(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if self.message is None:
@@ -155,6 +202,7 @@ class ResponseAnswer(Answer):
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
             "text": {"format": _dumped(body.text.format) if body.text and body.text.format else {"type": "text"}},
@@ -175,7 +223,11 @@ class ResponseAnswer(Answer):
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": choice.served.cached_tokens if choice.served is not None else 0},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": self.reasoning.count(choice.request.request.prompt, choice.tokens)
+                if self.reasoning is not None
+                else 0
+            },
             "total_tokens": read + written,
         }
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from saltus.engine.detokenizer import TextOutput
 from saltus.engine.engine import AnyRequest
 from saltus.engine.prompt_scores import PromptScores
 from saltus.engine.request import CallRecord
 from saltus.engine.scheduled_request import ScheduledRequest
+from saltus.engine.token_texts import TokenText
 from saltus.server.errors import ApiError
 
 
@@ -28,6 +30,7 @@ class Delta:
 
     text: str
     calls: tuple[CallRecord, ...]
+    scored: tuple[TokenText, ...] = ()  # the tokens whose text is certain, with log-probabilities
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[list[tuple[int, float]], ...] = ()
     finish_reason: str | None = None
@@ -47,7 +50,7 @@ class ServedRequest(ScheduledRequest):
     deliver: Callable[[Delta | ApiError], None] = field(kw_only=True)
     cancelled: bool = field(default=False, init=False)  # set by any thread: the text is dropped between two calls
     num_delivered: int = field(default=0, init=False)  # of the request's calls
-    num_tokens_delivered: int = field(default=0, init=False)
+    num_scored: int = field(default=0, init=False)  # tokens delivered with log-probabilities
 
 
 def serve_text(
@@ -59,13 +62,17 @@ def serve_text(
 
 def next_delta(served: ServedRequest) -> Delta:
     """What the calls since the last delta have added."""
-    request, before, first = served.request, served.num_tokens_delivered, not served.num_delivered
+    request, output, first = served.request, served.text.output, not served.num_delivered
     calls = tuple(request.calls[served.num_delivered :])
     served.num_delivered += len(calls)
-    served.num_tokens_delivered += sum(len(call.tokens) for call in calls)
-    logprobs, top = tuple(request.log_probabilities[before:]), tuple(request.top_log_probabilities[before:])
-    text = served.text.output.release(request.finished)
-    return Delta(text, calls, logprobs, top, request.finish_reason, served.prompt_scores if first else None)
+    text = output.release(request.finished)
+    scored: tuple[TokenText, ...] = ()
+    if isinstance(output, TextOutput) and output.token_texts is not None:
+        scored = tuple(output.token_texts.take(output.num_released, request.finished))
+    part = slice(served.num_scored, served.num_scored + len(scored))
+    served.num_scored += len(scored)
+    logprobs, top = tuple(request.log_probabilities[part]), tuple(request.top_log_probabilities[part])
+    return Delta(text, calls, scored, logprobs, top, request.finish_reason, served.prompt_scores if first else None)
 
 
 @runtime_checkable

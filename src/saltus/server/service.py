@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from saltus.engine.encoding import tokens_of_text
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
 from saltus.engine.infill_template import DEFAULT_OPEN_TOKENS
-from saltus.engine.text_bounds import require_fits
+from saltus.engine.prompt_texts import prompt_texts
+from saltus.engine.reasoning import Reasoning
+from saltus.engine.text_bounds import PromptTooLongError, require_fits
 from saltus.methods.shared.answer_memory import AnswerMemories
 from saltus.server.answers import Answer, Backend
 from saltus.server.choices import ChatForm, ChoicesAnswer, TextForm
@@ -34,6 +37,7 @@ from saltus.server.translation import (
     conversation,
     infill_request,
     max_tokens_of,
+    reasoning_of,
     requested_method,
     text_requests,
 )
@@ -89,16 +93,20 @@ class Service:
         self._check_capacity(body.n)
         method, limit = requested_method(body.speculative, self.engine.method), max_tokens_of(body)
 
-        def make() -> tuple[Tools, list[TextRequest]]:
-            tools = Tools(self.engine, body)
-            settings = {"grammar": tools.grammar(body.grammar(self.engine)), "tools": tools.offered}
-            seeds, messages = chosen_seeds(body, body.n), conversation(body.messages)
-            return tools, text_requests(self.engine, messages, body, limit, seeds, raw=False, **settings)
+        def make() -> tuple[ChatForm, list[TextRequest]]:
+            tools, messages = Tools(self.engine, body), conversation(body.messages)
+            reasoning = reasoning_of(self.engine, messages, body)
+            requests = text_requests(
+                self.engine, messages, body, limit, chosen_seeds(body, body.n), prompt_field="messages",
+                grammar=tools.grammar(body.grammar(self.engine)), reasoning=reasoning, tools=tools.offered,
+                chat_template_kwargs=body.template_variables(body.reasoning_effort),
+                add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message,
+                add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
+            )  # fmt: skip
+            return ChatForm(self.engine.tokenizer, body.logprobs, tools, reasoning, body.include_reasoning), requests
 
-        tools, requests = await prepare(make)
-        return ChoicesAnswer(
-            self.backend, ChatForm(self.engine.tokenizer, body.logprobs, tools), requests, method, body
-        )
+        form, requests = await prepare(make)
+        return ChoicesAnswer(self.backend, form, requests, method, body)
 
     async def respond(self, body: ResponsesRequest, prepare: Prepare) -> Answer:
         """The answer in the form of OpenAI's responses."""
@@ -109,15 +117,18 @@ class Service:
             body.text.format if body.text else None,
         )
 
-        def make() -> tuple[Tools, list[TextRequest]]:
-            tools = Tools(self.engine, body.tool_fields())
+        def make() -> tuple[Tools, Reasoning | None, list[TextRequest]]:
+            tools, messages = Tools(self.engine, body.tool_fields()), response_messages(body)
             of_text = None if form is None else checked_grammar(self.engine, "text.format", format_grammar, form)
-            settings = {"grammar": tools.grammar(of_text), "tools": tools.offered}
-            limit, seeds, messages = body.max_output_tokens, chosen_seeds(body), response_messages(body)
-            return tools, text_requests(self.engine, messages, body, limit, seeds, raw=False, **settings)
+            reasoning, effort = reasoning_of(self.engine, messages, body), body.reasoning and body.reasoning.effort
+            return tools, reasoning, text_requests(
+                self.engine, messages, body, body.max_output_tokens, chosen_seeds(body), prompt_field="input",
+                grammar=tools.grammar(of_text), reasoning=reasoning, tools=tools.offered,
+                chat_template_kwargs=body.template_variables(effort), parse_special=body.parse_special,
+            )  # fmt: skip
 
-        tools, requests = await prepare(make)
-        return ResponseAnswer(self.backend, requests, method, body, tools)
+        tools, reasoning, requests = await prepare(make)
+        return ResponseAnswer(self.backend, requests, method, body, tools, reasoning)
 
     async def complete(self, body: CompletionRequest, prepare: Prepare) -> Answer:
         """Continuations of texts."""
@@ -127,15 +138,22 @@ class Service:
         method, seeds = requested_method(body.speculative, self.engine.method), chosen_seeds(body, body.n)
         if body.echo and body.logprobs is not None:
             self._check_scores_prompts(body)
-        settings = {"raw": True, "suffix": body.suffix, "grammar": await prepare(body.grammar, self.engine)}
+        settings = {
+            "prompt_field": "prompt", "raw": True, "suffix": body.suffix, "add_special_tokens": body.add_special_tokens,
+            "grammar": await prepare(body.grammar, self.engine),
+        }  # fmt: skip
         requests: list[TextRequest] = []
+        echoed: list[list[str]] = []
         for prompt in prompts:  # one by one: others have their turn between them, and a client that leaves ends it
             make = partial(text_requests, self.engine, prompt, body, body.max_tokens, seeds, **settings)
-            requests += await prepare(make)
+            made = await prepare(make)
+            if body.echo and body.logprobs is not None:
+                text, tokens = str(made[0].prompt), made[0].request.prompt
+                echoed += [await prepare(prompt_texts, self.engine.tokenizer, text, tokens)] * len(made)
+            requests += made
         echoes = [str(request.prompt) if body.echo else "" for request in requests]
-        return ChoicesAnswer(
-            self.backend, TextForm(self.engine.tokenizer, body.logprobs is not None, echoes), requests, method, body
-        )
+        form = TextForm(self.engine.tokenizer, body.logprobs is not None, echoes, echoed)
+        return ChoicesAnswer(self.backend, form, requests, method, body)
 
     async def infill(self, body: InfillRequest, prepare: Prepare) -> Answer:
         """What stands between two texts, in llama.cpp's form, or in the holes between several."""
@@ -151,8 +169,11 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), "parts") from error
         if self.engine.network.any_subset:
-            if body.stop:
-                raise ApiError(400, "the holes of this model have no stop strings; leave out stop", "stop")
+            for field in ("stop", "stop_token_ids", "min_tokens"):
+                if getattr(body, field):
+                    raise ApiError(
+                        400, f"the holes of this model have lengths or ends of their own; leave out {field}", field
+                    )
             given = "n_predict" in body.model_fields_set and body.n_predict > 0
             open_tokens = body.n_predict if given else DEFAULT_OPEN_TOKENS
             return [infill_request(self.engine, template, body, open_tokens, seeds[0])]
@@ -161,7 +182,9 @@ class Service:
         before, after = template.pieces
         files = [(file.filename, file.text) for file in body.input_extra]
         limit = body.n_predict if body.n_predict >= 0 else None
-        return text_requests(self.engine, before, body, limit, seeds, raw=True, suffix=after, files=files)
+        return text_requests(
+            self.engine, before, body, limit, seeds, prompt_field="input_prefix", raw=True, suffix=after, files=files
+        )
 
     def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text or of a conversation. Errors: ApiError."""
@@ -175,11 +198,22 @@ class Service:
             if sum(map(len, texts)) > MAX_TOKENIZED:  # shorter ones may be longer than the context: clients cut them
                 require_fits(texts, engine.tokenizer, context, engine.target.name, "the text")
             if messages is not None:
-                tokens = engine.encode(messages)
-            elif body.add_special_tokens:
-                tokens = engine.encode(texts[0], raw=True)
+                names = ("add_generation_prompt", "continue_final_message", "add_special_tokens")
+                tokens = engine.encode(
+                    messages,
+                    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+                    chat_template_kwargs=body.chat_template_kwargs or {},
+                    parse_special=bool(body.parse_special),
+                    **{name: getattr(body, name) for name in names},
+                )
             else:
-                tokens = engine.tokenizer(texts[0], add_special_tokens=False).input_ids
+                tokens = tokens_of_text(
+                    engine.tokenizer, texts[0], body.add_special_tokens is not False, body.parse_special is not False
+                )
+        except PromptTooLongError as error:
+            raise ApiError(
+                400, str(error), "prompt" if messages is None else "messages", "context_length_exceeded"
+            ) from error
         except ValueError as error:
             raise ApiError(400, str(error), "prompt" if messages is None else "messages") from error
         strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None

@@ -29,7 +29,7 @@ class JsonObjectFormat(Fields):
 
 
 class JsonSchema(Fields):
-    """A JSON schema and its name. It is always followed, `strict` or not."""
+    """A JSON schema and its name. It is always followed; with `strict` keywords that cannot be are an error."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -94,9 +94,9 @@ class GrammarFields(Fields):
 def format_grammar(given: TextFormat | JsonObjectFormat | JsonSchemaFormat | FlatJsonSchemaFormat) -> Grammar | None:
     """The grammar of a format. Errors: ValueError."""
     if isinstance(given, JsonSchemaFormat):
-        return Grammar.json_schema(given.json_schema.definition)
+        return Grammar.json_schema(given.json_schema.definition, bool(given.json_schema.strict))
     if isinstance(given, FlatJsonSchemaFormat):
-        return Grammar.json_schema(given.definition)
+        return Grammar.json_schema(given.definition, bool(given.strict))
     return Grammar.json_object() if isinstance(given, JsonObjectFormat) else None
 
 
@@ -139,11 +139,25 @@ class NamedTool(Fields):
     function: FunctionName
 
 
+class ToolSubset(Fields):
+    """Those of the tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(max_length=MAX_TOOLS)
+
+
+class AllowedTools(Fields):
+    """OpenAI's choice among the tools: the prompt has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
 class ToolFields(Fields):
     """Tools and whether to call them."""
 
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
 
     @classmethod
@@ -163,10 +177,19 @@ class ToolFields(Fields):
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have one name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if unknown := [name for name in chosen_names(self.tool_choice) or () if name not in names]:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+        if isinstance(self.tool_choice, AllowedTools) and not self.tool_choice.allowed_tools.tools:
+            raise ValueError("tool_choice allows no tools; give none in place of allowed_tools")
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice is required, but there are no tools")
+
+
+def chosen_names(choice: Any) -> list[str] | None:
+    """The names of the functions that a choice leaves; None: all."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    return [tool.function.name for tool in choice.allowed_tools.tools] if isinstance(choice, AllowedTools) else None
 
 
 class Tools:
@@ -177,11 +200,12 @@ class Tools:
         if choice == "none":
             tools = []
         self.offered = [tool.model_dump(exclude_none=True) for tool in tools]
-        if isinstance(choice, NamedTool):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if (names := chosen_names(choice)) is not None:
+            tools = [tool for tool in tools if tool.function.name in names]
         self._callable = [tool.model_dump(exclude_none=True) for tool in tools]
         self.engine, self.form = engine, tool_format(engine.tokenizer)
-        self.required = choice == "required" or isinstance(choice, NamedTool)
+        must = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        self.required = choice == "required" or isinstance(choice, NamedTool) or must
         self.several = body.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
 
     def grammar(self, of_text: Grammar | None) -> Grammar | None:
@@ -198,7 +222,7 @@ class Tools:
 
     def reader(self) -> ToolCallReader | None:
         """What separates the calls from an answer's text; None if nothing can be called."""
-        return ToolCallReader(self.form) if self._callable else None
+        return ToolCallReader(self.form, self.required) if self._callable else None
 
 
 def call_object(call: ToolCall, call_id: str) -> dict[str, Any]:

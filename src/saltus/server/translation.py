@@ -6,14 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from saltus.engine.encoding import PromptSettings
 from saltus.engine.engine import AnyRequest, Engine, TextRequest
-from saltus.engine.grammar import Grammar
+from saltus.engine.grammar import MakesConstraint
 from saltus.engine.infill_template import InfillTemplate
+from saltus.engine.reasoning import Reasoning, reasoning_tags
 from saltus.engine.request import CallRecord
+from saltus.engine.text_bounds import PromptTooLongError
 from saltus.methods import make_methods
 from saltus.server.errors import ApiError
 from saltus.server.protocol import (
     MAX_SEED,
+    RANDOM_SEED,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -33,6 +37,8 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
         given = message.model_dump(exclude_none=True)
         role = ROLES.get(message.role, message.role)
         chat.append({**given, "role": role, "content": joined_text(message.content or "")})
+        if "reasoning" in given:  # vLLM's newer name; templates know the older one
+            chat[-1].setdefault("reasoning_content", given["reasoning"])
     return chat
 
 
@@ -65,8 +71,11 @@ def requested_method(speculative: bool | Speculative, default: str) -> str:
 
 
 def chosen_seeds(body: SamplingFields, count: int = 1) -> list[int]:
-    """The seeds of choices: the first is as asked for, else fresh. The i-th choice has the first seed plus i."""
-    first = int.from_bytes(os.urandom(7)) if body.seed is None else body.seed
+    """The seeds of choices: the first is as asked for, else fresh. The i-th choice has the first seed plus i.
+
+    Negative seeds are as good as others, but for RANDOM_SEED, which asks for a fresh one.
+    """
+    first = int.from_bytes(os.urandom(7)) if body.seed in (None, RANDOM_SEED) else body.seed
     return [(first + i) % (MAX_SEED + 1) for i in range(count)]
 
 
@@ -77,13 +86,15 @@ def text_requests(
     max_tokens: int | None,
     seeds: Sequence[int],
     *,
-    raw: bool,
-    grammar: Grammar | None = None,
-    tools: Sequence[dict[str, Any]] = (),
-    suffix: str | None = None,
-    files: Sequence[tuple[str, str]] = (),
+    prompt_field: str,
+    grammar: MakesConstraint | None = None,
+    reasoning: Reasoning | None = None,
+    **prompt_settings: Any,
 ) -> list[TextRequest]:
-    """Requests of the engine for one prompt, which is tokenised once. Errors: ApiError 400 that names the field."""
+    """Requests of the engine for one prompt, which is tokenised once. Errors: ApiError 400 that names the field.
+
+    `prompt_settings` are further arguments of the engine's `text_request`.
+    """
     context = engine.target.context_length
     wants_logprobs, top_logprobs = requested_logprobs(body)
     prediction = body.prediction if isinstance(body, ChatCompletionRequest) else None
@@ -91,18 +102,44 @@ def text_requests(
         **sampling_settings(body), "prediction": None if prediction is None else joined_text(prediction.content)
     }  # fmt: skip
     check_logit_bias(engine, body)
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        message = f"min_tokens is {body.min_tokens}, but the text has at most {max_tokens}; lower it"
+        raise ApiError(400, message, "min_tokens")
+    if grammar is not None and reasoning is not None:
+        grammar = reasoning.before(grammar)
     try:
         first = engine.text_request(
-            prompt, max_new_tokens=(context or 2**31) if max_tokens is None else max_tokens, seed=seeds[0],
-            stop=body.stop, logprobs=wants_logprobs, top_logprobs=top_logprobs, raw=raw, ignore_eos=body.ignore_eos,
-            grammar=grammar, tools=tools, suffix=suffix, files=files, **settings,
+            prompt, max_new_tokens=max(context or 2**31, body.min_tokens) if max_tokens is None else max_tokens,
+            min_new_tokens=body.min_tokens, seed=seeds[0], stop=body.stop, stop_token_ids=body.stop_token_ids or (),
+            skip_special_tokens=body.skip_special_tokens, logprobs=wants_logprobs, top_logprobs=top_logprobs,
+            ignore_eos=body.ignore_eos, grammar=grammar,
+            shown_tokens=() if reasoning is None else [token for token in reasoning.tokens if token is not None],
+            **prompt_settings, **settings,
         )  # fmt: skip
+    except PromptTooLongError as error:
+        message = f"{error} (this model's maximum context length is {context:,} tokens)"
+        raise ApiError(400, message, prompt_field, "context_length_exceeded") from error
     except ValueError as error:
         field = "suffix" if "fill-in-the-middle" in str(error) else _field_of(str(error))
         raise ApiError(400, str(error), field) from error
-    ends = engine.target.end_tokens
-    constraints = (None if grammar is None else grammar.constraint(engine.tokenizer, ends) for _ in seeds[1:])
+    ends = first.output.end_tokens
+    prompt_tokens = first.request.prompt
+    constraints = (
+        None if grammar is None else grammar.constraint(engine.tokenizer, ends, prompt_tokens) for _ in seeds[1:]
+    )
     return [first, *(first.with_seed(*each) for each in zip(seeds[1:], constraints, strict=True))]
+
+
+def reasoning_of(engine: Engine, messages: Sequence[dict[str, Any]], body: Any) -> Reasoning | None:
+    """What separates reasoning and answer; None for models without."""
+    if (tags := reasoning_tags(engine.tokenizer)) is None:
+        return None
+    settings = PromptSettings(
+        add_generation_prompt=getattr(body, "add_generation_prompt", None),
+        continue_final_message=getattr(body, "continue_final_message", None),
+    )
+    continued = str(messages[-1].get("content") or "") if settings.continues(messages) else ""
+    return Reasoning(engine.tokenizer, tags, continued, in_text=body.reasoning_format == "none")
 
 
 def infill_request(
@@ -132,7 +169,7 @@ def sampling_settings(body: SamplingFields) -> dict[str, Any]:
         "top_p": 1.0 if body.top_p is None else float(body.top_p),
         "top_k": max(body.top_k or 0, 0),
         "min_p": float(body.min_p or 0.0),
-        "repetition_penalty": 1.0 if body.repetition_penalty is None else float(body.repetition_penalty),
+        "repetition_penalty": float(body.repetition_penalty or body.repeat_penalty or 1.0),
         "presence_penalty": float(body.presence_penalty or 0.0),
         "frequency_penalty": float(body.frequency_penalty or 0.0),
         "logit_bias": tuple((token, float(bias)) for token, bias in (body.logit_bias or {}).items()),
@@ -154,13 +191,18 @@ def _field_of(message: str) -> str | None:
     """The field that an error of the engine is about, where its message names one."""
     names = (
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "stop", "suffix", "prompt", "prediction", "grammar",
+        "logit_bias", "seed", "stop_token_ids", "stop", "suffix", "chat_template_kwargs", "add_generation_prompt",
+        "tool_calls", "prompt", "prediction", "grammar",
     )  # fmt: skip
     return next((name for name in names if name.replace("_", " ") in message or name in message), None)
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, predicted: Sequence[CallRecord] | None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    predicted: Sequence[CallRecord] | None,
+    reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Token counts of an answer; with the calls of a predicted one, how many draft tokens these accepted."""
     counts: dict[str, Any] = {
@@ -176,6 +218,8 @@ def usage(
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted["num_draft_tokens"] - accepted,
         }
+    if reasoning_tokens is not None:
+        counts.setdefault("completion_tokens_details", {})["reasoning_tokens"] = reasoning_tokens
     return counts
 
 

@@ -100,7 +100,7 @@ class TransformersBaseline:
         )
         stopped = tokens and (tokens[-1] in self.engine.target.end_tokens or len(tokens) < request.max_new_tokens)
         return MeasuredAnswer(
-            tokens, split_text_by_call(self.engine.tokenizer, tokens, given if reported else [len(tokens)]),
+            tokens, split_text_by_call(self.engine, tokens, given if reported else [len(tokens)]),
             "stop" if stopped else "length", calls if reported else None, seconds[0] if seconds else 0.0,
             problems=wrong,
         )  # fmt: skip

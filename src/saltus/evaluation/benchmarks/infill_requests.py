@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from saltus.engine.engine import Engine
-from saltus.engine.fim import fim_prompt, find_fim_format
+from saltus.engine.fim import fim_prompt
+from saltus.engine.fim_formats import find_fim_format
 from saltus.engine.infill_template import InfillTemplate
 from saltus.evaluation.benchmarks.suites import Task
 from saltus.evaluation.benchmarks.systems_under_test import BenchmarkRequest

@@ -46,7 +46,7 @@ class LlamaCppBaseline:
         folder = resolve(self.engine.target.name)
         if not (folder / INDEX_FILE).is_file():
             raise ValueError(f"baseline llama-cpp decodes GGUF files, and {self.engine.target.name} is none; name one")
-        self.file = read_gguf_index(folder)[0]
+        self.file = read_gguf_index(folder)[0][0]
 
     def _load(self) -> Any:
         if self.llama is None:
@@ -85,5 +85,5 @@ class LlamaCppBaseline:
         reads = [len(request.prompt_tokens), *[1] * (len(tokens) - 1)]
         calls = [TimedCall(1, 0, each, read) for each, read in zip(seconds, reads, strict=False)]
         stopped = len(tokens) < request.max_new_tokens or tokens[-1] in self.engine.target.end_tokens
-        pieces = split_text_by_call(self.engine.tokenizer, tokens, [1] * len(tokens))
+        pieces = split_text_by_call(self.engine, tokens, [1] * len(tokens))
         return MeasuredAnswer(tokens, pieces, "stop" if stopped else "length", calls, seconds[0] if seconds else 0.0)

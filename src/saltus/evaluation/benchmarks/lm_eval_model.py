@@ -332,7 +332,8 @@ class SaltusLMBase:
     def _postprocess(self, request: LmEvalRequest) -> str:
         from lm_eval.models.utils import postprocess_generated_text
 
-        tokens, thought = request.request.tokens, self.think_end_token
+        ends, thought = self.engine.target.end_tokens, self.think_end_token
+        tokens = [token for token in request.request.tokens if token not in ends]
         if isinstance(thought, int):
             thoughts = len(tokens) - tokens[::-1].index(thought) if thought in tokens else 0
             answer = self.tokenizer.decode(tokens[thoughts:], skip_special_tokens=True).lstrip()

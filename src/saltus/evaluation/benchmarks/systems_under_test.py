@@ -150,9 +150,9 @@ def methods_under_test(engine: Engine, methods: Sequence[str]) -> list[MethodUnd
     return [MethodUnderTest(name, recorded, recorder) for name in methods]
 
 
-def split_text_by_call(tokenizer: Any, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:
+def split_text_by_call(engine: Engine, tokens: Sequence[int], tokens_per_call: Sequence[int]) -> list[str]:
     """The text that each call added, for systems that report tokens only."""
-    detokenizer, pieces, at = Detokenizer(tokenizer), [], 0
+    detokenizer, pieces, at = Detokenizer(engine.tokenizer, hidden=engine.target.end_tokens), [], 0
     for count in tokens_per_call:
         pieces.append("".join(detokenizer.add(token) for token in tokens[at : at + count]))
         at += count

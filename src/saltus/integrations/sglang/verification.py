@@ -80,7 +80,8 @@ def request_sampling(request: Any) -> Sampling:
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
         logit_bias=tuple((int(token), bias) for token, bias in (given.logit_bias or {}).items()),
-        banned_at_index=tuple((index, token) for index in range(given.min_new_tokens or 0) for token in sorted(ends)),
+        min_new_tokens=given.min_new_tokens or 0,
+        end_tokens=tuple(sorted(ends)),
     )
 
 

@@ -75,6 +75,7 @@ function question(drafts) {
   if (mode === "chat") {
     return ["v1/chat/completions", {
       ...settings(drafts), messages: [{role: "user", content: text}], max_tokens: Number($("tokens").value),
+      reasoning_format: "none", // the text as it is
     }];
   }
   const [parts, hole_lengths] = withHoles(text);

@@ -1,0 +1,227 @@
+"""Write a conversation with tools, calls and results as a chat template reads it.
+
+Templates differ in what they refuse: system messages, roles that do not alternate, several calls at once, ids of other
+lengths. What one refuses is written otherwise, and what it does not know is written as text, in Hermes's form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from saltus.engine.template_limits import render_chat
+from saltus.engine.tool_calls import HERMES
+
+Message = dict[str, Any]
+
+SYSTEM_PROMPT = """\
+You can call functions. These are their signatures:
+<tools>
+{tools}
+</tools>
+To call a function, write a JSON object with its name and arguments between <tool_call> tags:
+<tool_call>
+{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>"""
+ID_LENGTH = 9  # letters and digits of a call's id, where a template asks for them, as Mistral's do
+ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def has_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """True if there are calls or results of tools among the messages."""
+    return any(message.get("tool_calls") not in (None, []) or message.get("role") == "tool" for message in messages)
+
+
+def template_knows_tools(tokenizer: Any) -> bool:
+    """True if the chat template writes the tools that it is given."""
+    messages = [{"role": "user", "content": "?"}]
+    tool = {"type": "function", "function": {"name": "saltus_probe", "description": "", "parameters": {}}}
+    try:
+        return "saltus_probe" in render_chat(tokenizer, messages, tools=[tool])
+    except ValueError:
+        return False
+
+
+def readable_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> list[Message]:
+    """A conversation with calls as the chat template reads it: by fields, or as text where it does not know tools.
+
+    If the template refuses whatever is tried, it is the conversation as it came. Errors: ValueError that names the
+    field of a message that is wrong.
+    """
+    parsed = [_with_parsed_arguments(message, place) for place, message in enumerate(messages)]
+    knows_tools = template_knows_tools(tokenizer)
+    first = written = parsed if knows_tools else _as_texts(messages, tools)
+    steps: list[Callable[[list[Message]], list[Message]]] = [
+        list, _with_short_ids, _with_single_calls, _merged, _without_system_messages,
+    ]  # fmt: skip
+    if knows_tools:
+        steps.append(lambda _: _without_system_messages(_as_texts(messages, tools)))
+    for step in steps:
+        written = step(written)
+        try:
+            render_chat(tokenizer, written, tools=list(tools) or None)
+        except ValueError:
+            continue
+        return written
+    return first
+
+
+def _as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The conversation without fields for tools: they stand in a system message, calls and results in texts."""
+    written: list[Message] = []
+    for place, message in enumerate(messages):
+        text = _as_text(message)
+        if message.get("role") == "tool" and place and messages[place - 1].get("role") == "tool":
+            written[-1]["content"] += "\n" + text["content"]  # results of one answer belong together
+        else:
+            written.append(text)
+    if tools:
+        prompt = SYSTEM_PROMPT.format(tools="\n".join(json.dumps(tool.get("function", tool)) for tool in tools))
+        if written and written[0]["role"] == "system":
+            written[0]["content"] += f"\n\n{prompt}"
+        else:
+            written.insert(0, {"role": "system", "content": prompt})
+    return written
+
+
+def _as_text(message: Mapping[str, Any]) -> Message:
+    """A message with its calls, or the result of one, as Hermes's text."""
+    content = str(message.get("content") or "")
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        body = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written or "{}"}}}'
+        content += ("\n" if content else "") + f"{HERMES.begin}\n{body}\n{HERMES.end}"
+    return {"role": message.get("role"), "content": content}
+
+
+def _with_short_ids(messages: list[Message]) -> list[Message]:
+    """Ids of calls as nine letters and digits, the same for the same id."""
+    made = []
+    for message in messages:
+        short = dict(message)
+        if message.get("tool_calls"):
+            short["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
+        if message.get("role") == "tool":
+            short["tool_call_id"] = _short_id(message.get("tool_call_id"))
+        made.append(short)
+    return made
+
+
+def _short_id(given: Any) -> str:
+    text = str(given)
+    if len(text) == ID_LENGTH and text.isascii() and text.isalnum():
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return "".join(ID_LETTERS[byte % len(ID_LETTERS)] for byte in digest[:ID_LENGTH])
+
+
+def _with_single_calls(messages: list[Message]) -> list[Message]:
+    """Answers with several calls as answers with one each, which its result follows."""
+    made: list[Message] = []
+    waiting: list[Message] = []  # answers whose results are to come
+
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message.get("role") == "tool" and waiting:
+            found = next(
+                (one for one in waiting if one["tool_calls"][0].get("id") == message.get("tool_call_id")), waiting[0]
+            )
+            waiting.remove(found)
+            made += [found, message]
+            continue
+        made += waiting
+        waiting = []
+        if len(calls) > 1:
+            first = {**message, "tool_calls": [calls[0]]}
+            waiting = [first, *({**message, "content": "", "tool_calls": [call]} for call in calls[1:])]
+        else:
+            made.append(message)
+    return made + waiting
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Users' messages, and answers, that follow on each other as one."""
+    made: list[Message] = []
+    for message in messages:
+        before = made[-1] if made else {}
+        if message.get("role") not in ("user", "assistant") or before.get("role") != message.get("role"):
+            made.append(dict(message))
+            continue
+        texts = [one["content"] for one in (before, message) if one.get("content")]
+        before["content"] = "\n".join(texts)
+        if calls := [*(before.get("tool_calls") or ()), *(message.get("tool_calls") or ())]:
+            before["tool_calls"] = calls
+    return made
+
+
+def _without_system_messages(messages: list[Message]) -> list[Message]:
+    """System messages at the beginning of the users' messages that follow, and roles that alternate."""
+    made, waiting = [], ""
+    for message in messages:
+        if message.get("role") == "system":
+            waiting += f"{message.get('content') or ''}\n\n"
+        elif message.get("role") == "user" and waiting:
+            made.append({**message, "content": waiting + (message.get("content") or "")})
+            waiting = ""
+        else:
+            made.append(message)
+    if waiting:
+        made.append({"role": "user", "content": waiting.rstrip("\n")})
+    return _merged(made)
+
+
+def _with_parsed_arguments(message: Mapping[str, Any], place: int) -> Message:
+    """The message with the arguments of its calls as objects: templates write them as JSON themselves."""
+    parsed, calls = dict(message), message.get("tool_calls")
+    if calls is None:
+        return parsed
+    if not isinstance(calls, Sequence) or isinstance(calls, str) or not all(map(_is_call, calls)):
+        raise ValueError(
+            f"messages[{place}].tool_calls must be a list of objects such as"
+            ' {"id": "1", "function": {"name": "look", "arguments": "{}"}}'
+        )
+    parsed["tool_calls"] = [{**call, "function": _with_object(call["function"], place)} for call in calls]
+    return parsed
+
+
+def _is_call(given: Any) -> bool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return named and isinstance(given.get("id", ""), str | None)
+
+
+def _with_object(function: Mapping[str, Any], place: int) -> Message:
+    """The function of a call with its arguments as an object."""
+    arguments = function.get("arguments")
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_refuse)
+        json.dumps(arguments)  # templates do so
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(
+            f"messages[{place}].tool_calls: the arguments of a call of {function['name']!r} are not JSON"
+        ) from None
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(
+            f"messages[{place}].tool_calls: the arguments of a call of {function['name']!r} must be a JSON object"
+        )
+    return {**function, "arguments": arguments or {}}
+
+
+def _finite(written: str) -> float:
+    """A number of JSON, the largest one for those beyond it: infinity is not JSON."""
+    value = float(written)
+    return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,46 @@
+"""Fields that clients of vLLM, llama.cpp and OpenAI send whether they matter or not: dropped where they change nothing.
+
+With any other value they are fields that the server does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+IGNORED = frozenset({
+    # llama.cpp: caching, timing, and how samplers are ordered or report
+    "cache_prompt", "id_slot", "n_indent", "n_keep", "n_discard", "n_probs", "min_keep", "samplers", "t_max_predict_ms",
+    "t_max_prompt_ms", "timings_per_token", "return_progress", "return_tokens", "extra_context", "backend_sampling",
+    "post_sampling_probs", "penalty_last_n", "repeat_last_n", "penalize_nl", "sampler_seq",
+    # what matters only with one of the fields below
+    "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+    # vLLM: names, order, and what its own tokenizers need
+    "request_id", "priority", "spaces_between_special_tokens", "guided_decoding_backend",
+    # OpenAI: hints
+    "verbosity", "prompt_cache_retention",
+})  # fmt: skip
+"""Whatever their value is, they need not change a text."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # llama.cpp
+    "dynatemp_range": (0,), "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "xtc_probability": (0,),
+    "dry_multiplier": (0,), "mirostat": (0,), "top_n_sigma": (0, -1), "grammar": ("",), "lora": ([],),
+    # vLLM
+    "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "include_stop_str_in_output": (False,), "echo": (False,), "detokenize": (True,), "bad_words": ([],),
+    "logits_processors": ([],), "return_tokens_as_token_ids": (False,), "return_token_ids": (False,),
+    "truncate_prompt_tokens": (0, -1), "documents": ([],), "mm_processor_kwargs": ({},),
+    # OpenAI
+    "modalities": (["text"],),
+}  # fmt: skip
+"""Values with which a field changes nothing."""
+
+
+def without_neutral_fields(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that matter: what is not null, and is known to the route or may be a mistake."""
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and (name in known or not (name in IGNORED or value in NEUTRAL.get(name, ())))
+    }

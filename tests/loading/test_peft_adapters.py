@@ -1,0 +1,85 @@
+"""A LoRA adapter of PEFT loads with its base model, as PEFT itself merges it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import saltus
+
+peft = pytest.importorskip("peft")
+
+KINDS = {
+    "plain": {"r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "down_proj"]},
+    "rsLoRA": {"r": 4, "lora_alpha": 9, "target_modules": ["v_proj"], "use_rslora": True},
+    "patterns": {
+        "r": 4, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj", "up_proj"], "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 20, "up_proj": 3},
+    },
+}  # fmt: skip
+
+
+def adapter(base: Path, out: Path, **settings) -> torch.nn.Module:
+    """Write an adapter of random weights; returns the merged model."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn_like(weight)
+    model.save_pretrained(out)
+    return model.merge_and_unload()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_those_that_peft_merges(tiny_folder, tmp_path, kind):
+    merged = adapter(tiny_folder(), tmp_path, **KINDS[kind])
+    engine = saltus.load(str(tmp_path), "lookup", adaptive=False)
+    for (name, ours), theirs in zip(engine.model.named_parameters(), merged.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5), name
+    base = saltus.load(str(tiny_folder()), "plain")
+    text = engine.generate("the cat sat", raw=True, max_new_tokens=12)
+    assert text.tokens == engine.generate("the cat sat", raw=True, max_new_tokens=12, method="plain").tokens
+    assert text.tokens != base.generate("the cat sat", raw=True, max_new_tokens=12).tokens
+
+
+def test_a_tokenizer_beside_the_adapter_is_its_own(tiny_folder, tmp_path):
+    adapter(tiny_folder(), tmp_path, **KINDS["plain"])
+    other = tiny_folder(words="an altogether other vocabulary is learned here")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(other / file, tmp_path)
+    assert saltus.load(str(tmp_path), "plain").tokenizer.get_vocab() == saltus.load(str(other)).tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "IA3"}, "an adapter of the kind IA3, which is not supported"),
+        ({"use_dora": True}, "with DoRA"), ({"bias": "all"}, "with trained biases"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"base_model_name_or_path": "no such model"}, "is neither a folder nor a short name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_merged_is_one_line(tiny_folder, tmp_path, changes, said):
+    adapter(tiny_folder(), tmp_path, **KINDS["plain"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=rf"^[^\n]*{re.escape(said)}[^\n]*$"):
+        saltus.load(str(tmp_path), "plain")
+
+
+def test_the_adapter_of_another_model_is_one_line(tiny_folder, tmp_path):
+    adapter(tiny_folder(), tmp_path, **KINDS["plain"])
+    file = tmp_path / "adapter_config.json"
+    for base, said in ((tiny_folder(num_hidden_layers=1), "which is not for"), (tiny_folder(hidden_size=64), "shapes")):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+        with pytest.raises(ValueError, match=said):
+            saltus.load(str(tmp_path), "plain")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="is damaged"):
+        saltus.load(str(tmp_path), "plain")

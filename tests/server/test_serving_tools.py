@@ -1,0 +1,180 @@
+"""Tools over HTTP, as agents use them: many at once, calls that are cut off, and what templates refuse."""
+
+# ruff: noqa: F811  fixtures
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from agent_tools import agent_tools
+from test_grammar import TOOLS
+from test_tool_messages import ALTERNATING, SHORT_IDS
+from transformers import AutoTokenizer
+
+import saltus
+from conftest import TEMPLATE
+from saltus.engine.json_schemas import OPTIONS, followed_schema
+from tiny_server import JSON, MESSAGES, client, server, serving  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder, partners) -> saltus.Engine:
+    """With room for forty tools, a byte a token."""
+    made = saltus.load(str(tiny_folder(max_position_embeddings=2**15)), "lookup", options=partners, adaptive=False)
+    made.tokenizer.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def template(engine):
+    """Sets the chat template for a test."""
+    yield lambda text: setattr(engine.tokenizer, "chat_template", text)
+    engine.tokenizer.chat_template = TEMPLATE
+
+
+def streamed(chunks) -> tuple[str, list[str], str]:
+    """Content, names of calls, and finish reason of a streamed chat completion."""
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    calls = [call.function.name for choice in choices for call in choice.delta.tool_calls or ()]
+    return "".join(choice.delta.content or "" for choice in choices), calls, choices[-1].finish_reason
+
+
+@pytest.mark.parametrize("length", [1, 6, 14, 40])
+def test_a_call_that_is_cut_off_is_no_text(client, length):
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": length, "tools": TOOLS[:1], "tool_choice": "required"}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("", None, "length")
+    assert streamed(client.chat.completions.create(**asked, stream=True)) == ("", [], "length")
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    response = client.responses.create(
+        model="tiny", input="a", tools=flat, tool_choice="required", max_output_tokens=length
+    )
+    assert (response.output_text, response.status) == ("", "incomplete")
+
+
+def test_an_agents_list_of_tools(client):
+    tools = agent_tools()
+    assert len(tools) == 40
+    asked = {"model": "tiny", "messages": MESSAGES, "tools": tools, "max_tokens": 400, "temperature": 1.0}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            **asked, seed=seed, tool_choice="required", parallel_tool_calls=False
+        ).choices[0]
+        for call in answer.message.tool_calls or ():
+            function = next(one["function"] for one in tools if one["function"]["name"] == call.function.name)
+            followed = followed_schema(function["parameters"], strict=False)
+            jsonschema.validate(json.loads(call.function.arguments), {**followed, OPTIONS: None})
+    assert client.chat.completions.create(**{**asked, "max_tokens": 8}).choices[0].finish_reason
+    text, _, reason = streamed(client.chat.completions.create(**{**asked, "max_tokens": 8}, stream=True))
+    assert (bool(text), reason) == (True, "length")
+
+
+def test_a_schema_that_no_grammar_follows_names_tool_and_keyword(server):
+    for route, wrap in (("chat/completions", lambda one: {"type": "function", "function": one}),
+                        ("responses", lambda one: {"type": "function", **one})):  # fmt: skip
+        body = {"messages": MESSAGES, "max_tokens": 2} if "chat" in route else {"input": "a", "max_output_tokens": 2}
+        parameters = {"properties": {"x": {"type": "array", "uniqueItems": True}}}
+        tools = [wrap({"name": "good"}), wrap({"name": "other", "parameters": parameters})]
+        ask = lambda: httpx.post(f"{server[1]}/v1/{route}", headers=JSON, timeout=100, json={**body, "tools": tools})  # noqa: B023, E731
+        assert ask().status_code == 200
+        (tools[1].get("function") or tools[1])["strict"] = True
+        error = ask().json()["error"]
+        assert error["param"] == "tools"
+        assert "'other'" in error["message"]
+        assert "uniqueItems" in error["message"]
+
+
+def test_a_form_of_an_answer_is_strict_if_asked_to_be(server):
+    schema = {"type": "object", "properties": {"x": {"type": "string", "format": "path"}}}
+    for strict, status in ((True, 400), (False, 200), (None, 200)):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": strict}}
+        body = {"messages": MESSAGES, "response_format": form, "max_tokens": 4}
+        answer = httpx.post(f"{server[1]}/v1/chat/completions", headers=JSON, timeout=100, json=body)
+        assert answer.status_code == status
+        assert ("path" in answer.text) == (status == 400)
+        form = {"type": "json_schema", **form["json_schema"]}
+        body = {"input": "a", "text": {"format": form}, "max_output_tokens": 4}
+        assert httpx.post(f"{server[1]}/v1/responses", headers=JSON, timeout=100, json=body).status_code == status
+
+
+@pytest.mark.parametrize("text", [SHORT_IDS, ALTERNATING], ids=["ids", "alternating"])
+def test_a_conversation_goes_on_with_the_calls_of_an_answer(client, template, text):
+    template(text)
+    asked = {"model": "tiny", "tools": TOOLS[:1], "seed": 1, "max_tokens": 400}
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    answer = client.chat.completions.create(messages=messages, tool_choice="required", **asked).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "a cat"} for call in answer.tool_calls]
+    messages = [*messages, answer.model_dump(exclude_none=True), *results, *MESSAGES]
+    assert client.chat.completions.create(messages=messages, **{**asked, "max_tokens": 4}).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("calls", [[{"id": "x"}], [5], "x", {}, [{"id": 1, "function": {"name": "a"}}]])
+def test_calls_of_another_form_are_refused_by_their_field(server, calls):
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "3"}]
+    for route, body in (("/v1/chat/completions", {"messages": messages}), ("/tokenize", {"messages": messages})):
+        answer = httpx.post(server[1] + route, headers=JSON, timeout=100, json=body)
+        assert answer.status_code == 400
+        assert "messages[1].tool_calls" in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def marked(tiny_folder, tmp_path_factory) -> saltus.Engine:
+    """An engine whose markers of calls are special tokens."""
+    folder = tmp_path_factory.mktemp("marked") / "model"
+    shutil.copytree(tiny_folder(vocab_size=320, max_position_embeddings=4096), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "</tool_call>"]})
+    tokenizer.save_pretrained(folder)
+    return saltus.load(str(folder), "lookup", adaptive=False)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_markers_that_are_special_tokens(marked, choice):
+    begin, end = marked.tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    asked = {"messages": MESSAGES, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 400, "seed": 1}
+    asked |= {"parallel_tool_calls": False, "logit_bias": {str(begin): 50, str(end): 50}}
+    with serving(marked) as (_, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        message = client.chat.completions.create(model="tiny", **asked).choices[0].message
+        assert not message.content
+        assert json.loads(message.tool_calls[0].function.arguments).keys() == {"animal", "number"}
+        content, names, _ = streamed(client.chat.completions.create(model="tiny", **asked, stream=True))
+        assert (content, names) == ("", [call.function.name for call in message.tool_calls])
+
+
+@pytest.mark.slow
+def test_answers_of_many_clients_at_once_are_valid(marked, monkeypatch, capsys, unchecked):
+    """A small run of the benchmark: each kind of request, greedy and sampled, streamed and not."""
+    program = str(Path(__file__).parents[2] / "benchmarks/serve_valid.py")
+    with serving(marked) as (_, url):
+        asked = ["--endpoint", url, "--requests", "80", "--clients", "16", "--max-tokens", "200"]
+        monkeypatch.setattr(sys, "argv", [program, *asked])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(program, run_name="__main__")
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    (counts,) = [line.split()[1:] for line in printed.out.splitlines() if line.startswith("all ")]
+    assert int(counts[0]) > 40
+    assert int(counts[2]) == 0
+
+
+@pytest.mark.external
+@pytest.mark.slow
+def test_litellm_calls_tools(server, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network when it is imported
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "openai/tiny", "api_base": f"{server[1]}/v1", "api_key": "any", "seed": 1, "max_tokens": 400}
+    asked |= {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    message = litellm.completion(messages=MESSAGES, **asked).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments).keys() == {"animal", "number"}
+    whole = litellm.stream_chunk_builder([*litellm.completion(messages=MESSAGES, stream=True, **asked)])
+    assert whole.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
+    messages = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "name": "look", "content": "a cat"}]
+    assert litellm.completion(messages=messages, **{**asked, "max_tokens": 4, "tool_choice": "auto"}).choices
