@@ -147,6 +147,8 @@ PTP_HELP = f"""Train a drafter, or an adapter, for the method ptp.
 
         saltus train ptp -r smollm2-adapter --set rank=32 --steps 500 --work runs/32
 
+        saltus train ptp -r smollm2-adapter --set loss=bce --set uniform_beta=2 --work runs/bce
+
         saltus train ptp -r smollm2-dflash --teacher teacher --out dflash
 
     Afterwards: saltus generate --method ptp --option ptp.model=drafter "Who?"
