@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined AMX_PERMITTED && defined __AMX_BF16__
+#if defined AMX_PERMITTED && defined __AMX_BF16__ && !defined EMULATE_TILES
 #define AMX  // the processor's matrix unit is used
 #endif
 #if ((defined AMX_PERMITTED && defined __AMX_INT8__) || defined EMULATE_TILES) && defined __AVX512VNNI__
