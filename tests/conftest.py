@@ -211,9 +211,14 @@ def partners(tiny_folder, tiny_drafter, tiny_heads) -> dict[str, dict[str, str]]
     }
 
 
-@pytest.fixture(params=native.INSTRUCTION_SETS)
+# The matrix unit's instructions on integers in plain C (tiles_emulated.h): few processors have it.
+EMULATED = {"amx-int8-emulated": ([*native.INSTRUCTION_SETS["avx512-vnni"][0], "-DEMULATE_TILES"], "avx512_vnni")}
+
+
+@pytest.fixture(params=[*native.INSTRUCTION_SETS, *EMULATED])
 def instruction_set(request, monkeypatch):
-    """Kernels that are compiled for an instruction set, below this processor's own."""
+    """Kernels that are compiled for an instruction set, below this processor's own or emulated."""
+    monkeypatch.setattr(native, "INSTRUCTION_SETS", native.INSTRUCTION_SETS | EMULATED)
     needed = native.INSTRUCTION_SETS[request.param][1]
     if needed not in native._processor_features().split():
         pytest.skip(f"this processor lacks {needed}")

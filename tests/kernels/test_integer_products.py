@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from test_packed import random_blocks, same_bits
 
@@ -71,8 +72,11 @@ def test_what_is_not_finite_stays_so_and_in_its_row():
 @pytest.mark.slow
 @pytest.mark.usefixtures("instruction_set")
 def test_kernels_of_other_processors_give_the_same_bits():
+    """By tiles of rows of every height, also several together, and of an odd number of blocks that share scales."""
     for format in INTEGER_FORMATS:
-        check(format)
+        check(format, counts=(*range(1, 51), 75))
+        if GGML_QUANT_SIZES[format][0] == 32:
+            check(format, 16, 800, (5, 16, 17))
 
 
 def test_norms_gates_and_sums_around_a_product_are_those_of_bfloat16():

@@ -65,10 +65,8 @@ def test_an_instruction_set_that_there_is_not_is_refused(name, complaint, monkey
 # On Arm: a call is written down, made by an emulated processor, and compared
 
 
-ARM = {  # what the compiler is told: with products of four integers, and without
-    "armv8.2-a+dotprod+fp16": "asimddp",
-    "armv8-a": "plain",
-}
+# What the compiler is told: with products of matrices of integers, of four integers, and without.
+ARM = ["armv8.2-a+dotprod+i8mm", "armv8.2-a+dotprod+fp16", "armv8-a"]
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 
 
@@ -117,16 +115,18 @@ def test_a_call_on_an_arm_processor_gives_the_same_bits(march, tmp_path):
     assert built.returncode == 0, built.stderr[-2000:]
     for architecture in ("llama", "qwen3"):
         write(tiny(architecture), tmp_path / "tiny.gguf", FORMATS)
-        expected = write_down_a_call(load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu").network, tmp_path / "memory")
-        found = subprocess.run(
-            [str(EMULATOR), "-cpu", "max", str(program), str(tmp_path / "memory")], capture_output=True
-        )
-        assert found.returncode == 0, found.stderr
-        assert found.stdout == expected
+        for length in (75, 1, 2):  # tiles of even and odd heights
+            network = load_checkpoint(str(tmp_path / "tiny.gguf"), "cpu").network
+            expected = write_down_a_call(network, length, tmp_path / "memory")
+            found = subprocess.run(
+                [str(EMULATOR), "-cpu", "max", str(program), str(tmp_path / "memory")], capture_output=True
+            )
+            assert found.returncode == 0, found.stderr
+            assert found.stdout == expected, length
 
 
-def write_down_a_call(network: Any, file: Path) -> bytes:
-    """Make a call of a tree after a text, and write its memory to a file before; what it should give."""
+def write_down_a_call(network: Any, length: int, file: Path) -> bytes:
+    """Make a call of a tree after a text of a length, and write its memory to a file before; what it should give."""
     decoder, cache = network.native_decoder, network.new_kv_cache()
     made: list[DecoderCall] = []
     results: list[torch.Tensor] = []
@@ -139,6 +139,6 @@ def write_down_a_call(network: Any, file: Path) -> bytes:
 
     decoder.prepare = lambda *given, **named: made.append(prepare(*given, **named)) or made[-1]
     decoder.decode = written_down
-    text = np.random.default_rng(0).integers(2, 300, 75).tolist()
+    text = np.random.default_rng(0).integers(2, 300, length).tolist()
     network.forward([ForwardInputs(continuation(text, 8), (5, 6, 7), (-1, 0, -1))], [cache])
     return b"".join(content for _, content in map(bytes_of, results))

@@ -5,7 +5,11 @@
 
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define VECTOR_OUTPUTS 16
+#ifdef AMX_INT8
+#define MAX_HEIGHT 8  // more rows are faster by the matrix unit, which takes as long for one row as for sixteen
+#else
 #define MAX_HEIGHT 12
+#endif
 typedef __m512 some_floats;
 typedef __m512i some_integers;
 #define VECTOR(operation) _mm512_##operation

@@ -6,7 +6,7 @@
 #include "integer_lanes.h"
 #include "thread_pool.h"
 #include <time.h>
-#ifdef AMX
+#if defined AMX || defined AMX_INT8
 #include "tiles_amx.h"
 #endif
 

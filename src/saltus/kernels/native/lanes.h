@@ -8,8 +8,11 @@
 #include <immintrin.h>
 #endif
 
-#if defined AMX_PERMITTED && defined __AMX_BF16__
+#if defined AMX_PERMITTED && defined __AMX_BF16__ && !defined EMULATE_TILES
 #define AMX  // the processor's matrix unit is used
+#endif
+#if ((defined AMX_PERMITTED && defined __AMX_INT8__) || defined EMULATE_TILES) && defined __AVX512VNNI__
+#define AMX_INT8  // the same for integers of 8 bits
 #endif
 
 #ifdef __AVX512F__
