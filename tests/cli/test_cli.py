@@ -506,7 +506,7 @@ def test_the_demo_leaps_with_the_default_model(model_folder):
         (["a", "--option", "lookup.max_ngram_size=0"], "must be 1 or more"),
         (["a", "--temperature", "-1"], "must be 0 (greedy) or a positive number"),
         (["a", "--temperature", "nan"], "temperature is nan"),
-        (["a", "--top-p", "1.5"], "must lie in (0, 1]"),
+        (["a", "--top-p", "1.5"], "must lie in [0, 1]"),
         (["a", "--seed", "-3"], "must be 0 or more"),
         (["a", "--rule", "guess"], "must be one of match, reject"),
         (["a", "--max-new-tokens", "0"], "--max-new-tokens"),

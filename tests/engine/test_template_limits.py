@@ -10,7 +10,7 @@ import pytest
 
 from conftest import byte_tokenizer
 from saltus.engine import template_limits
-from saltus.engine.encoding import encode_prompt
+from saltus.engine.encoding import PromptSettings, encode_prompt
 from saltus.engine.template_limits import render_chat
 
 TALK = [
@@ -134,7 +134,7 @@ def test_a_template_that_makes_too_much_is_refused_before_it_has_made_it(templat
 def test_any_error_of_a_template_is_one_line(template, said):
     assert said in refusal(template)
     with pytest.raises(ValueError, match=f"^the chat template of tiny refuses these messages .{re.escape(said)}"):
-        encode_prompt(tokenizer_with(template), TALK, False, "tiny")
+        encode_prompt(tokenizer_with(template), TALK, PromptSettings(), "tiny")
 
 
 def test_limits_are_for_each_rendering_and_leave_other_code_alone(monkeypatch):

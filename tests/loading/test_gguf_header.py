@@ -67,7 +67,7 @@ def test_counts_are_compared_with_the_bytes_that_are_left(content, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"GGML" + header()[4:], "does not begin with GGUF"), (header()[:4] + b"\0\0\0\3" + header()[8:], "version"),
+        (b"GGML" + header()[4:], "does not begin with GGUF"), (header()[:4] + b"\0\0\0\3" + header()[8:], "big-endian"),
         (header(text("a") + struct.pack("<IB", UINT8, 1), text("a") + struct.pack("<IB", UINT8, 1)), "twice"),
         (header(array(ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 9)), "arrays in arrays"),
         (header(text("a") + struct.pack("<I", 99)), "not a valid GGUFValueType"),

@@ -430,6 +430,6 @@ def test_the_default_model_keeps_its_bits_beside_queries(model_folder, dtype):
 
 
 def test_an_adapter_of_others_is_no_model_of_its_own(tmp_path):
-    (tmp_path / "adapter_config.json").touch()
-    with pytest.raises(ValueError, match="adapter, not a model"):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "a/b"}')
+    with pytest.raises(ValueError, match="PROMPT_TUNING"):
         load_checkpoint(str(tmp_path))

@@ -18,7 +18,7 @@ def added_token(tmp_path_factory):
 
 def test_a_token_without_an_embedding_is_refused_before_any_call(added_token):
     new = len(added_token.tokenizer) - 1
-    for prompt, more in (("the [NEW] cat", {}), ([[5, new]], {"raw": True}), ([[-1]], {"raw": True})):
+    for prompt, more in (("the [NEW] cat", {"raw": True}), ([[5, new]], {"raw": True}), ([[-1]], {"raw": True})):
         with pytest.raises(ValueError, match=r"token .*of the prompt has no embedding in .*leave it out$"):
             added_token.generate(prompt, max_new_tokens=4, **more)
     with pytest.raises(ValueError, match=rf"^token {new} \(\[NEW\]\) of the prediction has no embedding"):

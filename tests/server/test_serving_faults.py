@@ -213,7 +213,9 @@ def test_a_call_that_fails_is_an_error_for_its_texts_alone(engine, monkeypatch):
 
 def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
     good = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 1}
-    bad = json.dumps({**good, "logit_bias": {"5": "BIAS"}}).replace('"BIAS"', "1e999")  # an infinite logit
+    vocabulary = len(engine.decoder.target.model.lm_head.weight)
+    bias = dict.fromkeys(map(str, range(vocabulary)), "BIAS")
+    bad = json.dumps({**good, "logit_bias": bias}).replace('"BIAS"', "-1e999")  # nothing is left to choose
     expected = alone(engine, PROMPT, raw=True, seed=1, max_new_tokens=40).text
     with serving(engine) as (service, url), concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(httpx.post, url + "/v1/completions", json=good) for _ in range(6)]
@@ -221,5 +223,5 @@ def test_a_request_that_cannot_be_decoded_hurts_no_other(engine):
         assert [answer.result().json()["choices"][0]["text"] for answer in others] == [expected] * 6
         for answer in poisoned:
             assert answer.result().status_code == 400
-            assert "infinite logits" in answer.result().json()["error"]["message"]
+            assert "no token is left to choose" in answer.result().json()["error"]["message"]
         assert service.engine_thread.num_open == 0

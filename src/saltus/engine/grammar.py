@@ -117,7 +117,12 @@ class GrammarConstraint:
         """How many of the tokens may follow the text, one after the other."""
         if self._has_ended(text):
             return len(tokens)
-        return self.matcher.validate_tokens([int(token) for token in tokens]) if self._go_to(text) else 0
+        if not self._go_to(text):
+            return 0
+        count = self.matcher.validate_tokens([int(token) for token in tokens])
+        if self.matcher.is_stopped() and len(tokens):  # llguidance knows no end behind a text that is complete
+            count = int(tokens[0] in self.end_tokens)
+        return len(tokens) if self._has_ended(tokens[:count]) else count
 
     def fast_forward(self, text: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The usual tokens of the characters that must come next, and the end of a text that is complete then."""

@@ -295,8 +295,8 @@ def test_distributions_that_are_learned_are_not_cut(folder, teacher, tmp_path):
     file.write_text(RECIPE, encoding="utf-8")
     said = complaint(*training(file, folder, teacher, tmp_path / "work", "--set", "top_k=5"))
     assert "set reads_uniforms=true and distillation_weight=0" in said
-    assert "top_p is 0.0, but must lie in (0, 1]" in complaint(
-        *training(file, folder, teacher, tmp_path / "work", "--set", "top_p=0")
+    assert "top_p is -1.0, but must lie in [0, 1]" in complaint(
+        *training(file, folder, teacher, tmp_path / "work", "--set", "top_p=-1")
     )
 
 
