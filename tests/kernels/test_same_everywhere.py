@@ -19,6 +19,7 @@ from saltus.core.forward import ForwardInputs
 from saltus.engine.checkpoints import load_checkpoint
 from saltus.kernels import native
 from saltus.kernels.packed_weight import PackedWeight
+from saltus.models.cpu.attention import FROM_FIRST_SLOT
 from saltus.models.cpu.native_decoder import DecoderCall
 
 FORMATS = [Q.Q4_1, Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.Q5_0]
@@ -85,6 +86,7 @@ def write_call(file: Path, decoder: Any, made: DecoderCall, results: list[torch.
     struct, (cos, sin, positions, call, attentions, *arrays) = made.struct, made.pointed_to
     tokens = (ctypes.c_int64 * struct.embedding.count).from_address(struct.embedding.rows)
     masks = [mask for sequence in call.sequences for both in sequence.masks_by_window.values() for mask in both]
+    masks += [FROM_FIRST_SLOT, *(sequence.tree_mask for sequence in call.sequences)]
     weights = [weight.rows if isinstance(weight, PackedWeight) else weight for weight in decoder.model.parameters()]
     buffers: list[Any] = [decoder.hidden, decoder.q, decoder.k, decoder.v, decoder.out, decoder.gate, decoder.up]
     buffers += [*made.hidden_states, decoder.window_of_layer]
