@@ -115,9 +115,23 @@ def test_a_drafter_is_trained_saved_with_its_card_and_drafts(recipe, folder, tea
 def test_an_adapter_is_trained_saved_and_drafts(folder, teacher, tmp_path):
     file = tmp_path / "gated.toml"
     file.write_text(ADAPTER, encoding="utf-8")
-    saltus_(*training(file, folder, teacher, tmp_path / "work", "--set", "rank=2"))
+    changes = ("rank=2", "query_start=last-token", "embedding=interpolated", "embedding_init=normal")
+    changes = [*changes, "window_growth=0.5", "uniform_beta=0.3"]
+    given = [part for change in changes for part in ("--set", change)]
+    output = saltus_(*training(file, folder, teacher, tmp_path / "work", *given)).stderr
+    assert re.search(r"sampled [\d.]+ a call · first query right [\d.]+ by its own uniforms, [\d.]+ by other", output)
+    by_depth = scalars(tmp_path / "work")
+    assert [step for step, _ in by_depth["accuracy by depth, other uniforms/3"]] == [4, 8, 12]
     metadata = json.loads((tmp_path / "work" / "adapter" / METADATA_FILE).read_text())
     assert metadata["settings"]["rank"] == metadata["settings"]["alpha"] == 2
+    assert metadata["settings"]["query_start"] == "last-token"
+    recorded = metadata["training"]["recipe"]
+    assert (recorded["adapter"]["embedding_init"], recorded["adapter"]["window_growth"]) == ("normal", 0.5)
+    assert recorded["data"]["uniform_beta"] == 0.3
+    assert {name: len(each) for name, each in metadata["training"]["accuracy_by_depth"].items()} == {
+        "its own uniforms": 4,
+        "other uniforms": 4,
+    }
     assert metadata["training"]["steps"] == 12
     assert metadata["training"]["held_out_tokens_per_call"].keys() == {"greedy", "sampled"}
     engine = saltus.load(str(folder), "ptp", options={"ptp": {"model": str(tmp_path / "work" / "adapter")}})

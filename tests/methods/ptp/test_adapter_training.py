@@ -260,7 +260,7 @@ def test_tokens_per_call_are_the_correct_drafts_behind_the_first_query_and_one(t
             answers = batch.targets.clone()
             answers[..., 0] += 1
             answers[..., right + 1 :] += 1
-            monkeypatch.setattr(task, "_drafted_tokens", lambda batch, answers=answers: answers)
+            monkeypatch.setattr(task, "_drafted_tokens", lambda *_, answers=answers: answers)
             known = batch.loss_mask[..., 1:].sum(-1)
             assert task.evaluate()["sampled"] == float((1 + known.clamp_max(right)).double().mean())
         break
@@ -298,6 +298,34 @@ def test_every_kind_of_window_grows_and_starts_from_the_last_token(form, loss, m
         assert loss_of_step.isfinite()
         assert loss_of_step > 0
         assert gradients(task, loss_of_step)["auxiliary.blank"].any()
+
+
+def test_accuracy_by_depth_counts_every_query_and_compares_with_other_uniforms(tmp_path, monkeypatch):
+    """Whatever the queries are conditioned on, tokens are picked by the text's own uniforms."""
+    task = make_task(tiny("Llama"), tmp_path)
+    batches = {id(batch): batch for batch in task.window_dataset.validation_batches(False)}
+    masks = torch.cat([batch.loss_mask.flatten(0, 1) for batch in batches.values()])
+
+    def drafted(batch, given):
+        """The first query is always right, the others where they are conditioned on the text's uniforms."""
+        right = (given.uniforms == batch.uniforms) | (torch.arange(WINDOW) == 0)
+        return torch.where(right, batch.targets, batch.targets + 1)
+
+    monkeypatch.setattr(task, "_drafted_tokens", drafted)
+    own, other = task.accuracy_by_depth().values()
+    assert own == [float(any_counted) for any_counted in masks.any(0)]
+    assert other == [1.0, *[0.0] * (WINDOW - 1)]
+    assert make_task(tiny("Llama"), tmp_path, form="independent").accuracy_by_depth() == {}
+
+
+def test_own_uniforms_pick_the_tokens_of_queries_that_are_conditioned_on_others(tmp_path):
+    """So that a query of C-PTP that reads no uniforms is as often right with others."""
+    task = make_task(tiny("Llama"), tmp_path, form="categorical")
+    with torch.no_grad():
+        task.module.auxiliary.map.weight.zero_()
+    for batch in task.window_dataset.validation_batches(False):
+        others = torch.full_like(batch.uniforms, 0.25)
+        assert torch.equal(task.matching_queries(batch), task.matching_queries(batch, others))
 
 
 # What is learned

@@ -88,7 +88,7 @@ class AdapterTrainingTask(WindowTrainingTask):
         return round(FIRST_WINDOW * (self.distillation.window / FIRST_WINDOW) ** (step / self.growth_steps))
 
     @property
-    def _num_undrafted_queries(self) -> int:
+    def num_undrafted_queries(self) -> int:
         """The number of leading queries that make no draft."""
         return int(self.teacher is None)
 
@@ -108,7 +108,7 @@ class AdapterTrainingTask(WindowTrainingTask):
             )
         depths = torch.arange(batch.targets.shape[-1], device=logits.device)
         depths = depths.expand(batch.loss_mask.shape)[batch.loss_mask]
-        weights = self.window_settings.discount ** (depths - self._num_undrafted_queries).clamp_min(0)
+        weights = self.window_settings.discount ** (depths - self.num_undrafted_queries).clamp_min(0)
         return self.processes.weighted_mean(self._token_losses(logits, batch), weights, floor=1.0)
 
     def _with_uniforms(self, batch: Batch, step: int) -> Batch:
@@ -184,16 +184,45 @@ class AdapterTrainingTask(WindowTrainingTask):
             return packed_logits(self._distilled_model, pack_causal(batch.tokens), rows[batch.loss_mask])
 
     def matching_drafts(self, batch: Batch) -> Bool[Tensor, "all_windows drafts"]:
-        batch = batch.to(self.model.device)
-        matches = batch.loss_mask & (self._drafted_tokens(batch) == batch.targets)
-        return matches[..., self._num_undrafted_queries :].flatten(0, 1)
+        return self.matching_queries(batch)[:, self.num_undrafted_queries :]
 
-    def _drafted_tokens(self, batch: Batch) -> Int[Tensor, "batch windows window"]:
+    @torch.no_grad()
+    def matching_queries(
+        self, batch: Batch, uniforms: Float[Tensor, "batch windows window"] | None = None
+    ) -> Bool[Tensor, "all_windows window"]:
+        """The same for all queries, those included that make no draft. They may be conditioned on other `uniforms`.
+
+        The tokens that uniforms pick are picked by the text's own in any case.
+        """
+        batch = batch.to(self.model.device)
+        given = batch if uniforms is None else replace(batch, uniforms=uniforms.to(self.model.device))
+        return (batch.loss_mask & (self._drafted_tokens(batch, given) == batch.targets)).flatten(0, 1)
+
+    def accuracy_by_depth(self) -> dict[str, list[float]]:
+        """For held-out texts that were sampled: by the uniforms that wrote them, and by others. Without dropout."""
+        batches = [*self.window_dataset.validation_batches(False)]
+        if self.distillation.form == "independent" or self.corpus.coupling == "gumbel" or not batches:
+            return {}
+        training = self.module.training
+        self.module.eval()
+        masks = torch.cat([batch.loss_mask.flatten(0, 1) for batch in batches])
+        generator = seeded_generator(1, "other uniforms")
+        others = [torch.from_numpy(generator.random(tuple(batch.uniforms.shape))) for batch in batches]
+        given = {"its own uniforms": [None] * len(batches), "other uniforms": others}
+        found = {}
+        for name, uniforms in given.items():
+            matches = [self.matching_queries(*pair).cpu() for pair in zip(batches, uniforms, strict=True)]
+            found[name] = (torch.cat(matches).double().sum(0) / masks.sum(0).clamp_min(1)).tolist()
+        self.module.train(training)
+        return found
+
+    def _drafted_tokens(self, batch: Batch, given: Batch) -> Int[Tensor, "batch windows window"]:
         """Each query's draft: the argmax (Eq. 5), or the token that its uniform picks (Eq. 7).
 
-        The argmax also under Gumbel noise: which noise wrote a text is not known.
+        The argmax also under Gumbel noise: which noise wrote a text is not known. Queries are conditioned on the
+        uniforms of `given`.
         """
-        packed, rows = self._pack(batch)
+        packed, rows = self._pack(given)
         with self._autocast():
             logits = packed_logits(self.model, packed, rows.flatten(), self.module, batch.temperatures)
         likeliest = logits.argmax(-1).view(rows.shape)
